@@ -1,0 +1,29 @@
+"""Pagewire: LLM serving with prefill and decode on separate GPU services.
+
+`LLM` and `SamplingParams` are loaded on first use, so that `import pagewire` (the router does it)
+never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagewire.shared.engine.llm import LLM
+    from pagewire.shared.request import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name == "LLM":
+        from pagewire.shared.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from pagewire.shared.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'pagewire' has no attribute {name!r}")

@@ -1,0 +1,214 @@
+"""Public kernel operations: one signature each, two backends (Triton and plain torch).
+
+Shapes used throughout:
+
+    T  tokens of a step, all sequences packed      H   query heads       KH  key/value heads
+    B  sequences of a decode batch                 D   head dimension    V   vocabulary
+    NB blocks of the KV pool                       BS  tokens a block    L   layers
+
+A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
+`[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
+A slot is `block * BS + offset`; slot -1 means "do not write". Block tables are int32
+`[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+
+BackendName = Literal["auto", "triton", "torch"]
+
+OP_NAMES = (
+    "paged_decode",
+    "paged_prefill",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "sample",
+    "pack_blocks",
+    "unpack_blocks",
+)
+
+
+class PagedDecode(Protocol):
+    """One query token per sequence against its paged context (split-KV flash decoding)."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,  # [B, H, D]
+        k_cache: torch.Tensor,  # [NB, KH, BS, D]
+        v_cache: torch.Tensor,  # [NB, KH, BS, D]
+        block_tables: torch.Tensor,  # [B, max_blocks] int32
+        seq_lens: torch.Tensor,  # [B] int32, the current token included; 0: padding, output zeros
+        scale: float,
+        out: torch.Tensor | None = None,  # [B, H, D]
+    ) -> torch.Tensor: ...
+
+
+class PagedPrefill(Protocol):
+    """Causal attention of packed query chunks over their paged context, cached prefix included.
+
+    Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
+    `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
+    are already in the cache.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,  # [T, H, D]
+        k_cache: torch.Tensor,  # [NB, KH, BS, D]
+        v_cache: torch.Tensor,  # [NB, KH, BS, D]
+        block_tables: torch.Tensor,  # [B, max_blocks] int32
+        cu_query_lens: torch.Tensor,  # [B + 1] int32, cumulative query lengths from 0
+        seq_lens: torch.Tensor,  # [B] int32
+        max_query_len: int,
+        scale: float,
+        out: torch.Tensor | None = None,  # [T, H, D]
+    ) -> torch.Tensor: ...
+
+
+class ReshapeAndCache(Protocol):
+    """Write a step's keys and values into their slots; slot -1 is skipped."""
+
+    def __call__(
+        self,
+        key: torch.Tensor,  # [T, KH, D], any strides with stride(-1) == 1
+        value: torch.Tensor,  # [T, KH, D]
+        k_cache: torch.Tensor,  # [NB, KH, BS, D]
+        v_cache: torch.Tensor,  # [NB, KH, BS, D]
+        slot_mapping: torch.Tensor,  # [T] int64
+    ) -> None: ...
+
+
+class RmsNorm(Protocol):
+    """RMS normalisation, optionally after adding a residual.
+
+    Returns `(normed, residual_out)`: with a residual, `residual_out = x + residual` (rounded to
+    the activations' dtype) and `normed = rms(residual_out) * weight`; without, `residual_out` is
+    `x` itself. Statistics are in float32.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, hidden]
+        weight: torch.Tensor,  # [hidden]
+        eps: float,
+        residual: torch.Tensor | None = None,  # [T, hidden]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class RotaryEmbedding(Protocol):
+    """Rotate q and k in place, half-split ("NeoX") pairing, as Hugging Face's Llama does."""
+
+    def __call__(
+        self,
+        positions: torch.Tensor,  # [T] int64
+        q: torch.Tensor,  # [T, H, D], any strides with stride(-1) == 1
+        k: torch.Tensor,  # [T, KH, D]
+        cos_sin_cache: torch.Tensor,  # [max_position, D] float32: cos in [:D/2], sin in [D/2:]
+    ) -> None: ...
+
+
+class SiluAndMul(Protocol):
+    """`silu(x[:, :I]) * x[:, I:]`, computed in float32, returned in x's dtype."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
+
+
+class Sample(Protocol):
+    """Draw one token per row: greedy at temperature 0, else the Gumbel-max trick.
+
+    The candidate set is top-k, then top-p over what is left (a token is kept while the
+    probability mass before it, in descending order, is below p; at least one is kept; equal
+    logits at the boundary are all kept). The draw is `argmax(logit / temperature + gumbel)`,
+    the noise a function of (seed, position, token id) alone by Philox4x32-10: counter
+    `(token_id, position, 0, 0)`, key = the seed's low and high 32 bits, word 0 of the output
+    turned into a uniform in (0, 1). So a row's token depends on nothing but the row.
+    """
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [B, V], any float dtype; computed in float32
+        temperature: torch.Tensor,  # [B] float32, 0 = greedy
+        top_k: torch.Tensor,  # [B] int32, 0 = all
+        top_p: torch.Tensor,  # [B] float32 in (0, 1]
+        seeds: torch.Tensor,  # [B] int64
+        positions: torch.Tensor,  # [B] int64: the position that the new token will have
+        out: torch.Tensor | None = None,  # [B] int64
+    ) -> torch.Tensor: ...  # [B] int64
+
+
+class PackBlocks(Protocol):
+    """Gather whole blocks into contiguous staging and checksum each on the way.
+
+    Blocks are rows of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
+    `sum_i w_i * ((i * 0x9E3779B97F4A7C15) | 1)  (mod 2**64)`: every weight is odd, so that any
+    single changed word changes the sum, and the weights differ, so that moved words do too.
+    """
+
+    def __call__(
+        self,
+        pool: torch.Tensor,  # [NB, ...] contiguous, a block's bytes divisible by 4
+        block_ids: torch.Tensor,  # [N] int64
+        staging: torch.Tensor,  # [>= N * block_bytes] uint8
+    ) -> torch.Tensor: ...  # [N] int64 checksums
+
+
+class UnpackBlocks(Protocol):
+    """Scatter blocks from contiguous staging into the pool; returns the checksum of each."""
+
+    def __call__(
+        self,
+        staging: torch.Tensor,  # [>= N * block_bytes] uint8
+        pool: torch.Tensor,  # [NB, ...] contiguous
+        block_ids: torch.Tensor,  # [N] int64; -1: checksum only, write nothing
+    ) -> torch.Tensor: ...  # [N] int64 checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operations of one backend, chosen once when a worker starts."""
+
+    backend: Literal["triton", "torch"]
+    paged_decode: PagedDecode
+    paged_prefill: PagedPrefill
+    reshape_and_cache: ReshapeAndCache
+    rms_norm: RmsNorm
+    rotary_embedding: RotaryEmbedding
+    silu_and_mul: SiluAndMul
+    sample: Sample
+    pack_blocks: PackBlocks
+    unpack_blocks: UnpackBlocks
+
+
+_MODULE_OF_OP = {name: name for name in OP_NAMES} | {
+    "pack_blocks": "kv_pack",
+    "unpack_blocks": "kv_pack",
+    "sample": "sampling",
+}
+
+
+def load_ops(backend: BackendName, device_type: str) -> Ops:
+    """Return the operations of a backend.
+
+    Args:
+        backend: `auto` takes Triton on CUDA and torch elsewhere.
+        device_type: `cuda` or `cpu`, the device that the tensors will live on.
+
+    Raises:
+        ImportError: Triton was asked for and is not installed.
+    """
+    if backend == "auto":
+        backend = "triton" if device_type == "cuda" else "torch"
+    package = "pagewire.kernels" if backend == "triton" else "pagewire.kernels.reference"
+    found = {
+        name: getattr(importlib.import_module(f"{package}.{_MODULE_OF_OP[name]}"), name)
+        for name in OP_NAMES
+    }
+    return Ops(backend=cast(Literal["triton", "torch"], backend), **found)

@@ -1,0 +1,1 @@
+"""Plain torch references of every kernel: the CPU path and the tests' truth."""

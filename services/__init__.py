@@ -1,0 +1,1 @@
+"""The services: router, prefill, decode, command line."""

@@ -1,0 +1,1 @@
+"""The engine: scheduler, batches, model runner, step loop."""

@@ -1,0 +1,1 @@
+"""Paged KV cache: block hashes, block pool, storage."""

@@ -1,0 +1,1 @@
+"""The demo model that the package carries."""
