@@ -1,0 +1,104 @@
+"""The exception tree: everything that Pagewire raises on purpose.
+
+    PagewireError
+    +-- ConfigError            a setting, flag or environment variable is wrong     (CLI exit code 2)
+    |   +-- ModelLoadError     the model directory, its configuration or weights
+    |   +-- RedisSetupError    Redis refuses or cannot be reached at start-up
+    +-- InvalidRequestError    the client's fault; names the field                  (HTTP 400)
+    |   +-- ModelNotFoundError                                                      (HTTP 404)
+    +-- OverloadedError        a bounded queue is full                              (HTTP 429)
+    +-- NoWorkerError          nobody alive who could do the work                   (HTTP 503)
+    +-- RequestFailedError     a request died inside the system                     (HTTP 500)
+    +-- ProtocolError          a control message that does not decode or is not allowed
+    |   +-- VersionMismatchError   the peer speaks another protocol version
+    +-- TransferError          KV blocks did not cross
+    |   +-- TransferTimeoutError
+    |   +-- LayoutMismatchError    the two sides' caches are shaped differently
+    +-- IllegalTransitionError a request status change that the table does not allow: a bug
+    +-- IntegrityError         block accounting does not add up: a bug
+
+Errors of libraries are mapped to these at the edge, raised `from` what caused them.
+"""
+
+from __future__ import annotations
+
+
+class PagewireError(Exception):
+    """Base of all errors that Pagewire raises on purpose."""
+
+
+class ConfigError(PagewireError):
+    """A setting is wrong. The message says what and what to do, in one line."""
+
+
+class ModelLoadError(ConfigError):
+    """The model directory, its configuration or its weights cannot be used."""
+
+
+class RedisSetupError(ConfigError):
+    """Redis refuses or cannot be reached while a service starts."""
+
+
+class InvalidRequestError(PagewireError):
+    """The client asked for something that cannot be done.
+
+    Attributes:
+        param: name of the offending field, if one can be named.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that is not served here."""
+
+
+class OverloadedError(PagewireError):
+    """A bounded queue is full; trying again later helps.
+
+    Attributes:
+        retry_after_s: seconds after which the client should try again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorkerError(PagewireError):
+    """No worker is alive that could do the work."""
+
+
+class RequestFailedError(PagewireError):
+    """A request died inside the system, through no fault of the client."""
+
+
+class ProtocolError(PagewireError):
+    """A control message does not decode, is too large or is not allowed here."""
+
+
+class VersionMismatchError(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class TransferError(PagewireError):
+    """KV blocks did not cross from one worker to another."""
+
+
+class TransferTimeoutError(TransferError):
+    """A transfer did not finish in its time."""
+
+
+class LayoutMismatchError(TransferError):
+    """The two sides' KV blocks are shaped differently and cannot be exchanged."""
+
+
+class IllegalTransitionError(PagewireError):
+    """A request was moved to a status that its present one does not lead to."""
+
+
+class IntegrityError(PagewireError):
+    """Block accounting does not add up."""

@@ -1,0 +1,326 @@
+"""Every control message between the services: tagged msgspec structs in versioned frames.
+
+    router --Generate, Cancel--> decode --TokenBatch, Refused--> router
+    decode --KvHello, Prefill, CancelPrefill, PieceAck, PieceNack, ProbeDone--> prefill
+    prefill --KvWelcome, PrefillDone, PrefillFailed--> decode
+    any client --Ping--> server --Pong--> client
+
+A frame is one byte of protocol version and a msgpack map with the message's tag. Decoding is
+strict: unknown tags, wrong types and oversized fields are `ProtocolError`s. A request id names a
+request between a router and a decode worker; a job id, random and made by the decode worker,
+names one prefill of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.errors import ProtocolError, VersionMismatchError
+from pagewire.shared.request import FinishReason, SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+
+Id = Annotated[str, Meta(min_length=1, max_length=64)]
+Text = Annotated[str, Meta(max_length=2048)]
+Count = Annotated[int, Meta(ge=0, lt=2**40)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
+Epoch = Annotated[int, Meta(ge=0, lt=2**63)]
+Role = Literal["prefill", "decode"]
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all control messages."""
+
+
+class Ping(Message):
+    """A client is alive. Servers answer `Pong` and forget clients that stay silent."""
+
+
+class Pong(Message):
+    """The server's loop is alive; `epoch` tells a client that its server was restarted."""
+
+    worker_id: Id
+    epoch: Epoch
+
+
+class Generate(Message):
+    """Answer one request.
+
+    Attributes:
+        prompt_token_ids: the prompt, at least one token.
+        output_token_ids: tokens already delivered by a worker that died; generation goes on
+            behind them and they count against `sampling.max_tokens`.
+        sampling: with a seed, always: the router draws one where the client gave none.
+        prefill_workers: ids in order of preference; empty means prefill locally.
+    """
+
+    request_id: Id
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams
+    output_token_ids: TokenIds = []
+    prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
+
+
+class Cancel(Message):
+    """Stop a request and free all that it holds; no answer is sent."""
+
+    request_id: Id
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in seconds; sent with its last token."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step gave one request.
+
+    Attributes:
+        cached_tokens: prompt tokens that nobody had to compute; with the first output.
+        prefill_worker: who computed the prompt, None if this worker did; with the first output.
+        error: why the request failed, if `finish_reason` is "error".
+    """
+
+    request_id: Id
+    token_ids: TokenIds = []
+    finish_reason: FinishReason | None = None
+    cached_tokens: Count | None = None
+    prefill_worker: Id | None = None
+    error: Text | None = None
+    timings: Timings | None = None
+
+
+class TokenBatch(Message):
+    """One step's tokens of all sequences that belong to one router."""
+
+    outputs: Annotated[list[TokenOutput], Meta(max_length=1 << 16)]
+
+
+class Refused(Message):
+    """A request was not taken; nothing of it is held."""
+
+    request_id: Id
+    reason: Literal["overloaded", "invalid", "draining"]
+    message: Text
+    param: Text | None = None
+
+
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What two workers must agree on before blocks may cross.
+
+    Attributes:
+        fingerprint: of the model's configuration and weights.
+        dtype: of the KV cache, as torch names it without the prefix, e.g. "bfloat16".
+        block_bytes: of one block over all layers.
+    """
+
+    fingerprint: Id
+    dtype: Annotated[str, Meta(max_length=32)]
+    block_size: Annotated[int, Meta(ge=1, le=1024)]
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=4096)]
+    block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]
+
+
+class KvHello(Message):
+    """A decode worker opens the KV way to a prefill worker.
+
+    Attributes:
+        addresses: transport name -> what `KvTransport.connect` needs on the other side, in the
+            sender's order of preference.
+        slot_bytes: size of the sender's staging slots, the upper bound of a piece.
+    """
+
+    worker_id: Id
+    epoch: Epoch
+    layout: BlockLayout
+    addresses: Annotated[dict[Id, Annotated[bytes, Meta(max_length=1 << 16)]], Meta(max_length=8)]
+    slot_bytes: Count
+
+
+class KvWelcome(Message):
+    """The prefill worker's answer.
+
+    Attributes:
+        transport: the one chosen for this pair.
+        address: of the prefill worker on that transport.
+        error: why no blocks may cross, e.g. other layouts; then the rest means nothing.
+    """
+
+    worker_id: Id
+    epoch: Epoch
+    transport: Annotated[str, Meta(max_length=64)] = ""
+    address: Annotated[bytes, Meta(max_length=1 << 16)] = b""
+    error: Text | None = None
+
+
+class Prefill(Message):
+    """Compute a prompt, push its blocks, sample the first token: one job.
+
+    Attributes:
+        decode_epoch, prefill_epoch: the ticket; a restarted side voids it.
+        first_block: the decode worker holds the blocks before this position already.
+        num_output_tokens: how many of `token_ids` are output of an interrupted answer.
+    """
+
+    job_id: Id
+    decode_id: Id
+    decode_epoch: Epoch
+    prefill_epoch: Epoch
+    token_ids: TokenIds
+    sampling: SamplingParams
+    first_block: Count
+    num_output_tokens: Count = 0
+
+
+class CancelPrefill(Message):
+    """Stop a job and free its blocks."""
+
+    job_id: Id
+
+
+class PieceAck(Message):
+    """A piece landed, matched its checksums and was scattered."""
+
+    job_id: Id
+    piece: Count
+
+
+class PieceNack(Message):
+    """A piece landed but its checksums do not match: send it again."""
+
+    job_id: Id
+    piece: Count
+
+
+class PrefillDone(Message):
+    """The prompt is computed and its first token sampled; pieces may still be on their way."""
+
+    job_id: Id
+    first_token: TokenId
+    num_pieces: Count
+    cached_tokens: Count
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+class PrefillFailed(Message):
+    """The job is void, its blocks are freed; the decode worker must find another way."""
+
+    job_id: Id
+    reason: Text
+
+
+class ProbeDone(Message):
+    """All bytes of a bandwidth probe have landed."""
+
+    probe_id: Id
+    nbytes: Count
+
+
+class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Precedes the bytes of one KV piece on the transport.
+
+    Attributes:
+        kind: a "probe" measures bandwidth and carries no blocks.
+        piece: index within the job, from 0.
+        positions: block positions in the sequence, one a block, in the payload's order.
+        checksums: of the blocks, as `pack_blocks` gives them (signed 64 bit).
+        nbytes: of the payload.
+    """
+
+    kind: Literal["kv", "probe"] = "kv"
+    job_id: Id
+    decode_epoch: Epoch
+    prefill_epoch: Epoch
+    piece: Count
+    positions: Annotated[list[Count], Meta(max_length=4096)]
+    checksums: Annotated[list[int], Meta(max_length=4096)]
+    nbytes: Count
+
+
+ControlMessage = (
+    Ping
+    | Pong
+    | Generate
+    | Cancel
+    | TokenBatch
+    | Refused
+    | KvHello
+    | KvWelcome
+    | Prefill
+    | CancelPrefill
+    | PieceAck
+    | PieceNack
+    | PrefillDone
+    | PrefillFailed
+    | ProbeDone
+)
+
+MAX_HEADER_BYTES = 128 << 10
+
+_encoder = msgspec.msgpack.Encoder()
+_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_header_decoder = msgspec.msgpack.Decoder(PieceHeader)
+_VERSION_BYTE = bytes([PROTOCOL_VERSION])
+
+
+def encode(message: ControlMessage) -> bytes:
+    """Return the frame of a message.
+
+    Raises:
+        ProtocolError: the frame would be larger than any peer accepts.
+    """
+    frame = _VERSION_BYTE + _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}"
+        )
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> ControlMessage:
+    """Return the message of a frame.
+
+    Raises:
+        VersionMismatchError: the peer speaks another version.
+        ProtocolError: the frame is too large, or is no known message.
+    """
+    if not 1 < len(frame) <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(frame)} bytes is not between 2 and {MAX_FRAME_BYTES}")
+    if frame[0] != PROTOCOL_VERSION:
+        raise VersionMismatchError(
+            f"the peer speaks protocol version {frame[0]}, this side {PROTOCOL_VERSION}"
+        )
+    try:
+        return _control_decoder.decode(memoryview(frame)[1:])
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ProtocolError(f"not a control message: {exc}") from exc
+
+
+def encode_header(header: PieceHeader) -> bytes:
+    """Return the bytes of a piece header."""
+    return _encoder.encode(header)
+
+
+def decode_header(data: bytes | memoryview) -> PieceHeader:
+    """Return the piece header of some bytes.
+
+    Raises:
+        ProtocolError: they are too many, or are no header.
+    """
+    if len(data) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a piece header of {len(data)} bytes exceeds {MAX_HEADER_BYTES}")
+    try:
+        return _header_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ProtocolError(f"not a piece header: {exc}") from exc

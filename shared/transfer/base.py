@@ -1,0 +1,93 @@
+"""The interface of all KV transports.
+
+A transport moves pieces: a header and a payload of bytes that lie in a staging slot. It knows
+nothing of requests or blocks. The sender's `send` ends when its slot may be used again, which
+does not mean that the piece was received: the acknowledgement is the services' own. The receiver
+takes a free slot before it takes a payload, so that slots are the flow control.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pagewire.shared.protocol import PieceHeader
+from pagewire.shared.transfer.staging import StagingPool, StagingSlot
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedPiece:
+    """A piece that has landed. Whoever took it from `recv` owns the slot and releases it.
+
+    Attributes:
+        peer_id: who sent it, as named in `connect`.
+        slot: holds the payload in its first `header.nbytes` bytes.
+    """
+
+    peer_id: str
+    header: PieceHeader
+    slot: StagingSlot
+
+
+class KvTransport(ABC):
+    """Moves pieces between this process and its peers; lives in one asyncio event loop.
+
+    Attributes:
+        name: as it appears in configuration, worker cards and metrics, e.g. "ucx".
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, worker_id: str, staging: StagingPool) -> None:
+        self.worker_id = worker_id
+        self.staging = staging
+
+    @abstractmethod
+    async def start(self, timeout: float) -> bytes:
+        """Open for peers; return the address that a peer passes to `connect`."""
+
+    @abstractmethod
+    async def connect(self, peer_id: str, address: bytes, timeout: float) -> None:
+        """Make a peer reachable, and accept pieces from it. Replaces an earlier connection of
+        the same `peer_id` (the peer was restarted).
+
+        Raises:
+            TransferError: the address makes no sense or nobody answers there.
+        """
+
+    @abstractmethod
+    async def send(
+        self, peer_id: str, header: PieceHeader, payload: torch.Tensor, timeout: float
+    ) -> None:
+        """Send one piece; on return, whatever the outcome, the payload may be overwritten.
+
+        Args:
+            peer_id: a connected peer.
+            header: `header.nbytes` must equal the payload's size.
+            payload: 1-D uint8 tensor, a prefix of a staging slot's buffer.
+            timeout: seconds.
+
+        Raises:
+            TransferTimeoutError: the peer took no payload in time.
+            TransferError: there is no such peer, or the connection broke.
+        """
+
+    @abstractmethod
+    async def recv(self) -> ReceivedPiece:
+        """Return the next piece of any peer; waits without bound, so cancel it to stop."""
+
+    @abstractmethod
+    async def disconnect(self, peer_id: str) -> None:
+        """Forget a peer: its sends fail, what was received of a piece is dropped and its slot
+        released. Unknown peers are fine."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Disconnect all peers and free everything. Safe to call twice."""
+
+    def lane(self, peer_id: str) -> str:
+        """Name the hardware way to a peer, e.g. "cuda_ipc", "cma", "tcp", for people to read."""
+        return self.name

@@ -1,0 +1,1 @@
+"""Staging slots: the bounded memory that KV pieces are moved through."""
