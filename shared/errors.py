@@ -1,14 +1,14 @@
 """The exception tree: everything that Pagewire raises on purpose.
 
     PagewireError
-    +-- ConfigError            a setting, flag or environment variable is wrong     (CLI exit code 2)
+    +-- ConfigError            a setting is wrong  (CLI exit code 2)
     |   +-- ModelLoadError     the model directory, its configuration or weights
     |   +-- RedisSetupError    Redis refuses or cannot be reached at start-up
-    +-- InvalidRequestError    the client's fault; names the field                  (HTTP 400)
-    |   +-- ModelNotFoundError                                                      (HTTP 404)
-    +-- OverloadedError        a bounded queue is full                              (HTTP 429)
-    +-- NoWorkerError          nobody alive who could do the work                   (HTTP 503)
-    +-- RequestFailedError     a request died inside the system                     (HTTP 500)
+    +-- InvalidRequestError    the client's fault; names the field  (HTTP 400)
+    |   +-- ModelNotFoundError  (HTTP 404)
+    +-- OverloadedError        a bounded queue is full  (HTTP 429)
+    +-- NoWorkerError          nobody alive who could do the work  (HTTP 503)
+    +-- RequestFailedError     a request died inside the system  (HTTP 500)
     +-- ProtocolError          a control message that does not decode or is not allowed
     |   +-- VersionMismatchError   the peer speaks another protocol version
     +-- TransferError          KV blocks did not cross

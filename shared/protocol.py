@@ -37,18 +37,18 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknow
     """Base of all control messages."""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """A client is alive. Servers answer `Pong` and forget clients that stay silent."""
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """The server's loop is alive; `epoch` tells a client that its server was restarted."""
 
     worker_id: Id
     epoch: Epoch
 
 
-class Generate(Message):
+class Generate(Message, frozen=True, kw_only=True):
     """Answer one request.
 
     Attributes:
@@ -66,7 +66,7 @@ class Generate(Message):
     prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """Stop a request and free all that it holds; no answer is sent."""
 
     request_id: Id
@@ -98,13 +98,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     timings: Timings | None = None
 
 
-class TokenBatch(Message):
+class TokenBatch(Message, frozen=True, kw_only=True):
     """One step's tokens of all sequences that belong to one router."""
 
     outputs: Annotated[list[TokenOutput], Meta(max_length=1 << 16)]
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """A request was not taken; nothing of it is held."""
 
     request_id: Id
@@ -131,7 +131,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]
 
 
-class KvHello(Message):
+class KvHello(Message, frozen=True, kw_only=True):
     """A decode worker opens the KV way to a prefill worker.
 
     Attributes:
@@ -147,7 +147,7 @@ class KvHello(Message):
     slot_bytes: Count
 
 
-class KvWelcome(Message):
+class KvWelcome(Message, frozen=True, kw_only=True):
     """The prefill worker's answer.
 
     Attributes:
@@ -163,7 +163,7 @@ class KvWelcome(Message):
     error: Text | None = None
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True, kw_only=True):
     """Compute a prompt, push its blocks, sample the first token: one job.
 
     Attributes:
@@ -182,27 +182,27 @@ class Prefill(Message):
     num_output_tokens: Count = 0
 
 
-class CancelPrefill(Message):
+class CancelPrefill(Message, frozen=True, kw_only=True):
     """Stop a job and free its blocks."""
 
     job_id: Id
 
 
-class PieceAck(Message):
+class PieceAck(Message, frozen=True, kw_only=True):
     """A piece landed, matched its checksums and was scattered."""
 
     job_id: Id
     piece: Count
 
 
-class PieceNack(Message):
+class PieceNack(Message, frozen=True, kw_only=True):
     """A piece landed but its checksums do not match: send it again."""
 
     job_id: Id
     piece: Count
 
 
-class PrefillDone(Message):
+class PrefillDone(Message, frozen=True, kw_only=True):
     """The prompt is computed and its first token sampled; pieces may still be on their way."""
 
     job_id: Id
@@ -213,14 +213,14 @@ class PrefillDone(Message):
     prefill_s: float = 0.0
 
 
-class PrefillFailed(Message):
+class PrefillFailed(Message, frozen=True, kw_only=True):
     """The job is void, its blocks are freed; the decode worker must find another way."""
 
     job_id: Id
     reason: Text
 
 
-class ProbeDone(Message):
+class ProbeDone(Message, frozen=True, kw_only=True):
     """All bytes of a bandwidth probe have landed."""
 
     probe_id: Id
@@ -302,9 +302,10 @@ def decode(frame: bytes | memoryview) -> ControlMessage:
             f"the peer speaks protocol version {frame[0]}, this side {PROTOCOL_VERSION}"
         )
     try:
-        return _control_decoder.decode(memoryview(frame)[1:])
+        message: ControlMessage = _control_decoder.decode(memoryview(frame)[1:])
     except (msgspec.DecodeError, RecursionError) as exc:
         raise ProtocolError(f"not a control message: {exc}") from exc
+    return message
 
 
 def encode_header(header: PieceHeader) -> bytes:

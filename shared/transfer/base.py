@@ -51,8 +51,9 @@ class KvTransport(ABC):
 
     @abstractmethod
     async def connect(self, peer_id: str, address: bytes, timeout: float) -> None:
-        """Make a peer reachable, and accept pieces from it. Replaces an earlier connection of
-        the same `peer_id` (the peer was restarted).
+        """Make a peer reachable, and accept pieces from it.
+
+        Replaces an earlier connection of the same `peer_id` (the peer was restarted).
 
         Raises:
             TransferError: the address makes no sense or nobody answers there.
@@ -81,8 +82,10 @@ class KvTransport(ABC):
 
     @abstractmethod
     async def disconnect(self, peer_id: str) -> None:
-        """Forget a peer: its sends fail, what was received of a piece is dropped and its slot
-        released. Unknown peers are fine."""
+        """Forget a peer; unknown ones are fine.
+
+        Sends to it fail; what was received of a piece is dropped and its slot released.
+        """
 
     @abstractmethod
     async def close(self) -> None:

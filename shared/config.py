@@ -1,0 +1,149 @@
+"""Settings of the services, and the one reader of the environment.
+
+Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pagewire.shared.errors import ConfigError
+
+SettingsT = TypeVar("SettingsT", bound="ClusterSettings")
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ClusterSettings(BaseSettings):
+    """What every service of one cluster must be told alike.
+
+    Attributes:
+        cluster_secret: keys of the control channel and of block hashes derive from it.
+        redis_url: `redis://[:password@]host:port/db` or `unix:///path/to/socket`.
+        host: address that this service's sockets listen on and are announced with.
+        lease_s: a worker whose card was not renewed for this long is dead.
+        heartbeat_s: how often cards are renewed and peers are pinged.
+        log_level: of the standard library's logging.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="PAGEWIRE_", extra="ignore", frozen=True)
+
+    cluster_secret: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(32)))
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    host: str = "127.0.0.1"
+    lease_s: Seconds = 5.0
+    heartbeat_s: Seconds = 1.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class EngineSettings(ClusterSettings):
+    """The engine of a worker, or of the offline `LLM`.
+
+    Attributes:
+        model: a local Hugging Face directory, a hub id, or "demo" for the model in the package.
+        device: `auto` takes CUDA where there is a GPU.
+        dtype: of weights, activations and KV cache; `auto` takes the checkpoint's.
+        load_format: `dummy` gives random weights, for benchmarks of a shape.
+        kernels: backend; `auto` takes Triton on CUDA and torch on the CPU.
+        block_size: tokens in a KV block.
+        num_blocks: of the KV pool; None sizes it by memory.
+        gpu_memory_utilization: share of the GPU that weights, activations and pool may take.
+        max_model_len: longest prompt plus answer; None takes the model's.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: of one step; longer prompts are prefilled in chunks.
+        max_waiting: requests that may queue behind those running.
+        enable_prefix_caching: reuse of blocks with equal content.
+        cuda_graphs: replay decode steps as CUDA graphs (CUDA only).
+    """
+
+    model: str = "demo"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    block_size: Literal[16, 32, 64, 128] = 16
+    num_blocks: Positive | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=0.98)] = 0.85
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive = 256
+    max_num_batched_tokens: Positive = 2048
+    max_waiting: Positive = 1024
+    enable_prefix_caching: bool = True
+    cuda_graphs: bool = True
+
+
+class WorkerSettings(EngineSettings):
+    """A prefill or decode service.
+
+    Attributes:
+        worker_id: stable name of the worker; a restart under the same name has a new epoch.
+        control_port: of the ZeroMQ control socket; 0 takes a free one.
+        metrics_port: of the worker's own HTTP `/metrics` and `/health`; 0 takes a free one.
+        kv_transport: `auto` takes UCX where ucxx is installed, else ZeroMQ.
+        staging_slots: KV pieces that may be under way at once, in each direction.
+        staging_slot_bytes: upper bound of a piece; None picks it from the block's size.
+        local_prefill_tokens: a decode worker computes up to this many uncached prompt tokens
+            itself instead of sending them away.
+        transfer_timeout_s: for one piece, from its sending to its acknowledgement.
+        prefill_timeout_s: without any sign of a prefill job, after which it is done locally.
+        drain_timeout_s: for running requests to finish after SIGTERM.
+    """
+
+    worker_id: str = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
+    control_port: Port = 0
+    metrics_port: Port = 0
+    kv_transport: Literal["auto", "ucx", "zmq"] = "auto"
+    staging_slots: Annotated[int, Field(ge=2, le=256)] = 8
+    staging_slot_bytes: Positive | None = None
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = 32
+    transfer_timeout_s: Seconds = 10.0
+    prefill_timeout_s: Seconds = 30.0
+    drain_timeout_s: Seconds = 30.0
+
+
+class RouterSettings(ClusterSettings):
+    """The router.
+
+    Attributes:
+        model: as for the workers; the router reads only its tokenizer and configuration.
+        served_model_name: under which clients ask for it; None takes the directory's or hub
+            id's last part.
+        port: of the HTTP endpoint.
+        policy: `prefix` places by cached prefix and load, `round_robin` in turn.
+        max_queue: requests in the system at once; more are answered 429.
+        request_timeout_s: without any token, after which a request fails.
+    """
+
+    model: str = "demo"
+    served_model_name: str | None = None
+    port: Port = 8000
+    policy: Literal["prefix", "round_robin"] = "prefix"
+    max_queue: Positive = 1024
+    request_timeout_s: Seconds = 300.0
+
+
+def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:
+    """Read settings from the environment, with the command line's values on top.
+
+    Args:
+        kind: the settings class of a service.
+        overrides: values by field name; None means "not given".
+
+    Raises:
+        ConfigError: a value is out of range; one line that names field, value and rule.
+    """
+    try:
+        return kind(**{name: value for name, value in overrides.items() if value is not None})
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"setting {field} (PAGEWIRE_{field.upper()}) cannot be {first['input']!r}: "
+            f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        ) from exc
