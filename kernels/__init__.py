@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class PagedPrefill(Protocol):
 
     Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
     `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
-    are already in the cache.
+    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are.
     """
 
     def __call__(
@@ -91,7 +91,8 @@ class RmsNorm(Protocol):
 
     Returns `(normed, residual_out)`: with a residual, `residual_out = x + residual` (rounded to
     the activations' dtype) and `normed = rms(residual_out) * weight`; without, `residual_out` is
-    `x` itself. Statistics are in float32.
+    `x` itself. Statistics are in float32 over the rounded sum, and the normalised value is
+    rounded to the activations' dtype before the weight multiplies it, as in Hugging Face's Llama.
     """
 
     def __call__(
@@ -126,7 +127,8 @@ class Sample(Protocol):
 
     The candidate set is top-k, then top-p over what is left (a token is kept while the
     probability mass before it, in descending order, is below p; at least one is kept; equal
-    logits at the boundary are all kept). The draw is `argmax(logit / temperature + gumbel)`,
+    logits at the boundary are all kept), with probabilities at the row's temperature. A NaN
+    logit counts as -inf. The draw is `argmax(logit / temperature + gumbel)`,
     the noise a function of (seed, position, token id) alone by Philox4x32-10: counter
     `(token_id, position, 0, 0)`, key = the seed's low and high 32 bits, word 0 of the output
     turned into a uniform in (0, 1). So a row's token depends on nothing but the row.
@@ -211,4 +213,4 @@ def load_ops(backend: BackendName, device_type: str) -> Ops:
         name: getattr(importlib.import_module(f"{package}.{_MODULE_OF_OP[name]}"), name)
         for name in OP_NAMES
     }
-    return Ops(backend=cast(Literal["triton", "torch"], backend), **found)
+    return Ops(backend=backend, **found)

@@ -1,0 +1,64 @@
+"""Gather and scatter whole KV blocks with a checksum of each, in plain torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # as int64
+# Words summed at once: bounds the int64 temporaries to 8 MiB.
+_WORDS_AT_ONCE = 1 << 19
+
+
+@lru_cache(maxsize=4)
+def _weights(words: int, device: torch.device) -> torch.Tensor:
+    """Return the odd checksum weights of a block's words, `[words]` int64."""
+    return torch.arange(words, dtype=torch.int64, device=device) * _MULTIPLIER | 1
+
+
+def _checksums(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the checksum `[N]` int64 of each row of `blocks` [N, words] int32."""
+    count, words = blocks.shape
+    weights = _weights(words, blocks.device)
+    sums = torch.empty(count, dtype=torch.int64, device=blocks.device)
+    step = max(1, _WORDS_AT_ONCE // words)
+    for start in range(0, count, step):
+        rows = blocks[start : start + step].long()
+        torch.sum(rows.mul_(weights), dim=1, out=sums[start : start + step])
+    return sums
+
+
+def _as_words(pool: torch.Tensor) -> torch.Tensor:
+    """View a contiguous pool as `[NB, words]` int32."""
+    return pool.view(pool.shape[0], -1).view(torch.int32)
+
+
+def _staged_words(staging: torch.Tensor, blocks: int, words: int) -> torch.Tensor:
+    """View the used part of staging as `[blocks, words]` int32."""
+    return staging[: blocks * words * 4].view(torch.int32).view(blocks, words)
+
+
+def pack_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> torch.Tensor:
+    """Gather whole blocks into contiguous staging and checksum each.
+
+    Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
+    """
+    words = _as_words(pool)
+    staged = _staged_words(staging, block_ids.shape[0], words.shape[1])
+    torch.index_select(words, 0, block_ids, out=staged)
+    return _checksums(staged)
+
+
+def unpack_blocks(
+    staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor
+) -> torch.Tensor:
+    """Scatter blocks from contiguous staging into the pool; return the checksum of each.
+
+    Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
+    """
+    words = _as_words(pool)
+    staged = _staged_words(staging, block_ids.shape[0], words.shape[1])
+    written = block_ids >= 0
+    words[block_ids[written]] = staged[written]
+    return _checksums(staged)

@@ -1,0 +1,31 @@
+"""Paged decode attention in plain torch, one sequence at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.kernels.reference._attention import attend, gather_context
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend one query token per sequence to its paged context.
+
+    Shapes are those of `pagewire.kernels.PagedDecode`. A row depends on its own sequence alone.
+    """
+    out = torch.empty_like(q) if out is None else out
+    for row, context_len in enumerate(seq_lens.tolist()):
+        if context_len == 0:
+            out[row].zero_()
+            continue
+        keys = gather_context(k_cache, block_tables[row], context_len)
+        values = gather_context(v_cache, block_tables[row], context_len)
+        out[row : row + 1] = attend(q[row : row + 1], keys, values, scale)
+    return out

@@ -1,0 +1,35 @@
+"""Paged prefill attention in plain torch, one sequence at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.kernels.reference._attention import attend, gather_context
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed query chunks over their paged context.
+
+    Shapes are those of `pagewire.kernels.PagedPrefill`; `max_query_len` is not needed here. A
+    chunk's rows depend on its own sequence alone.
+    """
+    out = torch.empty_like(q) if out is None else out
+    starts = cu_query_lens.tolist()
+    for row, context_len in enumerate(seq_lens.tolist()):
+        start, stop = starts[row], starts[row + 1]
+        if start == stop:
+            continue
+        keys = gather_context(k_cache, block_tables[row], context_len)
+        values = gather_context(v_cache, block_tables[row], context_len)
+        out[start:stop] = attend(q[start:stop], keys, values, scale)
+    return out

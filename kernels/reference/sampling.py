@@ -1,0 +1,78 @@
+"""Sampling in plain torch: thresholds by sorting, noise by Philox in int64."""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.kernels.reference.philox import gumbel_noise
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _thresholds(
+    scores: torch.Tensor,  # [N, V] float32
+    temperature: torch.Tensor,  # [N]
+    top_k: torch.Tensor,  # [N]
+    top_p: torch.Tensor,  # [N]
+) -> torch.Tensor:
+    """Return each row's smallest score `[N, 1]` that is a candidate."""
+    vocab_size = scores.shape[1]
+    ordered = scores.sort(dim=-1, descending=True).values
+    k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).long()
+    threshold = ordered.gather(1, (k - 1)[:, None])
+    scaled = (ordered - ordered[:, :1]).double() / temperature[:, None].double()
+    mass = scaled.exp_().masked_fill_(ordered < threshold, 0.0)
+    mass_before = mass.cumsum(-1).sub_(mass)
+    limit = top_p[:, None].double() * mass.sum(-1, keepdim=True)
+    kept = (mass_before < limit).sum(-1, keepdim=True).clamp_(min=1)
+    by_mass = ordered.gather(1, kept - 1)
+    return torch.where(top_p[:, None] < 1.0, torch.maximum(threshold, by_mass), threshold)
+
+
+def _draw(
+    scores: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Draw one token per row `[N]` by the Gumbel-max trick; every temperature is above 0."""
+    vocab_size = scores.shape[1]
+    perturbed = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
+    perturbed += gumbel_noise(seeds, positions, vocab_size)
+    limited = (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0)).nonzero()[:, 0]
+    if limited.numel():
+        rows = scores[limited]
+        threshold = _thresholds(rows, temperature[limited], top_k[limited], top_p[limited])
+        perturbed[limited] = perturbed[limited].masked_fill(rows < threshold, -torch.inf)
+    return perturbed.argmax(-1)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw one token per row: greedy at temperature 0, else the Gumbel-max trick.
+
+    Shapes and meaning are those of `pagewire.kernels.Sample`. NaN counts as -inf. Random rows
+    alone pay for noise, and limited ones (top-k, top-p) alone for a sort.
+    """
+    scores = logits.float().nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+    tokens = scores.argmax(-1)
+    random = (temperature > 0).nonzero()[:, 0]
+    if random.numel():
+        tokens[random] = _draw(
+            scores[random],
+            temperature[random],
+            top_k[random],
+            top_p[random],
+            seeds[random],
+            positions[random],
+        )
+    return tokens if out is None else out.copy_(tokens)

@@ -1,0 +1,16 @@
+"""The gated activation of Llama's feed-forward layer, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return `silu(x[:, :I]) * x[:, I:]` in x's dtype, `[T, 2 I] -> [T, I]`.
+
+    Written out, in float32: `torch.exp` gives an element the same bits wherever it stands in the
+    batch, `torch.nn.functional.silu` computes the ends of each thread's share differently.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.float()
+    return (gate / torch.exp(-gate).add_(1.0)).mul_(up).to(x.dtype)
