@@ -11,6 +11,8 @@
     +-- RequestFailedError     a request died inside the system  (HTTP 500)
     +-- ProtocolError          a control message that does not decode or is not allowed
     |   +-- VersionMismatchError   the peer speaks another protocol version
+    +-- ChannelError           a control connection refuses, is full or is gone
+    +-- RedisUnavailableError  Redis did not answer, or answered nonsense, at run time
     +-- TransferError          KV blocks did not cross
     |   +-- TransferTimeoutError
     |   +-- LayoutMismatchError    the two sides' caches are shaped differently
@@ -82,6 +84,14 @@ class ProtocolError(PagewireError):
 
 class VersionMismatchError(ProtocolError):
     """The peer speaks another version of the protocol."""
+
+
+class ChannelError(PagewireError):
+    """A control connection cannot be made, its queue is full, or its peer is gone."""
+
+
+class RedisUnavailableError(PagewireError):
+    """Redis did not do, within its time, what was asked of it at run time."""
 
 
 class TransferError(PagewireError):
