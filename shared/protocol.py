@@ -23,13 +23,15 @@ from pagewire.shared.request import FinishReason, SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
+FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Text = Annotated[str, Meta(max_length=2048)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
-Epoch = Annotated[int, Meta(ge=0, lt=2**63)]
+Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Role = Literal["prefill", "decode"]
 
 
@@ -42,7 +44,10 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """The server's loop is alive; `epoch` tells a client that its server was restarted."""
+    """The server's loop is alive; `epoch` tells a client that its server was restarted.
+
+    `FORGOTTEN_EPOCH` says that the server does not know the client, or not any more.
+    """
 
     worker_id: Id
     epoch: Epoch
@@ -244,7 +249,7 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_epoch: Epoch
     piece: Count
     positions: Annotated[list[Count], Meta(max_length=4096)]
-    checksums: Annotated[list[int], Meta(max_length=4096)]
+    checksums: Annotated[list[Int64], Meta(max_length=4096)]
     nbytes: Count
 
 
@@ -271,6 +276,8 @@ MAX_HEADER_BYTES = 128 << 10
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)
 _header_decoder = msgspec.msgpack.Decoder(PieceHeader)
+# Text that is no UTF-8 is a plain UnicodeDecodeError in map keys and tags.
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
@@ -303,7 +310,7 @@ def decode(frame: bytes | memoryview) -> ControlMessage:
         )
     try:
         message: ControlMessage = _control_decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except _UNDECODABLE as exc:
         raise ProtocolError(f"not a control message: {exc}") from exc
     return message
 
@@ -323,5 +330,5 @@ def decode_header(data: bytes | memoryview) -> PieceHeader:
         raise ProtocolError(f"a piece header of {len(data)} bytes exceeds {MAX_HEADER_BYTES}")
     try:
         return _header_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except _UNDECODABLE as exc:
         raise ProtocolError(f"not a piece header: {exc}") from exc

@@ -1,0 +1,99 @@
+"""Who may speak on ZeroMQ sockets: CURVE keys from the cluster secret, and the check of them.
+
+Every member of a cluster holds the same key pair. A server takes only clients that prove to hold
+it as well, so a stranger gets no message in and none out; traffic is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from pagewire.shared.loop_socket import LoopSocket
+
+logger = logging.getLogger(__name__)
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_ZAP_DOMAIN = b"pagewire"
+_HANDSHAKE_TIMEOUT_MS = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """The cluster's CURVE key pair, both in Z85 (40 bytes)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def derive(cls, cluster_secret: str) -> ClusterKeys:
+        """Return the key pair that every holder of the cluster secret derives alike."""
+        raw = hashlib.blake2b(
+            cluster_secret.encode(), digest_size=32, person=b"pagewire-curve"
+        ).digest()
+        secret = z85.encode(raw)
+        return cls(public=zmq.curve_public(secret), secret=secret)
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket, before its bind, a CURVE server; its context needs a `ZapHandler`."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.zap_domain = _ZAP_DOMAIN
+        socket.handshake_ivl = _HANDSHAKE_TIMEOUT_MS
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket, before its connect, a CURVE client."""
+        socket.curve_serverkey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.handshake_ivl = _HANDSHAKE_TIMEOUT_MS
+
+
+class ZapHandler:
+    """Answers libzmq's question whether a client may connect (ZeroMQ RFC 27).
+
+    libzmq asks on an endpoint of which a context has one, so servers have a context of their own
+    each. Lives in the running event loop; the owner calls `close` before it ends the context.
+
+    Attributes:
+        denied: clients turned away so far.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> None:
+        self.denied = 0
+        self._allowed = z85.decode(keys.public)
+        socket = context.socket(zmq.REP)
+        try:
+            socket.linger = 0
+            socket.bind(_ZAP_ENDPOINT)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        self._link = LoopSocket(socket, self._on_request)
+
+    def close(self) -> None:
+        """Stop answering: from now on nobody new gets in."""
+        self._link.close()
+
+    def _on_request(self, frames: list[bytes]) -> None:
+        # Frames: version, request id, domain, address, identity, mechanism, credentials.
+        request_id = frames[1] if len(frames) > 1 else b""
+        allowed = (
+            len(frames) == 7
+            and frames[0] == _ZAP_VERSION
+            and frames[2] == _ZAP_DOMAIN
+            and frames[5] == b"CURVE"
+            and hmac.compare_digest(frames[6], self._allowed)
+        )
+        if not allowed:
+            self.denied += 1
+            logger.debug("a client without the cluster's key was turned away")
+        status = [b"200", b"OK"] if allowed else [b"400", b"denied"]
+        self._link.send([_ZAP_VERSION, request_id, *status, b"", b""])
