@@ -1,7 +1,7 @@
 """Every control message between the services: tagged msgspec structs in versioned frames.
 
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
-    decode --KvHello, Prefill, CancelPrefill, PieceAck, PieceNack, ProbeDone--> prefill
+    decode --KvHello, KvReady, Prefill, CancelPrefill, PieceAck, PieceNack, ProbeDone--> prefill
     prefill --KvWelcome, PrefillDone, PrefillFailed--> decode
     any client --Ping--> server --Pong--> client
 
@@ -168,13 +168,17 @@ class KvWelcome(Message, frozen=True, kw_only=True):
     error: Text | None = None
 
 
+class KvReady(Message, frozen=True, kw_only=True):
+    """The decode worker can receive; the prefill worker may measure the way with a probe."""
+
+
 class Prefill(Message, frozen=True, kw_only=True):
     """Compute a prompt, push its blocks, sample the first token: one job.
 
     Attributes:
         decode_epoch, prefill_epoch: the ticket; a restarted side voids it.
+        token_ids: prompt, and the output of an interrupted answer behind it.
         first_block: the decode worker holds the blocks before this position already.
-        num_output_tokens: how many of `token_ids` are output of an interrupted answer.
     """
 
     job_id: Id
@@ -184,7 +188,6 @@ class Prefill(Message, frozen=True, kw_only=True):
     token_ids: TokenIds
     sampling: SamplingParams
     first_block: Count
-    num_output_tokens: Count = 0
 
 
 class CancelPrefill(Message, frozen=True, kw_only=True):
@@ -212,7 +215,6 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
     job_id: Id
     first_token: TokenId
-    num_pieces: Count
     cached_tokens: Count
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -226,10 +228,10 @@ class PrefillFailed(Message, frozen=True, kw_only=True):
 
 
 class ProbeDone(Message, frozen=True, kw_only=True):
-    """All bytes of a bandwidth probe have landed."""
+    """One piece of a bandwidth probe has landed."""
 
     probe_id: Id
-    nbytes: Count
+    piece: Count
 
 
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -262,6 +264,7 @@ ControlMessage = (
     | Refused
     | KvHello
     | KvWelcome
+    | KvReady
     | Prefill
     | CancelPrefill
     | PieceAck

@@ -1,0 +1,259 @@
+"""From settings to a running engine: device, weights, KV pool, warm-up."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagewire.kernels import Ops, load_ops
+from pagewire.shared.config import EngineSettings
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.cuda_graph import batch_buckets
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
+from pagewire.shared.engine.scheduler import (
+    ScheduledBatch,
+    ScheduledTokens,
+    Scheduler,
+    SchedulerLimits,
+)
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv_cache.block_hash import BlockHasher
+from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv_cache.storage import KvShape
+from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
+from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.source import resolve_model
+from pagewire.shared.protocol import BlockLayout
+from pagewire.shared.request import RequestStatus, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 256 << 20
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and what its surroundings need to know of it."""
+
+    core: EngineCore
+    runner: ModelRunner
+    config: ModelConfig
+    model_path: Path
+    layout: BlockLayout
+    device: torch.device
+    max_model_len: int
+
+
+def build_engine(
+    settings: EngineSettings,
+    listener: CacheListener | None = None,
+    local_prefill_tokens: int = 0,
+    progress: Progress = lambda _stage: None,
+) -> BuiltEngine:
+    """Load a model and make an engine of it.
+
+    Args:
+        settings: validated settings.
+        listener: hears what enters and leaves the prefix cache.
+        local_prefill_tokens: see `SchedulerLimits`.
+        progress: told what is going on, for people to read.
+
+    Raises:
+        ConfigError: what was asked for is not to be had here.
+    """
+    progress("reading the model's configuration")
+    path = resolve_model(settings.model)
+    config = load_config(path)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, config)
+    max_model_len = choose_max_model_len(settings.max_model_len, config)
+    ops = load_ops(settings.kernels, device.type)
+    progress("loading weights")
+    model = load_model(path, config, device, dtype, ops, settings.load_format, max_model_len)
+    shape = KvShape.of(config, settings.block_size, dtype)
+    progress("sizing the KV pool")
+    num_blocks = settings.num_blocks or _fitting_blocks(
+        settings, model, ops, shape, config, device, max_model_len
+    )
+    max_model_len = min(max_model_len, num_blocks * settings.block_size)
+    runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
+    if device.type == "cuda":
+        progress("compiling kernels")
+        _warm_up(runner, settings, max_model_len)
+        if settings.cuda_graphs:
+            sizes = batch_buckets(settings.max_num_seqs)
+            runner.capture_graphs(sizes, lambda n: progress(f"capturing CUDA graphs: batch {n}"))
+    fingerprint = model_fingerprint(path, config)
+    dtype_name = str(dtype).removeprefix("torch.")
+    scheduler = Scheduler(
+        limits=SchedulerLimits(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_waiting=settings.max_waiting,
+            watermark_blocks=num_blocks // 100,
+            local_prefill_tokens=local_prefill_tokens,
+        ),
+        pool=BlockPool(num_blocks, settings.enable_prefix_caching, listener),
+        hasher=BlockHasher(
+            settings.cluster_secret.get_secret_value(),
+            fingerprint,
+            dtype_name,
+            settings.block_size,
+        ),
+    )
+    return BuiltEngine(
+        core=EngineCore(scheduler, runner, overlap=device.type == "cuda"),
+        runner=runner,
+        config=config,
+        model_path=path,
+        layout=BlockLayout(
+            fingerprint=fingerprint,
+            dtype=dtype_name,
+            block_size=settings.block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_bytes=shape.block_bytes,
+        ),
+        device=device,
+        max_model_len=max_model_len,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a setting means.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is to be seen: install a driver, or use --device cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """Return the dtype of weights, activations and KV cache."""
+    dtype: torch.dtype = getattr(torch, config.dtype if name == "auto" else name)
+    return dtype
+
+
+def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
+    """Return the longest sequence.
+
+    Raises:
+        ConfigError: more was asked for than the model has positions.
+    """
+    if asked is not None and asked > config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    return asked or config.max_position_embeddings
+
+
+def new_sequence(
+    request_id: str,
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    eos_token_ids: tuple[int, ...],
+    output_token_ids: list[int] | None = None,
+) -> Sequence:
+    """Make a sequence; one without a seed gets one, so that recomputing it gives the same."""
+    resumed = output_token_ids or []
+    stops = frozenset(sampling.stop_token_ids)
+    if sampling.seed is None:
+        fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+        sampling = SamplingParams(**{**fields, "seed": secrets.randbits(63)})
+    return Sequence(
+        request_id=request_id,
+        token_ids=[*prompt_token_ids, *resumed],
+        num_prompt_tokens=len(prompt_token_ids),
+        num_resumed_tokens=len(resumed),
+        sampling=sampling,
+        stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(eos_token_ids),
+    )
+
+
+def _make_runner(
+    model: CausalLM,
+    ops: Ops,
+    shape: KvShape,
+    num_blocks: int,
+    settings: EngineSettings,
+    device: torch.device,
+    max_model_len: int,
+) -> ModelRunner:
+    max_blocks = -(-max_model_len // settings.block_size)
+    state = DeviceState(settings.max_num_seqs, max_blocks, device)
+    return ModelRunner(model, ops, shape.allocate(num_blocks, device), state)
+
+
+def _fitting_blocks(
+    settings: EngineSettings,
+    model: CausalLM,
+    ops: Ops,
+    shape: KvShape,
+    config: ModelConfig,
+    device: torch.device,
+    max_model_len: int,
+) -> int:
+    """Size the KV pool by what memory is left beside weights and a full step's activations.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    if device.type != "cuda":
+        return max(CPU_POOL_BYTES // shape.block_bytes, -(-max_model_len // shape.block_size))
+    trial_blocks = -(-settings.max_num_batched_tokens // settings.block_size) + 1
+    torch.cuda.reset_peak_memory_stats(device)
+    runner = _make_runner(model, ops, shape, trial_blocks, settings, device, max_model_len)
+    _warm_up(runner, settings, max_model_len)
+    peak = torch.cuda.max_memory_allocated(device)
+    del runner
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    in_use_by_others = total - free - torch.cuda.memory_reserved(device)
+    graphs_bytes = (1 << 30) if settings.cuda_graphs else 0
+    budget = int(total * settings.gpu_memory_utilization) - peak - graphs_bytes
+    budget = min(budget, total - in_use_by_others - peak - graphs_bytes)
+    num_blocks = budget // shape.block_bytes
+    if num_blocks < 16:
+        raise ConfigError(
+            f"the model leaves no memory for KV blocks on {torch.cuda.get_device_name(device)}: "
+            "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+        )
+    logger.info("KV pool: %d blocks, %.1f GiB", num_blocks, budget / 2**30)
+    return num_blocks
+
+
+def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> None:
+    """Run a largest prefill step and a decode step; their content goes nowhere that matters."""
+    blocks = runner.kv_pool.shape[0]
+    length = min(
+        settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
+    )
+    sequence = Sequence(
+        request_id="warm-up",
+        token_ids=[0] * length,
+        num_prompt_tokens=length,
+        sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0),
+        stop_token_ids=frozenset(),
+        status=RequestStatus.RUNNING,
+        block_ids=list(range(-(-(length + 1) // settings.block_size))),
+        slot=0,
+    )
+    chunk = ScheduledTokens(sequence, 0, length, True, False, 0)
+    runner.execute(ScheduledBatch([], [chunk])).wait()
+    row = ScheduledTokens(sequence, length, 1, True, True, 0)
+    runner.execute(ScheduledBatch([row], [])).wait()

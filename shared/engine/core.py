@@ -1,0 +1,239 @@
+"""The engine's step loop: schedule, run, postprocess. One thread calls it.
+
+With overlap, step n + 1 is launched before the tokens of step n are read, so that the host's work
+hides behind the device's. Stop conditions are then seen a step late; the one token too many is
+dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pagewire.shared.engine.model_runner import Executor, PendingTokens
+from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens, Scheduler
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.request import FinishReason, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step gave one sequence.
+
+    Attributes:
+        cached_tokens: prompt tokens found in the prefix cache; with the first output only.
+        queue_s, prefill_s: time waited and computed until the first token; likewise.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    error: str | None = None
+
+
+class StepHook(Protocol):
+    """Work that belongs between steps, e.g. moving KV blocks.
+
+    `after_launch` runs once a loop turn, behind the launch of a step if there was one. It returns
+    whether it has unfinished work, so that the loop turns on soon.
+    """
+
+    def after_launch(self) -> bool:
+        """Do what is to be done between two steps."""
+        ...
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_generated: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass(slots=True)
+class EngineCore:
+    """Scheduler and executor, joined.
+
+    Attributes:
+        overlap: launch a step before the tokens of the one before are read.
+        hooks_busy: a hook waits for the device; turn the loop again soon.
+    """
+
+    scheduler: Scheduler
+    executor: Executor
+    overlap: bool
+    hooks: list[StepHook] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+    clock: Callable[[], float] = time.monotonic
+    hooks_busy: bool = False
+    _sequences: dict[str, Sequence] = field(default_factory=dict)
+    _in_flight: tuple[ScheduledBatch, PendingTokens] | None = None
+    _outputs: list[StepOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler.on_admitted = self._count_admission
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence into the queue.
+
+        Raises:
+            InvalidRequestError, OverloadedError: see `Scheduler.add`.
+        """
+        sequence.arrival_s = self.clock()
+        self.scheduler.add(sequence)
+        self._sequences[sequence.request_id] = sequence
+
+    def get(self, request_id: str) -> Sequence | None:
+        """Return a live sequence."""
+        return self._sequences.get(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence wherever it is and free all of it; unknown ids are fine."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.finish(sequence, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.forget(request_id)
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End a sequence because of an error and say so in the outputs."""
+        if self._sequences.pop(sequence.request_id, None) is not None:
+            self.scheduler.finish(sequence, RequestStatus.FINISHED_ERROR)
+            self._outputs.append(
+                StepOutput(sequence.request_id, [], finish_reason="error", error=error)
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a further step could change anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._in_flight)
+
+    def step(self) -> tuple[list[StepOutput], bool]:
+        """Launch the next step and postprocess the one before (without overlap: the same).
+
+        Returns:
+            The outputs, and whether there was anything to do.
+        """
+        batch = self.scheduler.schedule()
+        launched = self._launch(batch) if batch is not None else None
+        hooks_busy = [hook.after_launch() for hook in self.hooks]
+        self.hooks_busy = any(hooks_busy)
+        if self.overlap:
+            finished, self._in_flight = self._in_flight, launched
+        else:
+            finished = launched
+        if finished is not None:
+            self._postprocess(*finished)
+        outputs, self._outputs = self._outputs, []
+        return outputs, bool(batch or finished or outputs)
+
+    def _launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, PendingTokens] | None:
+        now = self.clock()
+        for part in batch:
+            if part.sequence.first_scheduled_s is None:
+                part.sequence.first_scheduled_s = now
+        try:
+            pending = self.executor.execute(batch)
+        except Exception:
+            logger.exception("a step failed to launch; its %d requests fail", batch.num_tokens)
+            self._fail_batch(batch)
+            return None
+        self.stats.steps += 1
+        self.stats.prompt_tokens_computed += sum(part.length for part in batch.prefills)
+        return batch, pending
+
+    def _postprocess(self, batch: ScheduledBatch, pending: PendingTokens) -> None:
+        try:
+            tokens = pending.wait()
+        except Exception:
+            logger.exception("a step failed; its requests fail")
+            self._fail_batch(batch)
+            return
+        for part in batch.prefills:
+            if not part.samples:
+                self._register(part)
+        for part, token in zip(batch.sampled(), tokens, strict=True):
+            self._accept(part, token)
+
+    def _register(self, part: ScheduledTokens) -> None:
+        sequence = part.sequence
+        if not part.is_stale and not sequence.is_finished:
+            self.scheduler.register_blocks(sequence, part.start, part.end)
+
+    def _accept(self, part: ScheduledTokens, token: int) -> None:
+        """Append a sampled token to its sequence, or drop it if the sequence has ended."""
+        sequence = part.sequence
+        sequence.num_in_flight_tokens -= 1
+        if sequence.is_finished:
+            return
+        self._register(part)
+        first = len(sequence.token_ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
+        sequence.token_ids.append(token)
+        self.stats.tokens_generated += 1
+        status = self._end_of(sequence, token)
+        if status is not None:
+            self.scheduler.finish(sequence, status)
+            self._sequences.pop(sequence.request_id, None)
+        self._outputs.append(self._output_of(sequence, token, first, status))
+
+    def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
+        if sequence.prefill_only:
+            return RequestStatus.FINISHED_LENGTH
+        if token in sequence.stop_token_ids:
+            return RequestStatus.FINISHED_STOPPED
+        if (
+            sequence.num_output_tokens - sequence.num_in_flight_tokens
+            >= sequence.sampling.max_tokens
+            or len(sequence.token_ids) >= self.scheduler.limits.max_model_len
+        ):
+            return RequestStatus.FINISHED_LENGTH
+        return None
+
+    def _output_of(
+        self, sequence: Sequence, token: int, first: bool, status: RequestStatus | None
+    ) -> StepOutput:
+        reason = status.finish_reason if status is not None else None
+        if not first:
+            return StepOutput(sequence.request_id, [token], reason)
+        started = sequence.first_scheduled_s or sequence.arrival_s
+        return StepOutput(
+            sequence.request_id,
+            [token],
+            reason,
+            cached_tokens=min(sequence.num_cached_tokens or 0, sequence.num_prompt_tokens),
+            queue_s=started - sequence.arrival_s,
+            prefill_s=self.clock() - started,
+        )
+
+    def activate(self, sequence: Sequence, first_token: int) -> None:
+        """Let a reserved sequence run on from its first token, which is an output of this call.
+
+        The token's own output has been delivered by whoever computed it; only its end is told.
+        """
+        self.scheduler.activate(sequence, first_token)
+        status = self._end_of(sequence, first_token)
+        if status is not None:
+            self.scheduler.finish(sequence, status)
+            self._sequences.pop(sequence.request_id, None)
+            self._outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
+
+    def _fail_batch(self, batch: ScheduledBatch) -> None:
+        for part in batch:
+            if part.samples:
+                part.sequence.num_in_flight_tokens -= 1
+            self.fail(part.sequence, "the model step failed")
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        self.stats.prefix_queries += len(sequence.token_ids)
+        self.stats.prefix_hits += sequence.num_cached_tokens or 0

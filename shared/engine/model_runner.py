@@ -1,0 +1,228 @@
+"""Runs scheduled batches on one device: builds the inputs, launches the model, samples.
+
+`execute` only launches. The tokens come back through pinned memory and are read a step later, so
+that the host prepares the next step while the device runs this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.engine.cuda_graph import DecodeGraphs
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.prefill_inputs import PrefillInputs
+from pagewire.shared.engine.scheduler import ScheduledBatch
+from pagewire.shared.model.inputs import ForwardBatch
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(self, batch: ForwardBatch, kv_pool: torch.Tensor) -> torch.Tensor:
+        """Return the final hidden states [T, hidden]; writes the step's KV."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [N, vocab] logits of [N, hidden] states."""
+        ...
+
+
+class PendingTokens:
+    """Tokens of a launched step, on their way to the host."""
+
+    __slots__ = ("_event", "_host")
+
+    def __init__(self, tokens: torch.Tensor | None) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host: torch.Tensor | None = tokens
+        if tokens is not None and tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        """Wait for the step and return one token for each sampled part of its batch."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._host is None:
+            return []
+        tokens: list[int] = self._host.tolist()
+        return tokens
+
+
+class PendingChecksums:
+    """Checksums of moved blocks, on their way to the host."""
+
+    __slots__ = ("_event", "_host")
+
+    def __init__(self, checksums: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = checksums
+        if checksums.is_cuda:
+            self._host = torch.empty(checksums.shape, dtype=torch.int64, pin_memory=True)
+            self._host.copy_(checksums, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether the blocks have been moved, without waiting."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[int]:
+        """Wait and return the checksums, signed 64 bit."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._host.tolist()
+        return values
+
+
+class Executor(Protocol):
+    """Seam between the engine and the device(s) it drives."""
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        """Launch a step."""
+        ...
+
+    def pack(self, block_ids: list[int], staging: torch.Tensor) -> PendingChecksums:
+        """Gather blocks into staging."""
+        ...
+
+    def unpack(self, staging: torch.Tensor, block_ids: list[int]) -> PendingChecksums:
+        """Scatter staging into blocks."""
+        ...
+
+
+@dataclass(slots=True)
+class ModelRunner:
+    """The executor of one process with one device.
+
+    Attributes:
+        kv_pool: [NB, L, 2, KH, BS, D].
+        graphs: decode steps as CUDA graphs, if there are any.
+    """
+
+    model: CausalLM
+    ops: Ops
+    kv_pool: torch.Tensor
+    state: DeviceState
+    graphs: DecodeGraphs | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return int(self.kv_pool.shape[4])
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        """Launch a step. Later calls' work is ordered behind it."""
+        self.state.sync(batch)
+        slots = [part.sequence.slot or 0 for part in batch.decodes]
+        if not batch.prefills:
+            if self.graphs is not None and self.graphs.fits(len(slots)):
+                return PendingTokens(self.graphs.replay(slots))
+            return PendingTokens(self.decode(self.state.upload([slots])[0]))
+        return PendingTokens(self._run_mixed(slots, batch))
+
+    def decode(self, slots: torch.Tensor) -> torch.Tensor:
+        """Run one decode step of these slots, [B] int64, and return the tokens, [B] int64.
+
+        Everything is read from and written to the device, so that this can be captured.
+        """
+        hidden = self.model.forward(self._decode_inputs(slots), self.kv_pool)
+        position = self.state.position[slots] + 1
+        return self._sample(hidden, slots, position)
+
+    def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
+        state = self.state
+        position = state.position[slots]
+        tables = state.block_tables[slots]
+        is_real = slots != state.padding_slot
+        block = tables.gather(1, (position // self.block_size)[:, None]).squeeze(1)
+        slot_mapping = block.to(torch.int64) * self.block_size + position % self.block_size
+        return ForwardBatch(
+            input_ids=state.last_token[slots],
+            positions=position,
+            slot_mapping=torch.where(is_real, slot_mapping, -1),
+            num_decodes=slots.shape[0],
+            decode_block_tables=tables,
+            decode_seq_lens=torch.where(is_real, position + 1, 0).to(torch.int32),
+            prefill_block_tables=None,
+            prefill_cu_query_lens=None,
+            prefill_seq_lens=None,
+            max_query_len=0,
+        )
+
+    def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor | None:
+        """Run decode rows and prefill chunks in one pass; None if nothing was sampled."""
+        inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
+        forward = inputs.forward_batch(self.state.block_tables)
+        sample_slots, positions, rows = inputs.sample_slots, inputs.sample_positions, inputs.rows
+        if slots:
+            decode_slots = self.state.upload([slots])[0]
+            decodes = self._decode_inputs(decode_slots)
+            forward = _joined(decodes, forward)
+            sample_slots = torch.cat([decode_slots, sample_slots])
+            positions = torch.cat([decodes.positions + 1, positions])
+            decode_rows = torch.arange(len(slots), device=self.state.device)
+            rows = torch.cat([decode_rows, rows + len(slots)])
+        hidden = self.model.forward(forward, self.kv_pool)
+        if sample_slots.shape[0] == 0:
+            return None
+        return self._sample(hidden[rows], sample_slots, positions)
+
+    def _sample(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw a token a row of `hidden` [B, hidden] and leave it in its slot."""
+        state = self.state
+        tokens = self.ops.sample(
+            self.model.compute_logits(hidden),
+            state.temperature[slots],
+            state.top_k[slots],
+            state.top_p[slots],
+            state.seeds[slots],
+            positions,
+        )
+        state.last_token.index_copy_(0, slots, tokens)
+        state.position.index_copy_(0, slots, positions)
+        return tokens
+
+    @torch.inference_mode()
+    def pack(self, block_ids: list[int], staging: torch.Tensor) -> PendingChecksums:
+        """Gather blocks into a staging buffer, behind the steps launched so far."""
+        ids = self.state.upload([block_ids])[0]
+        return PendingChecksums(self.ops.pack_blocks(self.kv_pool, ids, staging))
+
+    @torch.inference_mode()
+    def unpack(self, staging: torch.Tensor, block_ids: list[int]) -> PendingChecksums:
+        """Scatter a staging buffer into blocks, behind the steps launched so far."""
+        ids = self.state.upload([block_ids])[0]
+        return PendingChecksums(self.ops.unpack_blocks(staging, self.kv_pool, ids))
+
+    def capture_graphs(self, batch_sizes: list[int], progress: Callable[[int], None]) -> None:
+        """Capture the decode step at these batch sizes; `progress` hears each."""
+        self.graphs = DecodeGraphs.capture(
+            self.decode, batch_sizes, self.state.padding_slot, self.state.device, progress
+        )
+
+
+def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
+    """Put decode rows in front of prefill chunks."""
+    return ForwardBatch(
+        input_ids=torch.cat([decodes.input_ids, prefills.input_ids]),
+        positions=torch.cat([decodes.positions, prefills.positions]),
+        slot_mapping=torch.cat([decodes.slot_mapping, prefills.slot_mapping]),
+        num_decodes=decodes.num_decodes,
+        decode_block_tables=decodes.decode_block_tables,
+        decode_seq_lens=decodes.decode_seq_lens,
+        prefill_block_tables=prefills.prefill_block_tables,
+        prefill_cu_query_lens=prefills.prefill_cu_query_lens,
+        prefill_seq_lens=prefills.prefill_seq_lens,
+        max_query_len=prefills.max_query_len,
+    )

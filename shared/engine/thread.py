@@ -1,0 +1,108 @@
+"""The engine's own thread, and the bounded queues between it and the event loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.errors import OverloadedError
+
+logger = logging.getLogger(__name__)
+
+MAX_COMMANDS = 65_536
+IDLE_WAIT_S = 0.2
+BUSY_HOOK_WAIT_S = 0.0002
+
+Command = Callable[[EngineCore], None]
+
+
+class EngineThread:
+    """Runs an engine; commands go in as callables, outputs come out through a callback.
+
+    Attributes:
+        turns: grows with every turn of the loop, idle or not: the engine's heartbeat.
+    """
+
+    def __init__(self, core: EngineCore, on_outputs: Callable[[list[StepOutput]], None]) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            core: used by nobody else from `start` on.
+            on_outputs: called in the engine's thread; must only hand over and return.
+        """
+        self.core = core
+        self.turns = 0
+        self.last_turn_s = time.monotonic()
+        self._on_outputs = on_outputs
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the loop."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """End the loop behind the step under way; returns whether it ended in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def submit(self, command: Command) -> None:
+        """Have a command run between two steps. Callable from any thread.
+
+        Raises:
+            OverloadedError: the engine does not keep up with its commands.
+        """
+        with self._wake:
+            if len(self._commands) >= MAX_COMMANDS:
+                raise OverloadedError("the engine's command queue is full")
+            self._commands.append(command)
+            self._wake.notify()
+
+    def wake(self) -> None:
+        """Have the loop look for work now, e.g. because a staging slot came free."""
+        with self._wake:
+            self._wake.notify()
+
+    def is_alive(self, max_silence_s: float) -> bool:
+        """Whether the loop runs and has turned within this many seconds."""
+        return self._thread.is_alive() and time.monotonic() - self.last_turn_s < max_silence_s
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self.turns += 1
+            self.last_turn_s = time.monotonic()
+            self._run_commands()
+            try:
+                outputs, worked = self.core.step()
+            except Exception:
+                logger.exception("the engine loop died")
+                raise
+            if outputs:
+                self._on_outputs(outputs)
+            if not worked:
+                self._idle(BUSY_HOOK_WAIT_S if self.core.hooks_busy else IDLE_WAIT_S)
+
+    def _idle(self, timeout: float) -> None:
+        with self._wake:
+            if not self._commands and not self._stopping:
+                self._wake.wait(timeout)
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._wake:
+                if not self._commands:
+                    return
+                command = self._commands.popleft()
+            try:
+                command(self.core)
+            except Exception:
+                logger.exception("an engine command failed")
