@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - each protocol says in its own docstring what the call does
 """Public kernel operations: one signature each, two backends (Triton and plain torch).
 
 Shapes used throughout:

@@ -1,0 +1,255 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Paged decode attention: split-KV flash decoding with grouped query heads packed together.
+
+Each program takes one KV head of one sequence, all query heads of its group, and one share of the
+context. Shares are cut on the device from the sequence's actual length, so their number may be
+fixed when a CUDA graph is captured. A second kernel combines the shares.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels._launch import (
+    check_attention_shapes,
+    next_power_of_2,
+    processor_count,
+)
+
+_LOG2_E = 1.4426950408889634
+# One tile of keys, and one of values, in bytes: two programs of three stages fit a processor.
+_TILE_BYTES = 16384
+_PROGRAMS_PER_PROCESSOR = 2
+_MAX_SPLITS = 128
+
+
+@triton.jit
+def _paged_decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    out_ptr,  # [B, H, D], written if there is a single share
+    partial_ptr,  # [B, H, splits, D] float32
+    lse_ptr,  # [B, H, splits] float32, base 2
+    splits,
+    scale_log2,
+    q_stride_row,
+    q_stride_head,
+    k_stride_block,
+    k_stride_head,
+    k_stride_token,
+    v_stride_block,
+    v_stride_head,
+    v_stride_token,
+    tables_stride,
+    out_stride_row,
+    out_stride_head,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + row)
+    share = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
+    start = split * share
+    stop = tl.minimum(start + share, seq_len)
+    if (start >= seq_len) & (not SINGLE):
+        return
+
+    members = tl.arange(0, GROUP_PAD)
+    member_mask = members < GROUP
+    heads = (kv_head * GROUP + members).to(tl.int64)
+    dims = tl.arange(0, DIM)
+    row64 = row.to(tl.int64)
+    q_rows = q_ptr + row64 * q_stride_row + heads * q_stride_head
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=member_mask[:, None], other=0.0)  # [G, D]
+    k_base = k_ptr + kv_head.to(tl.int64) * k_stride_head
+    v_base = v_ptr + kv_head.to(tl.int64) * v_stride_head
+    table = tables_ptr + row64 * tables_stride
+
+    highest = tl.full([GROUP_PAD], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP_PAD], dtype=tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM], dtype=tl.float32)
+    for first in tl.range(start, stop, TILE, num_stages=STAGES):
+        tokens = first + tl.arange(0, TILE)
+        seen = tokens < stop
+        block = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        offset = tokens % BLOCK_SIZE
+        k_rows = k_base + block * k_stride_block + offset * k_stride_token
+        v_rows = v_base + block * v_stride_block + offset * v_stride_token
+        keys = tl.load(k_rows[None, :] + dims[:, None], mask=seen[None, :], other=0.0)  # [D, TILE]
+        scores = tl.dot(q, keys, input_precision="ieee")  # [G, TILE]
+        scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None]
+        values = tl.load(
+            v_rows[:, None] + dims[None, :], mask=seen[:, None], other=0.0
+        )  # [TILE, D]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        highest = new_highest
+
+    # An empty sequence has a total of 0 and yields zeros.
+    safe_total = tl.where(total > 0.0, total, 1.0)
+    result = acc / safe_total[:, None]
+    if SINGLE:
+        out_rows = out_ptr + row64 * out_stride_row + heads * out_stride_head
+        out = result.to(out_ptr.dtype.element_ty)
+        tl.store(out_rows[:, None] + dims[None, :], out, mask=member_mask[:, None])
+    else:
+        slots = (row64 * (tl.num_programs(0) * GROUP) + heads) * splits + split
+        out_rows = partial_ptr + slots * DIM
+        tl.store(out_rows[:, None] + dims[None, :], result, mask=member_mask[:, None])
+        tl.store(lse_ptr + slots, highest + tl.log2(safe_total), mask=member_mask)
+
+
+@triton.jit
+def _combine_splits_kernel(
+    partial_ptr,  # [B, H, splits, D] float32
+    lse_ptr,  # [B, H, splits] float32, base 2
+    seq_lens_ptr,
+    out_ptr,
+    splits,
+    out_stride_row,
+    out_stride_head,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + row)
+    share = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
+    split = tl.arange(0, SPLITS_PAD)
+    used = (split < splits) & (split * share < seq_len)
+    dims = tl.arange(0, DIM)
+    first = (row.to(tl.int64) * tl.num_programs(0) + head) * splits
+    lse = tl.load(lse_ptr + first + split, mask=used, other=float("-inf"))
+    partial = tl.load(
+        partial_ptr + (first + split)[:, None] * DIM + dims[None, :],
+        mask=used[:, None],
+        other=0.0,
+    )  # [SPLITS, D]
+    # A finite stand-in keeps an empty sequence from -inf minus -inf.
+    highest = tl.maximum(tl.max(lse, axis=0), -1.0e30)
+    weights = tl.exp2(lse - highest)
+    total = tl.sum(weights, axis=0)
+    result = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    out = out_ptr + row.to(tl.int64) * out_stride_row + head * out_stride_head
+    tl.store(out + dims, result.to(out_ptr.dtype.element_ty))
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(programs: int, tiles: int, processors: int) -> int:
+    """Return into how many shares to cut every context.
+
+    Args:
+        programs: Programs without a split: batch rows times KV heads.
+        tiles: Tiles of the longest context that the block tables can hold.
+        processors: Streaming multiprocessors of the device.
+
+    The lengths themselves are unknown here. Minimised is an estimate in units of one tile's time:
+    waves of programs, each its share of a context plus a fixed start, plus the combining.
+    """
+    slots = processors * _PROGRAMS_PER_PROCESSOR
+    expected = min(tiles, 64)
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        combining = 2.0 + 0.05 * splits if splits > 1 else 0.0
+        return waves * (-(-expected // splits) + 2.0) + combining
+
+    most = max(1, min(tiles, _MAX_SPLITS, slots))
+    return min(range(1, most + 1), key=cost)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend one query token per sequence to its paged context.
+
+    Shapes are those of `pagewire.kernels.PagedDecode`.
+
+    Raises:
+        UnsupportedShapeError: See `check_attention_shapes`.
+    """
+    check_attention_shapes(q, k_cache, v_cache)
+    out = torch.empty_like(q) if out is None else out
+    rows, heads, dim = q.shape
+    if rows == 0:
+        return out
+    kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    tile = min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128)
+    tiles = max(1, -(-block_tables.shape[1] * block_size // tile))
+    splits = choose_splits(rows * kv_heads, tiles, processor_count(q.device))
+    partial = lse = out  # unused without a split
+    if splits > 1:
+        partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
+    group = heads // kv_heads
+    _paged_decode_kernel[(kv_heads, splits, rows)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        out,
+        partial,
+        lse,
+        splits,
+        scale * _LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        GROUP=group,
+        GROUP_PAD=max(16, next_power_of_2(group)),
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        SINGLE=splits == 1,
+        STAGES=3,
+        num_warps=4,
+    )
+    if splits > 1:
+        _combine_splits_kernel[(heads, rows)](
+            partial,
+            lse,
+            seq_lens,
+            out,
+            splits,
+            out.stride(0),
+            out.stride(1),
+            DIM=dim,
+            TILE=tile,
+            SPLITS_PAD=next_power_of_2(splits),
+            num_warps=4 if splits * dim <= 4096 else 8,
+        )
+    return out

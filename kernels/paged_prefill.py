@@ -1,0 +1,221 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Paged prefill attention: causal flash attention of packed query chunks over paged context.
+
+Each program takes a tile of one sequence's queries for one head. Tiles of keys that all its queries
+see are taken without masks; only those across the diagonal compare positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels._launch import check_attention_shapes
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend_tiles(
+    q,
+    acc,
+    total,
+    highest,
+    start,
+    stop,
+    positions,
+    seq_len,
+    k_base,
+    v_base,
+    table,
+    k_stride_block,
+    k_stride_token,
+    v_stride_block,
+    v_stride_token,
+    scale_log2,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    dims = tl.arange(0, DIM)
+    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
+        tokens = first + tl.arange(0, BLOCK_N)
+        offset = tokens % BLOCK_SIZE
+        if MASKED:
+            inside = tokens < seq_len
+            block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            k_rows = k_base + block * k_stride_block + offset * k_stride_token
+            v_rows = v_base + block * v_stride_block + offset * v_stride_token
+            keys = tl.load(k_rows[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+            values = tl.load(v_rows[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        else:
+            block = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
+            k_rows = k_base + block * k_stride_block + offset * k_stride_token
+            v_rows = v_base + block * v_stride_block + offset * v_stride_token
+            keys = tl.load(k_rows[:, None] + dims[None, :])  # [BLOCK_N, D]
+            values = tl.load(v_rows[:, None] + dims[None, :])
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            # A position past the context is past every query too.
+            scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        highest = new_highest
+    return acc, total, highest
+
+
+@triton.jit
+def _paged_prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    cu_query_lens_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    scale_log2,
+    q_stride_row,
+    q_stride_head,
+    k_stride_block,
+    k_stride_head,
+    k_stride_token,
+    v_stride_block,
+    v_stride_head,
+    v_stride_token,
+    tables_stride,
+    out_stride_row,
+    out_stride_head,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    sequence = tl.program_id(2)
+    # The last tile of queries has the longest context: it starts first.
+    tile_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    query_start = tl.load(cu_query_lens_ptr + sequence)
+    query_len = tl.load(cu_query_lens_ptr + sequence + 1) - query_start
+    if tile_start >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + sequence)
+    queries = tile_start + tl.arange(0, BLOCK_M)
+    valid = queries < query_len
+    positions = seq_len - query_len + queries
+    dims = tl.arange(0, DIM)
+    rows = (query_start + queries).to(tl.int64)
+    q_rows = q_ptr + rows * q_stride_row + head.to(tl.int64) * q_stride_head
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=valid[:, None], other=0.0)  # [BLOCK_M, D]
+    kv_head = (head // GROUP).to(tl.int64)
+    k_base = k_ptr + kv_head * k_stride_head
+    v_base = v_ptr + kv_head * v_stride_head
+    table = tables_ptr + sequence.to(tl.int64) * tables_stride
+
+    highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
+    first_position = seq_len - query_len + tile_start
+    unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
+    stop = tl.minimum(first_position + BLOCK_M, seq_len)
+    acc, total, highest = _attend_tiles(
+        q, acc, total, highest, 0, unmasked, positions, seq_len, k_base, v_base, table,
+        k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
+        False, DIM, BLOCK_SIZE, BLOCK_N, STAGES,
+    )  # fmt: skip
+    acc, total, highest = _attend_tiles(
+        q, acc, total, highest, unmasked, stop, positions, seq_len, k_base, v_base, table,
+        k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
+        True, DIM, BLOCK_SIZE, BLOCK_N, STAGES,
+    )  # fmt: skip
+    out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_rows[:, None] + dims[None, :], out, mask=valid[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Tile sizes and launch options of one head dimension and dtype."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    stages: int
+
+
+def _choose_config(dim: int, element_size: int, max_query_len: int) -> _Config:
+    """Return the tiles for a head dimension, an element's bytes and the longest chunk."""
+    if element_size == 4:  # no tensor cores: what registers hold
+        return _Config(block_m=16 if dim > 128 else 32, block_n=32, num_warps=4, stages=2)
+    if max_query_len <= 16:
+        return _Config(block_m=16, block_n=64 if dim <= 128 else 32, num_warps=4, stages=3)
+    if max_query_len <= 64 or dim > 128:
+        return _Config(block_m=64, block_n=64, num_warps=4, stages=2 if dim > 128 else 3)
+    return _Config(block_m=128, block_n=64, num_warps=8, stages=3)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed query chunks over their paged context.
+
+    Shapes are those of `pagewire.kernels.PagedPrefill`; `max_query_len` sizes the grid and must be
+    at least every sequence's query length.
+
+    Raises:
+        UnsupportedShapeError: See `check_attention_shapes`.
+    """
+    check_attention_shapes(q, k_cache, v_cache)
+    out = torch.empty_like(q) if out is None else out
+    heads, dim = q.shape[1], q.shape[2]
+    sequences = seq_lens.shape[0]
+    if max_query_len == 0 or sequences == 0:
+        return out
+    config = _choose_config(dim, q.element_size(), max_query_len)
+    _paged_prefill_kernel[(heads, -(-max_query_len // config.block_m), sequences)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_query_lens,
+        seq_lens,
+        out,
+        scale * _LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        GROUP=heads // k_cache.shape[1],
+        DIM=dim,
+        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        num_warps=config.num_warps,
+    )
+    return out
