@@ -1,0 +1,99 @@
+"""Typed reading of a JSON object, with one-line errors that name file and field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.shared.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object and the file that it came from.
+
+    A field that is null counts as missing, except for special tokens, where it says "none".
+
+    Attributes:
+        raw: the object.
+        source: the file, for messages.
+    """
+
+    raw: dict[str, Any]
+    source: str
+
+    def error(self, what: str) -> ModelLoadError:
+        """Return the error that says what is wrong with this file."""
+        return ModelLoadError(f"{self.source}: {what}")
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """Return an integer above 0.
+
+        Raises:
+            ModelLoadError: it is something else, or missing without a default.
+        """
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{name} must be a positive integer, not {value!r}")
+        return value
+
+    def positive_float(self, name: str, default: float | None = None) -> float:
+        """Return a finite number above 0.
+
+        Raises:
+            ModelLoadError: it is something else, or missing without a default.
+        """
+        value = self._given(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.error(f"{name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a truth value.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self._given(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} must be true or false, not {value!r}")
+        return value
+
+    def token_id(self, name: str, default: int | None) -> int | None:
+        """Return a token id, or None.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self.raw.get(name, default)
+        if value is not None and not _is_token_id(value):
+            raise self.error(f"{name} must be a token id, not {value!r}")
+        return value
+
+    def token_ids(self, name: str, default: int | None) -> tuple[int, ...]:
+        """Return the token ids of a field that holds one, a list of them, or null.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self.raw.get(name, default)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(_is_token_id(item) for item in ids):
+            raise self.error(f"{name} must be a token id or a list of them, not {value!r}")
+        return tuple(ids)
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.error(f"{name} is missing")
+        return default
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,38 @@
+"""What a model needs to know about one step: packed tokens and where their KV lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The tokens of one step: first one of each decode row, then the prefill chunks, packed.
+
+    A batch of decode rows alone touches the host nowhere, so that a CUDA graph can replay it.
+
+    Attributes:
+        input_ids: `[T]` int64.
+        positions: `[T]` int64, each token's place in its sequence.
+        slot_mapping: `[T]` int64, `block * block_size + offset` of each token; -1: no write.
+        num_decodes: leading tokens that are decode rows.
+        decode_block_tables: `[num_decodes, max_blocks]` int32; None without decode rows.
+        decode_seq_lens: `[num_decodes]` int32, this token included; 0 is a padding row.
+        prefill_block_tables: `[P, max_blocks]` int32; None without prefill chunks.
+        prefill_cu_query_lens: `[P + 1]` int32, cumulative chunk lengths, from 0 at the first chunk.
+        prefill_seq_lens: `[P]` int32, cached prefix and chunk together.
+        max_query_len: longest chunk; 0 without one.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    decode_block_tables: torch.Tensor | None
+    decode_seq_lens: torch.Tensor | None
+    prefill_block_tables: torch.Tensor | None
+    prefill_cu_query_lens: torch.Tensor | None
+    prefill_seq_lens: torch.Tensor | None
+    max_query_len: int

@@ -1,0 +1,128 @@
+"""The headers of safetensors files: what a checkpoint holds, checked before a byte is loaded.
+
+Layout: 8 bytes little-endian header length, the header as JSON, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagewire.shared.errors import ModelLoadError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: in safetensors' spelling, e.g. `BF16`.
+        start: of its bytes, from the beginning of the file.
+        end: behind its last byte.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A safetensors file whose header has been checked against its size.
+
+    Attributes:
+        header: the header's bytes.
+        tensors: by name.
+    """
+
+    path: Path
+    size: int
+    header: bytes
+    tensors: dict[str, TensorEntry]
+
+
+def find_weights(path: Path) -> list[WeightsFile]:
+    """Return the safetensors files of a model directory: the shards of its index, or the one file.
+
+    Raises:
+        ModelLoadError: none is there, one is missing, truncated or corrupt; one line.
+    """
+    index = path / INDEX_FILE
+    if index.exists():
+        return [read_header(path / name) for name in _shards(index)]
+    if (path / SINGLE_FILE).exists():
+        return [read_header(path / SINGLE_FILE)]
+    raise ModelLoadError(
+        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded, "
+        "convert others first"
+    )
+
+
+def read_header(file: Path) -> WeightsFile:
+    """Read one file's header and check it against the file's size.
+
+    Raises:
+        ModelLoadError: the file is missing, truncated or corrupt; one line.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise _damaged(file, "its header is cut off or no safetensors header")
+            header = stream.read(length)
+    except FileNotFoundError as exc:
+        raise ModelLoadError(f"weights file {file} is missing; download it again") from exc
+    except OSError as exc:
+        raise ModelLoadError(f"weights file {file} cannot be read: {exc.strerror}") from exc
+    tensors = _parse(file, header)
+    end = max((entry.end for entry in tensors.values()), default=_LENGTH_BYTES + length)
+    if end != size:
+        raise _damaged(file, f"it has {size} bytes where its header tells of {end}")
+    return WeightsFile(file, size, header, tensors)
+
+
+def _damaged(file: Path, what: str) -> ModelLoadError:
+    return ModelLoadError(f"weights file {file} is truncated or corrupt: {what}; download it again")
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of an index's files, sorted, each once."""
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except OSError as exc:
+        raise ModelLoadError(f"{index} cannot be read: {exc.strerror}") from exc
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise ModelLoadError(f"{index} is not a safetensors index; download it again") from exc
+    for name in names:
+        # A name with a directory in it could reach out of the model's directory.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelLoadError(f"{index} names a file {name!r} outside the model's directory")
+    return sorted(names)
+
+
+def _parse(file: Path, header: bytes) -> dict[str, TensorEntry]:
+    base = _LENGTH_BYTES + len(header)
+    try:
+        content = json.loads(header)
+        content.pop("__metadata__", None)
+        return {name: _entry(raw, base) for name, raw in content.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise _damaged(file, "its header cannot be read") from exc
+
+
+def _entry(raw: Any, base: int) -> TensorEntry:
+    start, end = (int(offset) for offset in raw["data_offsets"])
+    if not 0 <= start <= end:
+        raise ValueError(f"offsets {start}, {end}")
+    shape = tuple(int(size) for size in raw["shape"])
+    return TensorEntry(str(raw["dtype"]), shape, base + start, base + end)

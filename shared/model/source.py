@@ -1,0 +1,96 @@
+"""Where a model comes from: the package, a local directory, or the Hugging Face hub.
+
+Imports neither torch nor transformers: the router resolves its tokenizer here, too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+# The error of its HTTP client, which is httpx in one release and httpx2 in the next.
+from huggingface_hub.errors import HTTPError as HubClientError  # type: ignore[attr-defined]
+
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
+
+DEMO = "demo"
+
+_TEXT_PATTERNS = ["*.json", "*.jinja", "*.model", "tokenizer*"]
+_WEIGHT_PATTERNS = ["*.safetensors"]
+# The same weights once more, in the vendors' own formats.
+_IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*"]
+# "name" or "organisation/name"; a dot, slash or tilde in front can only be a path.
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_EXAMPLE = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def resolve_model(name: str, *, weights: bool = True) -> Path:
+    """Return the local directory of a model, downloading it if it is a hub id.
+
+    Args:
+        name: "demo", a Hugging Face directory, or a hub id. A directory that exists wins over a
+            hub id of the same spelling.
+        weights: False leaves a hub model's weights where they are; the router needs none.
+
+    Raises:
+        ModelLoadError: there is no such model; one line.
+    """
+    if name == DEMO:
+        return demo_model_path()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ModelLoadError(f"model {name} is a file; pass the directory that it lies in")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(
+            f"model directory {name} does not exist; pass a Hugging Face directory, a hub id such "
+            f"as {_EXAMPLE}, or {DEMO!r}"
+        )
+    return _download(name, weights)
+
+
+def default_served_name(name: str) -> str:
+    """Return the name that clients use for a model: the last part of its directory or hub id."""
+    if name == DEMO:
+        return MODEL_NAME
+    return Path(name).expanduser().resolve().name
+
+
+def _download(hub_id: str, weights: bool) -> Path:
+    try:
+        path = snapshot_download(
+            hub_id,
+            allow_patterns=_TEXT_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
+            ignore_patterns=_IGNORED_PATTERNS,
+            local_files_only=constants.is_offline_mode(),
+        )
+    except (OSError, ValueError, HubClientError) as exc:
+        raise ModelLoadError(f"model {hub_id} {_reason(exc)}") from exc
+    return Path(path)
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line why a download failed; the hub's own messages run over several."""
+    if isinstance(error, GatedRepoError):
+        return "is gated on the Hugging Face hub; accept its licence there and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "is neither a local directory nor on the Hugging Face hub; check the spelling, or set "
+            "HF_TOKEN if it is private"
+        )
+    if isinstance(error, LocalEntryNotFoundError):
+        return (
+            "is not a local directory, not in the Hugging Face cache, and the hub cannot be "
+            "reached; check the path or the network (HF_HUB_OFFLINE forbids downloads)"
+        )
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"cannot be fetched from the Hugging Face hub: {lines[0]}"
