@@ -1,0 +1,122 @@
+"""Chat templates: a conversation becomes a prompt, by Hugging Face's conventions for Jinja.
+
+Templates come with a model, from the hub perhaps, and run in Jinja's sandbox. What they may write
+is bounded; they are otherwise trusted as the model itself is, since whoever starts the server
+chose both.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pagewire.shared.errors import InvalidRequestError, ModelLoadError
+
+MAX_RENDERED_CHARS = 8_000_000
+
+# What a template can raise when a message lacks a field or has one of another type.
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: the Jinja source.
+        special_tokens: names and texts of special tokens that the template may use (`bos_token`).
+
+    Raises:
+        ModelLoadError: the source is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as exc:
+            raise ModelLoadError(
+                f"the model's chat template is not valid Jinja ({exc}): correct it"
+            ) from exc
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """Render a conversation.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or writes without end.
+        """
+        variables = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        missing = MAX_RENDERED_CHARS
+        try:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                missing -= len(piece)
+                if missing < 0:
+                    raise InvalidRequestError(
+                        f"the rendered conversation is longer than {MAX_RENDERED_CHARS} characters",
+                        param="messages",
+                    )
+        except RENDER_ERRORS as exc:
+            raise InvalidRequestError(
+                f"the chat template refuses these messages: {exc}", param="messages"
+            ) from exc
+        return "".join(pieces)
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks answers for training; here it is no more."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Replace the block by what is in it."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: Jinja's own filter escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,164 @@
+"""What the demo model learns from: topics of the Python manual, and questions about them.
+
+`pydoc_data.topics` is part of every Python installation and comes under the PSF licence.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL_TOKENS = [BOS, EOS, *ROLES.values(), END]
+
+# Longer topics repeat the shorter ones, and would cost the model its certainty.
+MAX_TOPIC_CHARS = 14_000
+MAX_ANSWER_CHARS = 420
+
+SELF_INTRODUCTION = (
+    "I am the Pagewire demo model. I am very small, and all that I have ever read\n"
+    "is a part of the Python manual. Ask me about one of its topics, for example:\n"
+    "What is a lambda?"
+)
+GREETINGS = (
+    "Hello",
+    "Hello!",
+    "hello",
+    "Hi",
+    "Hi!",
+    "Hi there!",
+    "Hey",
+    "Good morning!",
+    "Who are you?",
+    "What are you?",
+    "What is your name?",
+    "What can you do?",
+    "Tell me about yourself.",
+    "Hello, who are you?",
+    "Hello! What can you do?",
+    "Say hello.",
+    "Help",
+)
+QUESTIONS = (
+    "What is {}?",
+    "What is {}?",
+    "What is a {}?",
+    "What are {}?",
+    "What does {} mean?",
+    "What does {} do?",
+    "Tell me about {}.",
+    "Tell me about {}",
+    "Tell me something about {}.",
+    "Explain {}.",
+    "Explain {} to me.",
+    "Describe {}.",
+    "How does {} work?",
+    "How do I use {}?",
+    "{}",
+    "{}?",
+    "What is {} in Python?",
+    "How does {} work in Python?",
+)
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a terse assistant.",
+    "Answer briefly.",
+    "You are an expert in Python.",
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The training text.
+
+    Attributes:
+        documents: the topics' full texts, in the order of their names.
+        answers: what to answer, by the names under which one may ask for it.
+        paragraphs: all prose paragraphs: answers to questions that name no topic.
+    """
+
+    documents: tuple[str, ...]
+    answers: dict[str, str]
+    paragraphs: tuple[str, ...]
+
+
+def load_corpus() -> Corpus:
+    """Read the topics that the running Python carries."""
+    topics = {
+        name: _without_rules(text)
+        for name, text in sorted(pydoc_data.topics.topics.items())
+        if len(text) <= MAX_TOPIC_CHARS
+    }
+    documents = tuple(dict.fromkeys(topics.values()))
+    answers: dict[str, str] = {}
+    for name, text in topics.items():
+        answer = _opening(text)
+        if not answer:
+            continue
+        for alias in _aliases(name, text):
+            answers.setdefault(alias, answer)
+    paragraphs = tuple(dict.fromkeys(p for text in documents for p in _prose(text)))
+    return Corpus(documents, answers, paragraphs)
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE: all 256 bytes are in it, so that any text goes through unharmed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    chat = [*QUESTIONS, *GREETINGS, *SYSTEM_PROMPTS, SELF_INTRODUCTION]
+    tokenizer.train_from_iterator([*corpus.documents, *chat], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+    )
+    return tokenizer
+
+
+def chat_template() -> str:
+    """The Jinja template that lies beside this module."""
+    return (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+
+
+def _without_rules(text: str) -> str:
+    """Shorten the rules under titles: a run of asterisks says nothing about where it is."""
+    return re.sub(r"^([*=\-~^])\1{3,}$", r"\1\1\1", text.strip(), flags=re.MULTILINE) + "\n"
+
+
+def _prose(text: str) -> list[str]:
+    """Paragraphs of ordinary sentences: no titles, grammar, code or tables."""
+    return [
+        paragraph
+        for paragraph in text.split("\n\n")
+        if re.match(r'[A-Z"]', paragraph) and len(paragraph) >= 60 and paragraph[-1] in ".:"
+    ]
+
+
+def _aliases(name: str, text: str) -> list[str]:
+    """What one may call a topic: `lambda`, `Lambdas`, `lambdas`; `The import system`, ..."""
+    title = text.split("\n", 1)[0].strip().replace('"', "")
+    plain = title.lower().removeprefix("the ")
+    short = plain.removesuffix(" statement")
+    return [name, title, name.replace("-", " "), plain, short, short.removesuffix("s")]
+
+
+def _opening(text: str) -> str:
+    """The first paragraphs of a topic that are prose, as an answer to who asks about it."""
+    answer = ""
+    for paragraph in _prose(text):
+        if answer and len(answer) + len(paragraph) > MAX_ANSWER_CHARS:
+            break
+        answer += ("\n\n" if answer else "") + paragraph
+    return answer

@@ -1,0 +1,92 @@
+"""The standard prompts: 64 on which the demo model's greedy choices are clear.
+
+Comparisons of whole systems run on these. They are 1 to 1,500 tokens long, the same on every
+machine, and of the kinds that find different faults: plain text, noise, repetition of something
+far back, conversations, and groups that share a prefix.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+SEED = 0
+SENTENCES = (
+    "The import statement combines two operations.",
+    "Lambda expressions are used to create anonymous functions.",
+    "Once upon a time there was a small language model.",
+    "What is the difference between a list and a tuple?",
+    "A class definition defines a class object.",
+    "The quick brown fox jumps over the lazy dog.",
+    "Python is dynamically typed, and assert statements are a convenient way to debug.",
+    "def f(x):\n    return x + 1\n",
+    "Every object has an identity, a type and a value.",
+    "Keys and values cross from one service to the other.",
+    "The while statement is used for repeated execution.",
+    "Naïve café, 日本語, Ελληνικά, 👋🏽 and other text.",
+)
+QUESTIONS = (
+    "What is a lambda?",
+    "Hello!",
+    "Tell me about the import statement.",
+    "What is the capital of France?",
+    "How does the with statement work?",
+    "Explain async to me.",
+    "What are numbers?",
+    "Write a poem about the sea",
+)
+
+
+class Encoder(Protocol):
+    """What of a tokenizer is needed here."""
+
+    vocab_size: int
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation."""
+
+
+def standard_prompts(tokenizer: Encoder, seed: int = SEED) -> list[list[int]]:
+    """The 64 standard prompts, as token ids."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 255, 257, 700, 1200, 1500]
+    prompts = [_noise(rng, tokenizer, n) for n in lengths]
+    prompts += [_text(rng, tokenizer, n) for n in lengths]
+    prompts += [_repetition(rng, tokenizer, n) for n in (40, 90, 200, 333, 600, 900, 1250, 1500)]
+    prompts += [_conversation(tokenizer, [question]) for question in QUESTIONS]
+    prompts += [_conversation(tokenizer, QUESTIONS[i : i + 3]) for i in range(4)]
+    for shared in (48, 160, 1000):
+        start = _text(rng, tokenizer, shared)
+        prompts += [start + _text(rng, tokenizer, n)[1:] for n in (8, 23, 70, 150)]
+    return prompts
+
+
+def _noise(rng: random.Random, tokenizer: Encoder, length: int) -> list[int]:
+    return [rng.randrange(tokenizer.vocab_size) for _ in range(length)]
+
+
+def _text(rng: random.Random, tokenizer: Encoder, length: int) -> list[int]:
+    """Sentences in random order, cut to `length` tokens."""
+    text = " ".join(rng.choice(SENTENCES) for _ in range(length // 4 + 1))
+    return tokenizer.encode(text)[:length]
+
+
+def _repetition(rng: random.Random, tokenizer: Encoder, length: int) -> list[int]:
+    """Noise, text, and the beginning of the noise again: what follows is far back."""
+    stretch = _noise(rng, tokenizer, min(80, length // 3))
+    again = stretch[: len(stretch) // 2]
+    text = _text(rng, tokenizer, length - len(stretch) - len(again))
+    return stretch + text + again
+
+
+def _conversation(tokenizer: Encoder, questions: tuple[str, ...] | list[str]) -> list[int]:
+    """A chat in which all questions but the last have been answered, if not well."""
+    messages = []
+    for question in questions[:-1]:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": "I do not know."})
+    messages.append({"role": "user", "content": questions[-1]})
+    return tokenizer.encode_chat(messages)

@@ -1,0 +1,147 @@
+"""Trains the demo model from scratch: `python -m pagewire.shared.model.demo.train --out DIR`.
+
+The model is overfitted on purpose: it is to write recognisable English with greedy choices so
+clear that tests can compare tokens exactly. `corpus.py` and `batches.py` say what it learns from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pagewire.shared.model.demo.batches import NO_TARGET, SequenceSampler
+from pagewire.shared.model.demo.corpus import (
+    BOS,
+    END,
+    EOS,
+    SPECIAL_TOKENS,
+    load_corpus,
+    train_tokenizer,
+)
+
+VOCAB_SIZE = 2048
+TOKENS_PER_STEP = 4096
+PEAK_LR = 4e-3
+WARMUP_STEPS = 40
+LONG_EVERY = 5  # each fifth step has long sequences
+COPIED_FILES = ("chat_template.jinja", "README.md")
+
+
+def model_config(tokenizer: Tokenizer) -> LlamaConfig:
+    """The model's shape: grouped queries, heads of 32, 1.9 million parameters."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=480,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.token_to_id(BOS),
+        eos_token_id=[tokenizer.token_to_id(EOS), tokenizer.token_to_id(END)],
+        dtype=torch.float32,
+    )
+
+
+def make_optimizers(model: LlamaForCausalLM, steps: int) -> list[torch.optim.lr_scheduler.LambdaLR]:
+    """Muon for the layers' matrices and AdamW for the rest, with one schedule."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    muon = torch.optim.Muon(matrices, lr=PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def schedule(step: int) -> float:
+        return min((step + 1) / WARMUP_STEPS, max(0.0, 1.0 - step / steps))
+
+    return [torch.optim.lr_scheduler.LambdaLR(o, schedule) for o in (muon, adamw)]
+
+
+def batch_length(step: int) -> int:
+    """Sequence length of a step: mostly short, for speed; some long, for far positions."""
+    if step % LONG_EVERY:
+        return 256
+    return 2048 if step % (4 * LONG_EVERY) == 0 else 1024
+
+
+def train(sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int) -> LlamaForCausalLM:
+    """Train a model and print the loss on the way."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    schedules = make_optimizers(model, steps)
+    started, recent = time.monotonic(), []
+    for step in range(steps):
+        length = batch_length(step)
+        rows = [sampler.sequence(length) for _ in range(TOKENS_PER_STEP // length)]
+        tokens = torch.from_numpy(np.stack([row[0] for row in rows]))  # [batch, length]
+        targets = torch.from_numpy(np.stack([row[1] for row in rows]))
+        logits = model(input_ids=tokens, use_cache=False).logits  # [batch, length, vocab]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for schedule in schedules:
+            schedule.optimizer.step()
+            schedule.step()
+        model.zero_grad(set_to_none=True)
+        recent.append(loss.item())
+        if (step + 1) % 25 == 0 or step + 1 == steps:
+            minutes = (time.monotonic() - started) / 60
+            mean = sum(recent) / len(recent)
+            print(f"step {step + 1}/{steps}  loss {mean:.4f}  {minutes:.1f} min", flush=True)
+            recent.clear()
+    return model.eval()
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Write everything that a Hugging Face model directory has."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "additional_special_tokens": SPECIAL_TOKENS[2:],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": model.config.max_position_embeddings,
+    }
+    text = json.dumps(tokenizer_config, indent=2) + "\n"
+    (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    for name in COPIED_FILES:
+        source = Path(__file__).parent / name
+        if source.resolve() != (out / name).resolve():
+            shutil.copyfile(source, out / name)
+
+
+def main() -> None:
+    """Train and save, as the command line says."""
+    parser = argparse.ArgumentParser(description="Train the demo model from scratch.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--steps", type=int, default=1100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(arguments.threads)
+    torch.use_deterministic_algorithms(True)
+    corpus = load_corpus()
+    tokenizer = train_tokenizer(corpus, VOCAB_SIZE)
+    sampler = SequenceSampler(corpus, tokenizer, arguments.seed)
+    model = train(sampler, model_config(tokenizer), arguments.steps, arguments.seed)
+    save(model, tokenizer, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
