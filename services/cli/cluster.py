@@ -1,0 +1,210 @@
+"""A local cluster from its first process to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from pagewire.services.cli import redis_process
+from pagewire.services.cli.cluster_plan import LOOPBACK, ClusterOptions, plan_services
+from pagewire.services.cli.health import Health, fetch_health
+from pagewire.services.cli.machine import Machine, require_free_port
+from pagewire.services.cli.processes import ChildSpec
+from pagewire.services.cli.progress import ProgressDisplay
+from pagewire.services.cli.ready_box import show_ready_box
+from pagewire.services.cli.run_dir import private_dir
+from pagewire.services.cli.supervisor import Supervisor
+
+REDIS_START_S = 15.0
+LINK_WAIT_S = 15.0
+STARTING_POLL_S = 0.2
+RUNNING_POLL_S = 1.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}  # noqa: S104 - not bound here
+
+
+@dataclass(frozen=True)
+class Store:
+    """The cluster's Redis.
+
+    Attributes:
+        spec: how to run it; None if it is somebody else's.
+        description: for the ready box, without a password.
+    """
+
+    url: str
+    description: str
+    spec: ChildSpec | None = None
+
+
+@dataclass(frozen=True)
+class ClusterContext:
+    """What a cluster runs with, beside its options.
+
+    Attributes:
+        secret: that all services share.
+        redis_url: of a Redis to use; None starts one.
+        echo: print the children's output, too.
+    """
+
+    options: ClusterOptions
+    machine: Machine
+    secret: str
+    redis_url: str | None
+    log_dir: Path
+    console: Console
+    echo: bool = False
+
+    def say(self, message: str) -> None:
+        """Print a message as it is."""
+        self.console.print(message, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the router."""
+        host = self.options.host
+        host = ANY_ADDRESS.get(host, f"[{host}]" if ":" in host else host)
+        return f"http://{host}:{self.options.port}"
+
+
+async def run_cluster(context: ClusterContext) -> None:
+    """Run a cluster until Ctrl-C, SIGTERM or SIGHUP; when it returns no process is left.
+
+    Raises:
+        ConfigError: a service refuses its configuration, or Redis does not answer.
+        ClusterStartError: a service keeps dying before the cluster was ready.
+    """
+    with private_dir() as private:
+        store = choose_store(context, private)
+        async with Supervisor(context.log_dir, context.say, echo=context.echo) as supervisor:
+            stop = asyncio.Event()
+            with _stop_on_signals(stop, supervisor, context):
+                await _run_until(stop, supervisor, context, store)
+                await supervisor.stop()
+
+
+def choose_store(context: ClusterContext, private: Path) -> Store:
+    """Return the Redis to use: the one asked for, an installed server, or the embedded one."""
+    if context.redis_url is not None:
+        shown = redis_process.without_password(context.redis_url)
+        return Store(context.redis_url, shown)
+    program = redis_process.find_server()
+    if program is not None:
+        spec, url = redis_process.server_spec(program, private)
+        return Store(url, f"{Path(program).name} on a private socket", spec)
+    context.say(
+        "no redis-server or valkey-server found: using the embedded one, which is slow "
+        "(install redis-server for more than a try)"
+    )
+    spec, url = redis_process.embedded_spec(require_free_port(LOOPBACK, 0))
+    return Store(url, "embedded (no redis-server found)", spec)
+
+
+async def _run_until(
+    stop: asyncio.Event, supervisor: Supervisor, context: ClusterContext, store: Store
+) -> None:
+    life = asyncio.create_task(_live(supervisor, context, store))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        watched: set[asyncio.Future[Any]] = {life, stopping, supervisor.failure}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.failure.done():
+            raise supervisor.failure.result()
+        if life.done():
+            life.result()
+    finally:
+        for task in (life, stopping):
+            task.cancel()
+        await asyncio.wait({life, stopping})
+
+
+async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
+    """Start everything in order, show the ready box, then keep an eye on it."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with ProgressDisplay(context.console, lambda: supervisor.statuses) as progress:
+            await _start_all(supervisor, context, store)
+            health = await _wait_until_ready(supervisor, context, store, client, progress)
+        supervisor.mark_cluster_ready()
+        show_ready_box(context.console, health, context.url, store.description, context.log_dir)
+        while True:
+            await _look(supervisor, context, store, client)
+            await asyncio.sleep(RUNNING_POLL_S)
+
+
+async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
+    if store.spec is not None:
+        supervisor.start(store.spec)
+    await redis_process.wait_until_answering(store.url, REDIS_START_S)
+    env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
+    for spec in plan_services(context.options, context.machine, env):
+        supervisor.start(spec)
+
+
+async def _wait_until_ready(
+    supervisor: Supervisor,
+    context: ClusterContext,
+    store: Store,
+    client: httpx.AsyncClient,
+    progress: ProgressDisplay,
+) -> Health:
+    """Wait for all workers, then a bounded time for the KV ways between them."""
+    loop = asyncio.get_running_loop()
+    all_there_since: float | None = None
+    while True:
+        health = await _look(supervisor, context, store, client)
+        progress.update()
+        if health is not None and health.ok and _missing(context, health) == 0:
+            all_there_since = all_there_since or loop.time()
+            if health.missing_links == 0 or loop.time() - all_there_since > LINK_WAIT_S:
+                return health
+        await asyncio.sleep(STARTING_POLL_S)
+
+
+def _missing(context: ClusterContext, health: Health) -> int:
+    return len(set(context.options.worker_names) - {service.id for service in health.services})
+
+
+async def _look(
+    supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
+) -> Health | None:
+    """Ask the router who is there and tell the supervisor."""
+    health = await fetch_health(client, context.url)
+    epochs: dict[str, int | None] = {}
+    if health is not None:
+        epochs = {service.id: service.epoch for service in health.services}
+        epochs["router"] = None
+    if store.spec is not None and await redis_process.is_answering(store.url):
+        epochs[store.spec.name] = None
+    supervisor.mark_ready(epochs)
+    return health
+
+
+@contextlib.contextmanager
+def _stop_on_signals(
+    stop: asyncio.Event, supervisor: Supervisor, context: ClusterContext
+) -> Iterator[None]:
+    """Let the first signal stop the cluster and a second one stop it at once."""
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.hurry()
+        else:
+            context.say("stopping (once more to kill)")
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)

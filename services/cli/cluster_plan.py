@@ -1,0 +1,123 @@
+"""Which processes a local cluster consists of: a pure function of options and machine."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagewire.services.cli.machine import Machine
+from pagewire.services.cli.processes import ChildSpec
+from pagewire.shared.config import EngineSettings
+from pagewire.shared.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+DRAIN_TIMEOUT_S = 5.0
+MAX_GPU_SHARE = 0.98
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What `pagewire up` was asked for.
+
+    Attributes:
+        worker_options: settings of the workers by field name; None means "not given".
+        router_options: settings of the router, likewise.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    host: str = LOOPBACK
+    port: int = 8000
+    device: str = "auto"
+    worker_options: Mapping[str, Any] = field(default_factory=dict)
+    router_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Prefill workers first, so that they get the first GPUs."""
+        return [f"prefill-{index}" for index in range(self.prefill)] + [
+            f"decode-{index}" for index in range(self.decode)
+        ]
+
+
+def plan_services(
+    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str]
+) -> list[ChildSpec]:
+    """Return the workers and the router, in the order of their start.
+
+    Args:
+        options: of the command line.
+        machine: whose cores and GPUs the workers share.
+        shared_env: variables that every service gets: secret and Redis URL.
+
+    Raises:
+        ConfigError: the workers of one GPU would take more memory than it has.
+    """
+    workers = list(_plan_workers(options, machine, shared_env))
+    router = {**options.router_options, "host": options.host, "port": options.port}
+    return [*workers, ChildSpec("router", service_argv("router", router), dict(shared_env))]
+
+
+def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the command line of one of our services; options that are None are left out."""
+    # -P: not even a checkout as the working directory may shadow a package
+    program = (sys.executable, "-P", "-m", "pagewire.services.cli.main", command)
+    flags = (_flag(name, value) for name, value in options.items() if value is not None)
+    return program + tuple(part for flag in flags for part in flag)
+
+
+def _flag(name: str, value: object) -> tuple[str, ...]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{option}" if value else f"--no-{option}",)
+    return (f"--{option}", str(value))
+
+
+def _plan_workers(
+    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str]
+) -> Iterator[ChildSpec]:
+    names = options.worker_names
+    gpus = machine.gpus if options.device != "cpu" else ()
+    share = _gpu_share(options, len(names), len(gpus))
+    for index, name in enumerate(names):
+        settings = {
+            **options.worker_options,
+            "host": LOOPBACK,
+            "worker_id": name,
+        }
+        env = {"PAGEWIRE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S), **shared_env}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
+            settings["gpu_memory_utilization"] = share
+        else:
+            env["OMP_NUM_THREADS"] = str(max(1, machine.cores // len(names)))
+        yield ChildSpec(name, service_argv(name.partition("-")[0], settings), env)
+
+
+def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
+    """Return all GPUs with this worker's first: device 0 is its own.
+
+    The others stay visible because CUDA IPC reaches only devices that a process can see.
+    """
+    first = index % len(gpus)
+    return gpus[first:] + gpus[:first]
+
+
+def _gpu_share(options: ClusterOptions, workers: int, gpus: int) -> float:
+    """Return each worker's part of its GPU's memory."""
+    if gpus == 0:
+        return 1.0
+    most = max(Counter(index % gpus for index in range(workers)).values())
+    asked: float | None = options.worker_options.get("gpu_memory_utilization")
+    if asked is None:
+        default: float = EngineSettings.model_fields["gpu_memory_utilization"].default
+        return round(default / most, 3)
+    if asked * most > MAX_GPU_SHARE:
+        raise ConfigError(
+            f"--gpu-memory-utilization {asked:g} is too much: {most} workers share a GPU, "
+            f"each can have {MAX_GPU_SHARE / most:.2f}"
+        )
+    return asked

@@ -1,0 +1,44 @@
+"""How the command line ends when something is wrong: one line on stderr, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import typer
+
+from pagewire.shared.errors import ConfigError, PagewireError
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn Pagewire's own errors into a line on stderr and an exit code.
+
+    2 means that a setting is wrong and trying again won't help, 1 anything else.
+    """
+    try:
+        yield
+    except PagewireError as exc:
+        print(f"pagewire: {' '.join(str(exc).split())}", file=sys.stderr, flush=True)
+        raise typer.Exit(EXIT_CONFIG if isinstance(exc, ConfigError) else EXIT_FAILURE) from exc
+
+
+@contextlib.contextmanager
+def needs_worker_extra() -> Iterator[None]:
+    """Say how to install what only workers need, where it is missing.
+
+    Raises:
+        ConfigError: torch or another package of the extra `worker` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.partition(".")[0] == "pagewire":
+            raise
+        raise ConfigError(
+            f"this installation has no {exc.name}; workers need: pip install 'pagewire[worker,ucx]'"
+        ) from exc

@@ -1,0 +1,65 @@
+"""The router's `/health` body as the supervisor reads it."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+
+PROBE_TIMEOUT_S = 3.0
+
+
+class Link(msgspec.Struct, frozen=True):
+    """The KV way from a prefill worker to a decode worker.
+
+    Attributes:
+        lane: what carries the bytes on this transport, e.g. "cuda_ipc".
+        gb_per_s: as measured when the two met; None before that.
+    """
+
+    peer: str
+    transport: str
+    lane: str = ""
+    gb_per_s: float | None = None
+
+
+class Service(msgspec.Struct, frozen=True):
+    """One worker that the router knows to be alive."""
+
+    id: str
+    role: str
+    epoch: int | None = None
+    links: list[Link] = []
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The router's view of its cluster; `ok` if it answered 200."""
+
+    ok: bool = False
+    model: str = ""
+    services: list[Service] = []
+
+    @property
+    def missing_links(self) -> int:
+        """How many pairs of a decode and a prefill worker have not measured their KV way."""
+        prefills = {service.id for service in self.services if service.role == "prefill"}
+        return sum(
+            len(prefills - {link.peer for link in service.links})
+            for service in self.services
+            if service.role == "decode"
+        )
+
+
+_decoder = msgspec.json.Decoder(Health)
+
+
+async def fetch_health(client: httpx.AsyncClient, url: str) -> Health | None:
+    """Return the router's health, or None while it does not answer.
+
+    The body counts whatever the status code: a router without workers answers 503.
+    """
+    try:
+        response = await client.get(f"{url}/health", timeout=PROBE_TIMEOUT_S)
+        body = _decoder.decode(response.content)
+    except (httpx.HTTPError, msgspec.DecodeError):  # not up yet, or something else's answer
+        return None
+    return msgspec.structs.replace(body, ok=response.status_code == httpx.codes.OK)

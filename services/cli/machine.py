@@ -1,0 +1,90 @@
+"""What this machine has to offer: cores, GPUs, a free port."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from pagewire.shared.errors import ConfigError
+
+NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The resources that workers share.
+
+    Attributes:
+        cores: that this process may use.
+        gpus: as CUDA_VISIBLE_DEVICES names them; empty without a GPU.
+    """
+
+    cores: int
+    gpus: tuple[str, ...]
+
+
+def inspect_machine() -> Machine:
+    """Look at this machine, without loading torch or CUDA."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return Machine(cores, visible_gpus(_count_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
+    """Return the names of the GPUs that may be used, out of so many installed ones."""
+    if count == 0:
+        return ()
+    if visible is None:
+        return tuple(str(index) for index in range(count))
+    return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+
+
+def _count_gpus() -> int:
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no driver here, or one that hangs
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def require_free_port(host: str, port: int) -> int:
+    """Return the port, or a free one for 0.
+
+    Raises:
+        ConfigError: it is taken or not allowed, or the host is not this machine's.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+            chosen: int = probe.getsockname()[1]
+            return chosen
+    except socket.gaierror as exc:
+        raise ConfigError(f"--host {host} cannot be resolved: {exc.strerror}") from exc
+    except OSError as exc:
+        raise ConfigError(_port_problem(host, port, exc)) from exc
+
+
+def _port_problem(host: str, port: int, exc: OSError) -> str:
+    if exc.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is in use: stop what listens there, "
+            "or choose another port with --port"
+        )
+    if exc.errno == errno.EACCES:
+        return f"port {port} on {host} is not allowed for this user: choose one from 1024 up"
+    return f"cannot listen on {host} port {port}: {exc.strerror}; choose another --host"

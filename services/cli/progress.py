@@ -1,0 +1,85 @@
+"""How the cluster comes up: one live line a child on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from pagewire.services.cli.supervisor import ChildStatus, State
+
+STYLES = {
+    State.STARTING: "yellow",
+    State.LOADING: "yellow",
+    State.READY: "green",
+    State.RESTARTING: "red",
+    State.STOPPED: "dim",
+}
+
+
+class ProgressDisplay:
+    """Shows the states of children until its context ends."""
+
+    def __init__(self, console: Console, statuses: Callable[[], list[ChildStatus]]) -> None:
+        self._console = console
+        self._statuses = statuses
+        self._started = time.monotonic()
+        self._shown: dict[str, State] = {}
+        self._live: Live | None = None
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=8
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self) -> None:
+        """Print what changed; on a terminal the live lines follow by themselves."""
+        if self._live is not None:
+            return
+        for status in self._statuses():
+            if self._shown.get(status.name) is not status.state:
+                self._shown[status.name] = status.state
+                seconds = time.monotonic() - self._started
+                self._console.print(
+                    f"{seconds:6.1f} s  {status.name}: {status.state.value}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
+
+    def _render(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(width=1)
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        for status in self._statuses():
+            busy = status.state in (State.STARTING, State.LOADING)
+            grid.add_row(
+                Spinner("dots") if busy else Text("*" if status.state is State.READY else "-"),
+                status.name,
+                Text(status.state.value, style=STYLES[status.state]),
+                f"{time.monotonic() - status.since:.0f} s" if busy else "",
+                Text(status.log.last_line if busy else "", style="dim"),
+            )
+        return grid

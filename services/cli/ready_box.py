@@ -1,0 +1,68 @@
+"""What `pagewire up` prints once the cluster answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pagewire.services.cli.health import Health, Service
+
+QUESTION = "Tell me a short story about a river."
+MAX_TOKENS = 64
+
+
+def show_ready_box(console: Console, health: Health, url: str, store: str, logs: Path) -> None:
+    """Print the box, and below it, free of any frame, a command to copy."""
+    table = Table.grid(padding=(0, 2))
+    for label, value in _rows(health, url, store, logs):
+        table.add_row(Text(label, style="dim"), Text(value))
+    console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
+    console.print("Try:", style="dim")
+    console.print(
+        curl_command(url, health.model), soft_wrap=True, markup=False, highlight=False, emoji=False
+    )
+    console.print("Ctrl-C stops everything.", style="dim")
+
+
+def curl_command(url: str, model: str) -> str:
+    """Return a shell command that asks for a chat answer, on one line."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": MAX_TOKENS,
+    }
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def link_lines(services: list[Service]) -> list[str]:
+    """Return a line for the KV way of each pair of workers."""
+    lines = []
+    for service in services:
+        for link in service.links:
+            lane = f" ({link.lane})" if link.lane else ""
+            speed = f", {link.gb_per_s:.2f} GB/s" if link.gb_per_s is not None else ""
+            lines.append(f"{link.peer} -> {service.id}: {link.transport}{lane}{speed}")
+    return lines
+
+
+def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[str, str]]:
+    yield "URL", f"{url}/v1"
+    yield "Model", health.model
+    yield "Workers", ", ".join(sorted(service.id for service in health.services))
+    links = link_lines(health.services)
+    if not any(service.role == "prefill" for service in health.services):
+        links = ["none: decode workers prefill for themselves"]
+    for index, line in enumerate(links or ["not measured yet"]):
+        yield ("KV transport" if index == 0 else ""), line
+    yield "Redis", store
+    yield "Logs", str(logs)

@@ -1,0 +1,104 @@
+"""The cluster's own Redis: a real server on a private socket, or the one in the package."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from pagewire.services.cli.processes import ChildSpec
+from pagewire.shared.errors import RedisSetupError
+
+SERVERS = ("redis-server", "valkey-server")
+MEMORY_LIMIT = "512mb"
+PROBE_S = 1.0
+POLL_S = 0.05
+
+
+def find_server() -> str | None:
+    """Return the path of an installed Redis server, if there is one."""
+    return next((path for name in SERVERS if (path := shutil.which(name))), None)
+
+
+def server_spec(program: str, private_dir: Path) -> tuple[ChildSpec, str]:
+    """Return how to run a real server for this cluster alone, and its URL.
+
+    It listens on a Unix socket in `private_dir` (which only this user may enter), on no TCP port,
+    and keeps nothing on disk: the index is soft state.
+    """
+    socket_path = private_dir / "redis.sock"
+    options = {
+        "port": "0",
+        "unixsocket": str(socket_path),
+        "unixsocketperm": "700",
+        "dir": str(private_dir),
+        "save": "",
+        "appendonly": "no",
+        "daemonize": "no",
+        "loglevel": "notice",
+        "maxmemory": MEMORY_LIMIT,
+        "maxmemory-policy": "allkeys-lru",
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return ChildSpec("redis", (program, *arguments), is_store=True), f"unix://{socket_path}"
+
+
+def embedded_spec(port: int) -> tuple[ChildSpec, str]:
+    """Return how to run the stand-in for machines without a Redis server, and its URL."""
+    argv = (sys.executable, "-P", "-m", "pagewire.services.cli.fake_redis", str(port))
+    return ChildSpec("redis", argv, is_store=True), f"redis://127.0.0.1:{port}/0"
+
+
+async def is_answering(url: str) -> bool:
+    """Return whether a Redis answers a ping now."""
+    try:
+        await _ping(url)
+    except (RedisError, OSError):
+        return False
+    return True
+
+
+async def wait_until_answering(url: str, timeout_s: float) -> None:
+    """Wait until a Redis answers.
+
+    Raises:
+        RedisSetupError: it did not in that time, or the URL is none; the message has no password.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        try:
+            return await _ping(url)
+        except ValueError as exc:
+            raise RedisSetupError(f"not a Redis URL: {without_password(url)}") from exc
+        except (RedisError, OSError) as exc:
+            if loop.time() > deadline:
+                raise RedisSetupError(
+                    f"Redis at {without_password(url)} does not answer: {exc}; start it, "
+                    "or leave PAGEWIRE_REDIS_URL unset to have one started"
+                ) from exc
+        await asyncio.sleep(POLL_S)
+
+
+async def _ping(url: str) -> None:
+    """Ping once over a connection of its own.
+
+    Raises:
+        ValueError: the URL is none.
+        RedisError, OSError: nobody answers; a TimeoutError is an OSError.
+    """
+    client = redis.asyncio.Redis.from_url(
+        url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None
+    )
+    async with client:
+        await asyncio.wait_for(client.ping(), 2 * PROBE_S)
+
+
+def without_password(url: str) -> str:
+    """Return a URL that can be shown."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else scheme

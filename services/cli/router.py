@@ -1,0 +1,31 @@
+"""`pagewire router`."""
+
+from __future__ import annotations
+
+import typer
+
+from pagewire.services.cli import options
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.shared.config import RouterSettings, load_settings
+
+
+def router(
+    ctx: typer.Context,
+    model: options.Model = None,
+    served_model_name: options.ServedModelName = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    policy: options.Policy = None,
+    max_queue: options.MaxQueue = None,
+    redis_url: options.RedisUrl = None,
+    log_level: options.LogLevel = None,
+) -> None:
+    """Run the router: the OpenAI-compatible endpoint in front of the workers.
+
+    Example: pagewire router --model demo --port 8000 --redis-url redis://127.0.0.1:6379/0
+    """
+    with one_line_errors():
+        settings = load_settings(RouterSettings, ctx.params)
+        from pagewire.services.router.main import run
+
+        raise typer.Exit(run(settings))

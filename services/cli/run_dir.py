@@ -1,0 +1,56 @@
+"""The directories of one run: logs that stay for a while, and a private one that goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+KEPT_RUNS = 5
+PRIVATE_PREFIX = "pagewire-run-"
+
+
+def make_log_dir(root: Path | None = None) -> Path:
+    """Return a new directory for this run's logs, and remove all but the newest few."""
+    root = root or Path.home() / ".cache" / "pagewire" / "runs"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    try:
+        (root / name).mkdir(parents=True, mode=0o700)
+    except OSError:  # a home that is missing or read-only
+        return Path(tempfile.mkdtemp(prefix="pagewire-logs-"))
+    for old in sorted(root.iterdir(), reverse=True)[KEPT_RUNS:]:
+        if not _is_running(old.name.rpartition("-")[2]):
+            shutil.rmtree(old, ignore_errors=True)
+    return root / name
+
+
+@contextlib.contextmanager
+def private_dir() -> Iterator[Path]:
+    """Give a directory that only this user may enter, and remove it at the end.
+
+    What a killed supervisor has left behind goes first.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PRIVATE_PREFIX}*"):
+        if not _is_running(left.name.removeprefix(PRIVATE_PREFIX).partition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{PRIVATE_PREFIX}{os.getpid()}-"))  # mode 0700
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: str) -> bool:
+    if not pid.isdigit():
+        return True  # not one of our names: leave it alone
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

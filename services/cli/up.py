@@ -1,0 +1,101 @@
+"""`pagewire up`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pagewire.services.cli import options
+from pagewire.services.cli.cluster import ClusterContext, run_cluster
+from pagewire.services.cli.cluster_plan import ClusterOptions
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.machine import inspect_machine, require_free_port
+from pagewire.services.cli.run_dir import make_log_dir
+from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.source import resolve_model
+
+ROUTER_ONLY = ("served_model_name", "policy", "max_queue")
+BOTH = ("model", "log_level")
+NOT_SETTINGS = ("prefill", "decode", "host", "port", "redis_url", "log_dir", "verbose")
+
+
+def up(
+    ctx: typer.Context,
+    prefill: Annotated[
+        int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
+    ] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
+    model: options.Model = None,
+    served_model_name: options.ServedModelName = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    load_format: options.LoadFormat = None,
+    kernels: options.Kernels = None,
+    block_size: options.BlockSize = None,
+    num_blocks: options.NumBlocks = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_waiting: options.MaxWaiting = None,
+    local_prefill_tokens: options.LocalPrefillTokens = None,
+    enable_prefix_caching: options.EnablePrefixCaching = None,
+    cuda_graphs: options.CudaGraphs = None,
+    kv_transport: options.KvTransport = None,
+    policy: options.Policy = None,
+    max_queue: options.MaxQueue = None,
+    redis_url: options.RedisUrl = None,
+    log_level: options.LogLevel = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the services' logs go.", show_default="~/.cache/pagewire/runs"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option(help="Print the services' logs, too.")] = False,
+) -> None:
+    """Start a cluster on this machine and keep it running until Ctrl-C.
+
+    Example: pagewire up --prefill 1 --decode 2 --model demo --port 8000
+    """
+    with one_line_errors():
+        context = prepare(ctx.params)
+        asyncio.run(run_cluster(context))
+
+
+def prepare(params: dict[str, Any]) -> ClusterContext:
+    """Check everything that can be checked before the first process starts.
+
+    Raises:
+        ConfigError: a setting is out of range, the port is taken, or the model is unusable.
+    """
+    given = {name: value for name, value in params.items() if name not in NOT_SETTINGS}
+    router_options = {name: given[name] for name in (*ROUTER_ONLY, *BOTH)}
+    worker_options = {name: value for name, value in given.items() if name not in ROUTER_ONLY}
+    address = {name: params[name] for name in ("host", "port", "redis_url")}
+    router = load_settings(RouterSettings, {**router_options, **address})
+    worker = load_settings(WorkerSettings, worker_options)
+    port = require_free_port(router.host, router.port)
+    load_config(resolve_model(worker.model))
+    return ClusterContext(
+        options=ClusterOptions(
+            prefill=params["prefill"],
+            decode=params["decode"],
+            host=router.host,
+            port=port,
+            device=worker.device,
+            worker_options=worker_options,
+            router_options=router_options,
+        ),
+        machine=inspect_machine(),
+        secret=router.cluster_secret.get_secret_value(),
+        redis_url=router.redis_url if "redis_url" in router.model_fields_set else None,
+        log_dir=make_log_dir(params["log_dir"]),
+        console=Console(),
+        echo=params["verbose"],
+    )

@@ -1,0 +1,22 @@
+"""`pagewire version`."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+PARTS = ("torch", "triton", "ucxx-cu13", "ucxx-cu12", "transformers", "pyzmq", "redis")
+
+
+def version() -> None:
+    """Print the versions of Pagewire and of what it runs on.
+
+    Example: pagewire version
+    """
+    print(f"pagewire {metadata.version('pagewire')}")
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    for name in PARTS:
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} not installed")

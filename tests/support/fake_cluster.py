@@ -1,0 +1,102 @@
+"""A cluster of tiny services under the real supervisor, for tests that kill things.
+
+    python fake_cluster.py up STATE_DIR PORT [REDIS_URL]    the real `run_cluster`
+    python fake_cluster.py router STATE_DIR PORT            answers /health
+    python fake_cluster.py worker STATE_DIR NAME            a file says that it is alive
+
+Workers write their pid to `NAME.alive` in the state directory, and do what `NAME.orders` says when
+they start: "exit CODE" or "stubborn" (ignores SIGTERM and has a child of its own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+LINK = {"peer": "prefill-0", "transport": "zmq", "lane": "tcp", "gb_per_s": 1.5}
+
+
+def up(state: Path, port: int, redis_url: str | None = None) -> None:
+    """Run the cluster with this script's services in the real ones' place."""
+    from rich.console import Console
+
+    from pagewire.services.cli import cluster_plan
+    from pagewire.services.cli.cluster import ClusterContext, run_cluster
+    from pagewire.services.cli.errors import one_line_errors
+    from pagewire.services.cli.machine import Machine
+
+    def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+        role, name = ("router", port) if command == "router" else ("worker", options["worker_id"])
+        return (sys.executable, "-I", "-S", __file__, role, str(state), str(name))
+
+    cluster_plan.service_argv = service_argv
+    logs = state / "logs"
+    logs.mkdir()
+    context = ClusterContext(
+        options=cluster_plan.ClusterOptions(port=port),
+        machine=Machine(cores=2, gpus=()),
+        secret="0" * 64,
+        redis_url=redis_url,
+        log_dir=logs,
+        console=Console(),
+    )
+    (state / "supervisor.pid").write_text(str(os.getpid()))
+    with one_line_errors():
+        asyncio.run(run_cluster(context))
+
+
+def router(state: Path, port: int) -> None:
+    """Answer /health with the workers that have said they are alive."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            services = [_service(path) for path in sorted(state.glob("*.alive"))]
+            body = json.dumps({"status": "ok", "model": "fake", "services": services}).encode()
+            self.send_response(200 if services else 503)
+            self.end_headers()
+            self.wfile.write(body)
+
+    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def worker(state: Path, name: str) -> None:
+    """Follow the orders, or say that it is alive and stay."""
+    print(f"{name} is loading", flush=True)
+    orders_file = state / f"{name}.orders"
+    orders = orders_file.read_text().split() if orders_file.exists() else []
+    if orders[:1] == ["exit"]:
+        print(f"pagewire: {name} has a bad setting", file=sys.stderr)
+        sys.exit(int(orders[1]))
+    if orders == ["stubborn"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        (state / f"{name}.child").write_text(str(child.pid))
+    written = state / f"{name}.new"
+    written.write_text(str(os.getpid()))
+    written.replace(state / f"{name}.alive")
+    time.sleep(600)
+
+
+def _service(path: Path) -> dict[str, Any]:
+    role = path.stem.partition("-")[0]
+    links = [LINK] if role == "decode" else []
+    return {"id": path.stem, "role": role, "epoch": int(path.read_text()), "links": links}
+
+
+if __name__ == "__main__":
+    match sys.argv[1]:
+        case "up":
+            up(Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+        case "router":
+            router(Path(sys.argv[2]), int(sys.argv[3]))
+        case "worker":
+            worker(Path(sys.argv[2]), sys.argv[3])
