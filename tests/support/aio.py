@@ -1,0 +1,41 @@
+"""Running coroutines in synchronous tests."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_async(
+    coro: Coroutine[Any, Any, T],
+    timeout: float = 30.0,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
+    """Run a coroutine in a loop of its own.
+
+    Fails if it takes too long, leaves tasks behind, or if a callback of the loop raised.
+    """
+    problems: list[dict[str, Any]] = []
+
+    async def bounded() -> T:
+        asyncio.get_running_loop().set_exception_handler(lambda _, ctx: problems.append(ctx))
+        async with asyncio.timeout(timeout):
+            result = await coro
+        leftover = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not leftover, f"tasks left behind: {leftover}"
+        return result
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        result = runner.run(bounded())
+    assert not problems, problems
+    return result
+
+
+async def eventually(condition: Callable[[], Any], timeout: float = 5.0) -> None:
+    """Wait until a condition holds, or fail."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {condition}"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,84 @@
+"""A real redis-server of a test's own: can be frozen, killed and restarted."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+
+class RedisServer:
+    """Runs `redis-server` in a temporary directory, without persistence.
+
+    Args:
+        password: if given, clients must authenticate.
+    """
+
+    def __init__(self, password: str | None = None) -> None:
+        # Not pytest's tmp_path: a unix socket's path may have no more than 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="pw-redis-"))
+        self.password = password
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        credentials = f":{self.password}@" if self.password else ""
+        return f"unix://{credentials}{self.directory / 'redis.sock'}"
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", "0", "--unixsocket", "redis.sock", "--save", ""]
+        if self.password:
+            command += ["--requirepass", self.password]
+        self._process = subprocess.Popen(command, cwd=self.directory, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while not self._answers():
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.01)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.directory)
+
+    def client(self) -> redis.Redis:
+        """A blocking client, for a test's own looks into the data."""
+        return redis.Redis.from_url(self.url)
+
+    def __enter__(self) -> "RedisServer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def _answers(self) -> bool:
+        with self.client() as client:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
