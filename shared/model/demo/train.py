@@ -27,6 +27,9 @@ from pagewire.shared.model.demo.corpus import (
     load_corpus,
     train_tokenizer,
 )
+from pagewire.shared.model.demo.margins import describe, greedy_margins
+from pagewire.shared.model.demo.prompts import standard_prompts
+from pagewire.shared.tokenizer import Tokenizer as PagewireTokenizer
 
 VOCAB_SIZE = 2048
 TOKENS_PER_STEP = 4096
@@ -141,6 +144,9 @@ def main() -> None:
     sampler = SequenceSampler(corpus, tokenizer, arguments.seed)
     model = train(sampler, model_config(tokenizer), arguments.steps, arguments.seed)
     save(model, tokenizer, arguments.out)
+    prompts = standard_prompts(PagewireTokenizer.from_dir(arguments.out))
+    _, margins = greedy_margins(model, prompts, new_tokens=64)
+    print(f"margins: {describe(margins)}")
 
 
 if __name__ == "__main__":
