@@ -23,7 +23,8 @@ from pagewire.services.cli.ready_box import show_ready_box
 from pagewire.services.cli.run_dir import private_dir
 from pagewire.services.cli.supervisor import Supervisor
 
-REDIS_START_S = 15.0
+OWN_REDIS_START_S = 15.0
+FOREIGN_REDIS_ANSWER_S = 3.0
 LINK_WAIT_S = 15.0
 STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 1.0
@@ -140,9 +141,11 @@ async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -
 
 
 async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
-    if store.spec is not None:
+    if store.spec is None:
+        await redis_process.wait_until_answering(store.url, FOREIGN_REDIS_ANSWER_S)
+    else:
         supervisor.start(store.spec)
-    await redis_process.wait_until_answering(store.url, REDIS_START_S)
+        await redis_process.wait_until_answering(store.url, OWN_REDIS_START_S)
     env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
     for spec in plan_services(context.options, context.machine, env):
         supervisor.start(spec)

@@ -6,8 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-import typer
-
 from pagewire.shared.errors import ConfigError, PagewireError
 
 EXIT_FAILURE = 1
@@ -24,7 +22,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except PagewireError as exc:
         print(f"pagewire: {' '.join(str(exc).split())}", file=sys.stderr, flush=True)
-        raise typer.Exit(EXIT_CONFIG if isinstance(exc, ConfigError) else EXIT_FAILURE) from exc
+        sys.exit(EXIT_CONFIG if isinstance(exc, ConfigError) else EXIT_FAILURE)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,264 @@
+"""`pagewire up`'s supervisor with real processes: restarts, refusals, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import redis
+
+from pagewire.services.cli.redis_process import find_server
+from pagewire.tests.support import fake_cluster
+
+READY = "Pagewire is ready"
+
+
+class Up:
+    """A running `fake_cluster.py up`."""
+
+    def __init__(
+        self,
+        state: Path,
+        *arguments: str,
+        orders: dict[str, str] | None = None,
+        path: str | None = None,
+    ) -> None:
+        self.state = state
+        for name, text in (orders or {}).items():
+            (state / f"{name}.orders").write_text(text)
+        self.port = free_port()
+        command = [sys.executable, "-P", fake_cluster.__file__, "up", str(state), str(self.port)]
+        self._out, self._err = state / "stdout.txt", state / "stderr.txt"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PATH": path} if path is not None else None,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def wait_for(self, text: str, timeout: float = 20.0) -> None:
+        wait_until(lambda: text in self.stdout, timeout, lambda: self.stdout + self.stderr)
+
+    def pid_of(self, name: str) -> int:
+        return int((self.state / f"{name}.alive").read_text())
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def private_dirs(self) -> list[Path]:
+        return list(Path(tempfile.gettempdir()).glob(f"pagewire-run-{self.process.pid}-*"))
+
+    def left_over(self) -> list[str]:
+        """Command lines of processes that belong to this cluster."""
+        marks = (str(self.state), f"pagewire-run-{self.process.pid}-")
+        return [line for line in command_lines() if any(mark in line for mark in marks)]
+
+
+class StartCluster(Protocol):
+    def __call__(
+        self, *arguments: str, orders: dict[str, str] | None = None, path: str | None = None
+    ) -> Up: ...
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartCluster]:
+    clusters: list[Up] = []
+
+    def start_one(
+        *arguments: str, orders: dict[str, str] | None = None, path: str | None = None
+    ) -> Up:
+        clusters.append(Up(tmp_path, *arguments, orders=orders, path=path))
+        return clusters[-1]
+
+    yield start_one
+    for cluster in clusters:
+        if cluster.process.poll() is None:
+            cluster.process.kill()
+            cluster.process.wait(10)
+    wait_until(lambda: not [line for each in clusters for line in each.left_over()], 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_stops_everything_and_cleans_up(start: StartCluster, number: signal.Signals) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    assert len(cluster.left_over()) >= 5  # supervisor, store, two workers, router
+    assert cluster.stop(number) == 0
+    assert cluster.left_over() == []
+    assert cluster.private_dirs() == []
+    assert cluster.stderr == ""
+
+
+def test_signal_while_starting_stops_everything(start: StartCluster) -> None:
+    cluster = start()
+    wait_until(lambda: (cluster.state / "supervisor.pid").exists(), 10)
+    time.sleep(0.1)
+    assert cluster.stop() in (0, -signal.SIGINT)
+    wait_until(lambda: not cluster.left_over(), 5)
+    assert READY not in cluster.stdout
+
+
+def test_ready_box_names_url_workers_and_kv_transport(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for("Ctrl-C stops everything")
+    assert f"http://127.0.0.1:{cluster.port}/v1" in cluster.stdout
+    assert "prefill-0 -> decode-0: zmq (tcp), 1.50 GB/s" in cluster.stdout
+    assert f"\ncurl http://127.0.0.1:{cluster.port}/v1/chat/completions -H" in cluster.stdout
+
+
+def test_killed_supervisor_takes_its_children_along(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    cluster.process.kill()
+    cluster.process.wait(10)
+    wait_until(lambda: not cluster.left_over(), 5, lambda: str(cluster.left_over()))
+
+
+def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    first = cluster.pid_of("prefill-0")
+    os.kill(first, signal.SIGKILL)
+    cluster.wait_for("prefill-0 died: killed by SIGKILL")
+    cluster.wait_for("  prefill-0 is loading\nstarting prefill-0 again in 0.5 s")
+    cluster.wait_for("prefill-0 is ready again")
+    assert cluster.pid_of("prefill-0") != first
+    assert "decode-0 died" not in cluster.stdout
+
+
+def test_refused_configuration_ends_everything_with_one_line(start: StartCluster) -> None:
+    cluster = start(orders={"decode-0": "exit 2"})
+    assert cluster.process.wait(20) == 2
+    assert cluster.stderr == "pagewire: decode-0: decode-0 has a bad setting\n"
+    assert cluster.left_over() == []
+    assert cluster.private_dirs() == []
+
+
+def test_worker_that_never_starts_is_given_up(start: StartCluster) -> None:
+    cluster = start(orders={"prefill-0": "exit 3"})
+    assert cluster.process.wait(20) == 1
+    assert cluster.stdout.count("prefill-0 died: exit code 3") == 3
+    assert cluster.stderr == "pagewire: giving up: prefill-0 does not start\n"
+    assert cluster.left_over() == []
+
+
+def test_refusal_after_a_restart_is_no_reason_to_stop(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    (cluster.state / "prefill-0.orders").write_text("exit 2")
+    os.kill(cluster.pid_of("prefill-0"), signal.SIGKILL)
+    cluster.wait_for("prefill-0 died: exit code 2")
+    cluster.wait_for("starting prefill-0 again in 1 s")
+    (cluster.state / "prefill-0.orders").unlink()
+    cluster.wait_for("prefill-0 is ready again")
+
+
+def test_second_signal_kills_a_stubborn_worker_and_its_child(start: StartCluster) -> None:
+    cluster = start(orders={"prefill-0": "stubborn"})
+    cluster.wait_for(READY)
+    child = int((cluster.state / "prefill-0.child").read_text())
+    cluster.process.send_signal(signal.SIGINT)
+    cluster.wait_for("stopping")
+    time.sleep(0.5)
+    assert cluster.process.poll() is None  # it waits for the one that ignores SIGTERM
+    began = time.monotonic()
+    assert cluster.stop() == 0
+    assert time.monotonic() - began < 5
+    assert cluster.left_over() == []
+    wait_until(lambda: not is_alive(child), 5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_redis_is_private_and_comes_back_on_its_socket(start: StartCluster) -> None:
+    assert find_server() is not None, "the suite needs a real redis-server (make test installs it)"
+    cluster = start()
+    cluster.wait_for(READY)
+    [private] = cluster.private_dirs()
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    with redis.Redis(unix_socket_path=str(private / "redis.sock")) as client:
+        first = client.info("server")
+        assert first["tcp_port"] == 0
+        assert client.config_get("save")["save"] == ""
+    os.kill(first["process_id"], signal.SIGKILL)
+    cluster.wait_for("redis died: killed by SIGKILL")
+    cluster.wait_for("redis is ready again")
+    with redis.Redis(unix_socket_path=str(private / "redis.sock")) as client:
+        assert client.info("server")["process_id"] != first["process_id"]
+
+
+def test_embedded_redis_where_no_server_is_installed(start: StartCluster, tmp_path: Path) -> None:
+    cluster = start(path=str(tmp_path))
+    cluster.wait_for(READY)
+    said = [line for line in cluster.stdout.splitlines() if "no redis-server" in line]
+    assert len(said) == 2  # the one line, and the row in the box
+    assert cluster.stop() == 0
+    assert cluster.left_over() == []
+
+
+def test_redis_that_refuses_is_one_line_without_its_password(start: StartCluster) -> None:
+    cluster = start(f"redis://:hunter2@127.0.0.1:{free_port()}/0")
+    assert cluster.process.wait(20) == 2
+    assert cluster.stderr.count("\n") == 1
+    assert cluster.stderr.startswith("pagewire: Redis at redis://127.0.0.1:")
+    assert "hunter2" not in cluster.stderr + cluster.stdout
+    assert cluster.left_over() == []
+
+
+def test_logs_hold_the_output_of_each_child(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    assert (cluster.state / "logs" / "decode-0.log").read_text() == "decode-0 is loading\n"
+    assert "ready to accept connections" in (cluster.state / "logs" / "redis.log").read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def command_lines() -> list[str]:
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended in the meantime
+            lines.append(file.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+    return lines
+
+
+def wait_until(
+    condition: Callable[[], bool], timeout: float, explain: Callable[[], str] = str
+) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.02)
