@@ -1,0 +1,32 @@
+"""Tasks that run beside everything else until their owner ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Start a task whose failure, which can only be a bug, is logged at once.
+
+    The caller keeps the task and ends it with `end_task`.
+    """
+    task = asyncio.create_task(coro, name=name)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+async def end_task(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait until it has ended, however it ends; None is no task."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (exc := task.exception()) is not None:
+        logger.error("background task %s failed", task.get_name(), exc_info=exc)

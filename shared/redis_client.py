@@ -1,0 +1,93 @@
+"""Connecting to Redis, and its errors as Pagewire's own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from pagewire.shared.errors import RedisSetupError, RedisUnavailableError
+
+T = TypeVar("T")
+
+_MAX_CONNECTIONS = 16
+_HINT = "set PAGEWIRE_REDIS_URL to a server that is up"
+
+
+def cluster_tag(cluster_secret: str) -> str:
+    """Return the part of a cluster's Redis keys that keeps it apart from other clusters."""
+    raw = hashlib.blake2b(cluster_secret.encode(), digest_size=4, person=b"pagewire-tag")
+    return raw.hexdigest()
+
+
+async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
+    """Return a client whose server answers; the caller closes it with `aclose`.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`.
+        timeout: seconds for the first answer, and for each one later.
+
+    Raises:
+        RedisSetupError: it refuses or does not answer; one line, without the password.
+    """
+    where = _without_credentials(url)
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=timeout,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), 0),  # whoever calls knows better whether to wait
+            protocol=2,  # the embedded stand-in speaks no other
+        )
+    except ValueError as exc:
+        raise RedisSetupError(f"{where} is no Redis URL: {exc}") from exc
+    client = Redis.from_pool(pool)
+    try:
+        async with asyncio.timeout(timeout):
+            await client.ping()
+    except (RedisError, OSError) as exc:
+        await client.aclose()
+        raise RedisSetupError(_explain(where, exc, timeout)) from exc
+    except BaseException:
+        await client.aclose()
+        raise
+    return client
+
+
+async def redis_call(reply: Awaitable[T], timeout: float) -> T:
+    """Await a reply.
+
+    Raises:
+        RedisUnavailableError: there was none in time, or an error.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            return await reply
+    except (RedisError, OSError) as exc:  # asyncio's TimeoutError is an OSError
+        raise RedisUnavailableError(f"Redis: {exc or type(exc).__name__}") from exc
+
+
+def _explain(where: str, exc: Exception, timeout: float) -> str:
+    if isinstance(exc, AuthenticationError | ResponseError):
+        reason = str(exc).splitlines()[0]
+        return (
+            f"Redis at {where} refuses: {reason}; "
+            "give the right password in PAGEWIRE_REDIS_URL (redis://:password@host:port/0)"
+        )
+    if isinstance(exc, TimeoutError):
+        return f"Redis at {where} does not answer within {timeout:g} s; {_HINT}"
+    return f"Redis at {where} cannot be reached: {' '.join(str(exc).split())}; start it, or {_HINT}"
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

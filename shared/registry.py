@@ -1,0 +1,335 @@
+"""Who works in the cluster: worker cards with a lease, in Redis.
+
+    pagewire:<tag>:workers        set of worker ids
+    pagewire:<tag>:worker:<id>    the card, msgpack, expires after the lease
+
+A card that is not renewed is gone; ids without a card are swept by whoever lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pagewire.shared.background import end_task, start_task
+from pagewire.shared.errors import RedisUnavailableError
+from pagewire.shared.protocol import Role
+from pagewire.shared.redis_client import redis_call
+from pagewire.shared.worker_card import LinkInfo, WorkerCard, WorkerLoad
+
+__all__ = [
+    "CardPublisher",
+    "LinkInfo",
+    "Registry",
+    "WorkerCard",
+    "WorkerDirectory",
+    "WorkerLoad",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_CARD_BYTES = 64 << 10
+
+_MAX_LOGGED_IDS = 256
+
+
+class Registry:
+    """Reads and writes worker cards.
+
+    Args:
+        redis: shared with others; not closed here.
+        tag: of the cluster, see `cluster_tag`.
+        lease_s: how long a card lives unless renewed.
+        timeout_s: for each call.
+
+    Attributes:
+        malformed_cards: entries ignored because they were no card.
+    """
+
+    def __init__(self, redis: Redis, tag: str, lease_s: float, timeout_s: float = 1.0) -> None:
+        self.lease_s = lease_s
+        self.malformed_cards = 0
+        self._redis, self._timeout_s = redis, timeout_s
+        self._ids_key = f"pagewire:{tag}:workers"
+        self._card_prefix = f"pagewire:{tag}:worker:"
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(WorkerCard)
+        self._logged_ids: set[str] = set()
+
+    async def publish(self, card: WorkerCard) -> None:
+        """Write or renew a card.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        await redis_call(self._publish(card), self._timeout_s)
+
+    async def withdraw(self, worker_id: str) -> None:
+        """Remove a card at once.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        await redis_call(self._redis.delete(self._card_prefix + worker_id), self._timeout_s)
+
+    async def list_workers(self) -> list[WorkerCard]:
+        """Return the cards of all workers that are alive, in no particular order.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        return await redis_call(self._list_workers(), self._timeout_s)
+
+    async def new_epoch(self, worker_id: str) -> int:
+        """Return an epoch greater than those of all earlier runs of a worker.
+
+        The clock gives it; a card that is still there guards against a clock set back.
+        """
+        now = time.time_ns()
+        try:
+            raw: Any = await redis_call(
+                self._redis.get(self._card_prefix + worker_id), self._timeout_s
+            )
+        except RedisUnavailableError as exc:
+            logger.warning("no look at the earlier card of %s: %s", worker_id, exc)
+            return now
+        earlier = self._decode(worker_id, raw) if raw is not None else None
+        return now if earlier is None else max(now, earlier.epoch + 1)
+
+    async def _publish(self, card: WorkerCard) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.set(
+            self._card_prefix + card.worker_id,
+            self._encoder.encode(card),
+            px=max(1, int(self.lease_s * 1000)),
+        )
+        pipeline.sadd(self._ids_key, card.worker_id)
+        _, added = await pipeline.execute(raise_on_error=False)
+        if isinstance(added, ResponseError):
+            # Something that is no set lies under the key: it is ours, so it goes.
+            await self._redis.delete(self._ids_key)
+            await self._redis.sadd(self._ids_key, card.worker_id)
+        elif isinstance(added, Exception):
+            raise added
+
+    async def _list_workers(self) -> list[WorkerCard]:
+        raw_ids = list(await cast("Awaitable[set[bytes]]", self._redis.smembers(self._ids_key)))
+        if not raw_ids:
+            return []
+        prefix = self._card_prefix.encode()
+        raw_cards: list[Any] = await self._redis.mget([prefix + raw_id for raw_id in raw_ids])
+        entries = list(zip(raw_ids, raw_cards, strict=True))
+        dead = [raw_id for raw_id, raw in entries if raw is None]
+        if dead:
+            await self._redis.srem(self._ids_key, *dead)
+        cards = (
+            self._decode(raw_id.decode(errors="replace"), raw)
+            for raw_id, raw in entries
+            if raw is not None
+        )
+        return [card for card in cards if card is not None]
+
+    def _decode(self, worker_id: str, raw: bytes) -> WorkerCard | None:
+        problem = f"{len(raw)} bytes are more than {MAX_CARD_BYTES}"
+        if len(raw) <= MAX_CARD_BYTES:
+            try:
+                card = self._decoder.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+                problem = str(exc)
+            else:
+                if card.worker_id == worker_id:
+                    return card
+                problem = f"the card names {card.worker_id!r}"
+        self._count_malformed(worker_id, problem)
+        return None
+
+    def _count_malformed(self, worker_id: str, problem: str) -> None:
+        self.malformed_cards += 1
+        if worker_id not in self._logged_ids and len(self._logged_ids) < _MAX_LOGGED_IDS:
+            self._logged_ids.add(worker_id)
+            logger.warning("ignored a malformed worker card of %r: %s", worker_id[:64], problem)
+
+
+class CardPublisher:
+    """Renews a worker's card in the background, and removes it at the end.
+
+    Args:
+        make_card: called before each renewal.
+        heartbeat_s: how often; well below the registry's lease.
+    """
+
+    def __init__(
+        self, registry: Registry, make_card: Callable[[], WorkerCard], heartbeat_s: float
+    ) -> None:
+        self._registry, self._make_card, self._heartbeat_s = registry, make_card, heartbeat_s
+        self._due = asyncio.Event()
+        self._failing = False
+        self._worker_id: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Publish the first card, then go on in the background.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        card = self._make_card()
+        await self._registry.publish(card)
+        self._worker_id = card.worker_id
+        self._task = start_task(self._run(), "card-publisher")
+
+    def renew_now(self) -> None:
+        """Publish soon instead of with the next heartbeat, e.g. after a change of state."""
+        self._due.set()
+
+    async def close(self) -> None:
+        """Stop, and remove the card if Redis is there. Idempotent."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        await end_task(task)
+        if self._worker_id is not None:
+            try:
+                await self._registry.withdraw(self._worker_id)
+            except RedisUnavailableError as exc:
+                logger.warning(
+                    "the card of %s stays until its lease ends: %s", self._worker_id, exc
+                )
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._due.wait()
+            self._due.clear()
+            await self._renew()
+
+    async def _renew(self) -> None:
+        try:
+            await self._registry.publish(self._make_card())
+        except RedisUnavailableError as exc:
+            if not self._failing:
+                logger.warning("the worker card cannot be renewed: %s", exc)
+            self._failing = True
+        else:
+            if self._failing:
+                logger.info("the worker card is renewed again")
+            self._failing = False
+
+
+class WorkerDirectory:
+    """Knows the workers without asking Redis at each request.
+
+    A worker that is missing from an answer stays for one lease more, so that a flushed or
+    restarted Redis costs nothing: cards are back with the next heartbeat. While Redis does not
+    answer the last view stays for a grace time. Deaths show sooner on the control channel.
+
+    Args:
+        poll_s: how often the registry is read.
+        grace_s: how long the last view counts while Redis does not answer.
+        on_join: called with the card of a worker that is new.
+        on_leave: called with the last card of one that is gone. A worker that was restarted, so
+            has a new epoch, leaves and joins.
+
+    Attributes:
+        redis_ok: whether the last read succeeded.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        poll_s: float,
+        *,
+        grace_s: float = 30.0,
+        on_join: Callable[[WorkerCard], None] | None = None,
+        on_leave: Callable[[WorkerCard], None] | None = None,
+    ) -> None:
+        self.redis_ok = False
+        self._registry, self._poll_s, self._grace_s = registry, poll_s, grace_s
+        self._on_join, self._on_leave = on_join, on_leave
+        self._cards: dict[str, WorkerCard] = {}
+        self._missing_since: dict[str, float] = {}
+        self._last_success = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def workers(self, role: Role | None = None) -> tuple[WorkerCard, ...]:
+        """Return the cards of the workers known to be alive, draining ones included."""
+        return tuple(c for c in self._cards.values() if role is None or c.role == role)
+
+    def get(self, worker_id: str) -> WorkerCard | None:
+        """Return one worker's card."""
+        return self._cards.get(worker_id)
+
+    async def start(self) -> None:
+        """Read the registry once, then go on in the background."""
+        await self.refresh()
+        self._task = start_task(self._run(), "worker-directory")
+
+    async def close(self) -> None:
+        """Stop reading; the view stays as it is. Idempotent."""
+        task, self._task = self._task, None
+        await end_task(task)
+
+    async def refresh(self) -> None:
+        """Read the registry now."""
+        try:
+            cards = await self._registry.list_workers()
+        except RedisUnavailableError as exc:
+            self._on_failure(exc)
+            return
+        if not self.redis_ok:
+            logger.info("the worker registry answers: %d workers", len(cards))
+        self.redis_ok = True
+        self._last_success = time.monotonic()
+        self._merge({card.worker_id: card for card in cards})
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self.refresh()
+
+    def _on_failure(self, exc: RedisUnavailableError) -> None:
+        if self.redis_ok:
+            logger.warning("the worker registry does not answer, the last view stays: %s", exc)
+        self.redis_ok = False
+        if time.monotonic() - self._last_success > self._grace_s:
+            for worker_id in list(self._cards):
+                self._drop(worker_id)
+
+    def _merge(self, fresh: dict[str, WorkerCard]) -> None:
+        now = time.monotonic()
+        for worker_id, card in fresh.items():
+            known = self._cards.get(worker_id)
+            if known is not None and card.epoch < known.epoch:
+                continue  # an earlier run of the worker that has not ended yet
+            self._missing_since.pop(worker_id, None)
+            if known is not None and card.epoch > known.epoch:
+                self._drop(worker_id)
+                known = None
+            self._cards[worker_id] = card
+            if known is None:
+                self._notify(self._on_join, card)
+        for worker_id in self._cards.keys() - fresh.keys():
+            if now - self._missing_since.setdefault(worker_id, now) >= self._registry.lease_s:
+                self._drop(worker_id)
+
+    def _drop(self, worker_id: str) -> None:
+        self._missing_since.pop(worker_id, None)
+        self._notify(self._on_leave, self._cards.pop(worker_id))
+
+    def _notify(self, callback: Callable[[WorkerCard], None] | None, card: WorkerCard) -> None:
+        if callback is None:
+            return
+        try:
+            callback(card)
+        except Exception:
+            # A bug in one listener must not end the view that everybody places by.
+            logger.exception("a listener of the worker directory failed for %s", card.worker_id)
