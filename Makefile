@@ -1,0 +1,65 @@
+# `make` lists the targets. Each sets up what it needs; the second time that is quick.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# For pip, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126; empty chooses by the machine.
+TORCH_INDEX ?=
+# For the command: make up ARGS="--decode 2", make test ARGS="-k scheduler"
+ARGS ?=
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14,\
+	$(shell command -v $(name) >/dev/null 2>&1 \
+	&& $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+
+# An environment whose Python has gone or changed its version is made anew.
+ifneq ($(wildcard $(STAMP)),)
+ifneq ($(shell $(BIN)/python -c 'import pip, pagewire' 2>/dev/null && echo fine),fine)
+$(shell rm -f $(STAMP))
+endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up test test-gpu lint fmt clean redis
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make the environment; every other target does it by itself
+
+up: $(STAMP) ## Start a cluster on this machine; options: ARGS="--prefill 1 --decode 2"
+	@$(BIN)/pagewire up $(ARGS)
+
+test: $(STAMP) redis ## Run all tests that this machine can run
+	$(BIN)/pytest $(ARGS)
+
+test-gpu: $(STAMP) ## Run the tests that need a CUDA device
+	$(BIN)/pytest -m gpu $(ARGS)
+
+lint: $(STAMP) .typing/pagewire ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=.typing $(BIN)/mypy --explicit-package-bases -p pagewire
+
+fmt: $(STAMP) ## Format the code and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment, caches and build outputs
+	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+redis: $(STAMP)
+	@$(BIN)/python .ci/bootstrap.py redis
+
+$(STAMP): pyproject.toml .ci/bootstrap.py
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Pagewire needs Python 3.11 or newer; python3 here is:" \
+			"$$(python3 --version 2>&1 || true). Install one, or name it: make PYTHON=/path" >&2; \
+		exit 1; \
+	fi
+	@$(PYTHON) .ci/bootstrap.py venv $(VENV) $(TORCH_INDEX)
+	@touch $@
+
+# Type checkers don't follow an editable install; this is how they find the package.
+.typing/pagewire:
+	@mkdir -p .typing && ln -sfn .. $@
