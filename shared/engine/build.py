@@ -91,7 +91,7 @@ def build_engine(
         if settings.cuda_graphs:
             sizes = batch_buckets(settings.max_num_seqs)
             runner.capture_graphs(sizes, lambda n: progress(f"capturing CUDA graphs: batch {n}"))
-    fingerprint = model_fingerprint(path, config)
+    fingerprint = model_fingerprint(path, config, settings.load_format)
     dtype_name = str(dtype).removeprefix("torch.")
     scheduler = Scheduler(
         limits=SchedulerLimits(

@@ -217,16 +217,36 @@ class EngineCore:
         )
 
     def activate(self, sequence: Sequence, first_token: int) -> None:
-        """Let a reserved sequence run on from its first token, which is an output of this call.
+        """Let a reserved sequence run on from its first token.
 
         The token's own output has been delivered by whoever computed it; only its end is told.
         """
         self.scheduler.activate(sequence, first_token)
         status = self._end_of(sequence, first_token)
         if status is not None:
-            self.scheduler.finish(sequence, status)
-            self._sequences.pop(sequence.request_id, None)
-            self._outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
+            self._finish_silently(sequence, status)
+
+    def fall_back(self, sequence: Sequence, first_token: int | None) -> None:
+        """Compute a reserved sequence's prompt here after all.
+
+        Args:
+            sequence: reserved for KV that does not come.
+            first_token: if it was sampled elsewhere and delivered, generation goes on behind it.
+        """
+        self.scheduler.fall_back(sequence)
+        if first_token is None:
+            return
+        sequence.token_ids.append(first_token)
+        sequence.num_resumed_tokens += 1
+        status = self._end_of(sequence, first_token)
+        if status is not None:
+            self._finish_silently(sequence, status)
+
+    def _finish_silently(self, sequence: Sequence, status: RequestStatus) -> None:
+        """End a sequence whose last token was delivered by somebody else."""
+        self.scheduler.finish(sequence, status)
+        self._sequences.pop(sequence.request_id, None)
+        self._outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     def _fail_batch(self, batch: ScheduledBatch) -> None:
         for part in batch:

@@ -7,17 +7,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pagewire.shared.engine.core import EngineCore, StepOutput
-from pagewire.shared.errors import OverloadedError
+from pagewire.shared.errors import IntegrityError, OverloadedError
+from pagewire.shared.kv_cache.block_pool import BlockCounts
 
 logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
 BUSY_HOOK_WAIT_S = 0.0002
+SNAPSHOT_INTERVAL_S = 0.02
+INTEGRITY_INTERVAL_S = 10.0
 
 Command = Callable[[EngineCore], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine's state at one moment, for other threads to read."""
+
+    blocks: BlockCounts
+    running: int
+    waiting: int
+    queued_tokens: int
+    num_preemptions: int
 
 
 class EngineThread:
@@ -25,6 +40,8 @@ class EngineThread:
 
     Attributes:
         turns: grows with every turn of the loop, idle or not: the engine's heartbeat.
+        snapshot: at most a few steps old.
+        integrity_errors: times that the block accounting did not add up; always 0.
     """
 
     def __init__(self, core: EngineCore, on_outputs: Callable[[list[StepOutput]], None]) -> None:
@@ -37,6 +54,10 @@ class EngineThread:
         self.core = core
         self.turns = 0
         self.last_turn_s = time.monotonic()
+        self.snapshot = self._take_snapshot()
+        self.integrity_errors = 0
+        self._next_check_s = 0.0
+        self._next_snapshot_s = 0.0
         self._on_outputs = on_outputs
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
@@ -88,8 +109,33 @@ class EngineThread:
                 raise
             if outputs:
                 self._on_outputs(outputs)
+            self._observe(idle=not worked)
             if not worked:
                 self._idle(BUSY_HOOK_WAIT_S if self.core.hooks_busy else IDLE_WAIT_S)
+
+    def _observe(self, idle: bool) -> None:
+        """Refresh the snapshot, now and then; when idle, check the books."""
+        now = self.last_turn_s
+        if idle or now >= self._next_snapshot_s:
+            self._next_snapshot_s = now + SNAPSHOT_INTERVAL_S
+            self.snapshot = self._take_snapshot()
+        if idle and now >= self._next_check_s:
+            self._next_check_s = now + INTEGRITY_INTERVAL_S
+            try:
+                self.core.scheduler.check_integrity()
+            except IntegrityError:
+                self.integrity_errors += 1
+                logger.exception("the KV pool's books do not add up")
+
+    def _take_snapshot(self) -> EngineSnapshot:
+        scheduler = self.core.scheduler
+        return EngineSnapshot(
+            blocks=scheduler.pool.counts(),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.reserved),
+            queued_tokens=scheduler.num_queued_tokens,
+            num_preemptions=scheduler.num_preemptions,
+        )
 
     def _idle(self, timeout: float) -> None:
         with self._wake:

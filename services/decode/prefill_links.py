@@ -1,0 +1,151 @@
+"""The prefill workers that a decode worker has a control connection and a KV way to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagewire.shared.channel import ControlClient, make_client_id
+from pagewire.shared.errors import ChannelError, PagewireError, TransferError
+from pagewire.shared.protocol import ControlMessage, KvHello, KvReady, KvWelcome
+from pagewire.shared.registry import WorkerCard, WorkerDirectory
+from pagewire.shared.transfer.base import KvTransport
+from pagewire.shared.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillLink:
+    """An open way to one life of one prefill worker."""
+
+    worker_id: str
+    epoch: int
+    client: ControlClient
+    transport: KvTransport | None = None
+
+    def post(self, message: ControlMessage) -> bool:
+        """Queue a message; False if the connection is gone."""
+        try:
+            self.client.post(message)
+        except ChannelError as exc:
+            logger.info("nothing can be posted to %s: %s", self.worker_id, exc)
+            return False
+        return True
+
+
+class PrefillLinks:
+    """Keeps one link to every live prefill worker in the directory.
+
+    Attributes:
+        on_message: called with the link and each message but the handshake's.
+        on_lost: called once for a link that was usable and is not any more.
+    """
+
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        directory: WorkerDirectory,
+        on_message: Callable[[PrefillLink, ControlMessage], None],
+        on_lost: Callable[[PrefillLink], None],
+    ) -> None:
+        self._runtime = runtime
+        self._directory = directory
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._links: dict[str, PrefillLink] = {}
+
+    def get(self, worker_id: str) -> PrefillLink | None:
+        """Return the usable link to a worker."""
+        return self._links.get(worker_id)
+
+    def usable(self) -> list[PrefillLink]:
+        """All links over which prompts can be sent away."""
+        return list(self._links.values())
+
+    async def keep_open(self) -> None:
+        """Open links as workers appear; runs until it is cancelled."""
+        while True:
+            for card in self._directory.workers("prefill"):
+                link = self._links.get(card.worker_id)
+                if card.state == "ready" and (link is None or link.epoch != card.epoch):
+                    await self._try_open(card)
+            await asyncio.sleep(self._runtime.settings.heartbeat_s)
+
+    async def _try_open(self, card: WorkerCard) -> None:
+        try:
+            await self._open(card)
+        except (PagewireError, TimeoutError) as exc:
+            logger.warning("no link to %s at %s: %s", card.worker_id, card.endpoint, exc)
+
+    async def _open(self, card: WorkerCard) -> None:
+        """Connect, agree on layout and transport, open the KV way."""
+        settings = self._runtime.settings
+        timeout = settings.transfer_timeout_s
+        welcome: asyncio.Future[KvWelcome] = asyncio.get_running_loop().create_future()
+
+        def on_message(message: ControlMessage) -> None:
+            if isinstance(message, KvWelcome):
+                if not welcome.done():
+                    welcome.set_result(message)
+            else:
+                self._on_message(link, message)
+
+        client = ControlClient(
+            card.endpoint,
+            self._runtime.keys,
+            make_client_id(self._runtime.worker_id),
+            on_message,
+            lambda reason: self._lose(link, reason),
+            heartbeat_s=settings.heartbeat_s,
+            lease_s=settings.lease_s,
+        )
+        link = PrefillLink(card.worker_id, card.epoch, client)
+        try:
+            pong = await client.connect(timeout)
+            link.epoch = pong.epoch
+            client.post(self._hello())
+            answer = _accepted(await asyncio.wait_for(welcome, timeout))
+            link.transport = self._runtime.transports[answer.transport]
+            await link.transport.connect(card.worker_id, answer.address, timeout)
+            client.post(KvReady())
+        except BaseException:
+            client.close()
+            raise
+        self._links[card.worker_id] = link
+        logger.info("linked to %s over %s", card.worker_id, answer.transport)
+
+    def _hello(self) -> KvHello:
+        runtime = self._runtime
+        return KvHello(
+            worker_id=runtime.worker_id,
+            epoch=runtime.epoch,
+            layout=runtime.built.layout,
+            addresses=runtime.addresses,
+            slot_bytes=runtime.receive_staging.slot_bytes,
+        )
+
+    def _lose(self, link: PrefillLink, reason: str) -> None:
+        logger.warning("lost %s: %s", link.worker_id, reason)
+        if self._links.get(link.worker_id) is link:
+            del self._links[link.worker_id]
+            if link.transport is not None:
+                self._runtime.tasks.spawn(
+                    link.transport.disconnect(link.worker_id),
+                    f"closing the way to {link.worker_id}",
+                )
+            self._on_lost(link)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in self._links.values():
+            link.client.close()
+        self._links.clear()
+
+
+def _accepted(answer: KvWelcome) -> KvWelcome:
+    if answer.error is not None:
+        raise TransferError(answer.error)
+    return answer

@@ -1,0 +1,83 @@
+"""What a decode service knows of a request beside its sequence in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pagewire.services.decode.prefill_links import PrefillLink
+from pagewire.shared.protocol import Generate, Prefill, Timings
+
+
+@dataclass(slots=True, eq=False)
+class RemotePrefill:
+    """One prefill job, as the decode worker that asked for it sees it.
+
+    Attributes:
+        missing: block positions that have not been scattered yet.
+        first_token: once `PrefillDone` has come.
+        deadline: fires if the job shows no sign of life.
+    """
+
+    job_id: str
+    link: PrefillLink
+    missing: set[int]
+    first_token: int | None = None
+    deadline: asyncio.TimerHandle | None = None
+    done_s: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sequence can run."""
+        return self.first_token is not None and not self.missing
+
+    def stop_deadline(self) -> None:
+        """Wait no longer."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """One request of a router.
+
+    Attributes:
+        engine_id: its name in the engine, unique whatever routers call it.
+        tried: prefill workers that failed it.
+        delivered_first: the first token has gone to the router.
+    """
+
+    peer_id: str
+    message: Generate
+    engine_id: str
+    tried: set[str] = field(default_factory=set)
+    first_block: int = 0
+    num_blocks: int = 0
+    remote: RemotePrefill | None = None
+    delivered_first: bool = False
+    first_token: int | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All that is to be prefilled."""
+        return [*self.message.prompt_token_ids, *self.message.output_token_ids]
+
+    def timings(self) -> Timings:
+        """Where the time until the first decode step went."""
+        return Timings(queue_s=self.queue_s, prefill_s=self.prefill_s, transfer_s=self.transfer_s)
+
+    def ticket(self, job_id: str, decode_id: str, decode_epoch: int, link: PrefillLink) -> Prefill:
+        """Return the message that asks a prefill worker for this request's blocks."""
+        return Prefill(
+            job_id=job_id,
+            decode_id=decode_id,
+            decode_epoch=decode_epoch,
+            prefill_epoch=link.epoch,
+            token_ids=self.token_ids,
+            sampling=self.message.sampling,
+            first_block=self.first_block,
+        )

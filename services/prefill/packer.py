@@ -1,0 +1,142 @@
+"""Packs the finished blocks of prefill jobs into staging slots, between the engine's steps.
+
+A block is final once the steps launched so far have written all its tokens; packing is queued on
+the device behind those steps, so that a chunk's blocks leave while the next chunk computes. All of
+this runs in the engine's thread; what is packed is handed over by a callback.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.model_runner import Executor, PendingChecksums
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.transfer.staging import StagingPool, StagingSlot
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """A piece in its staging slot. Whoever gets it owns the slot.
+
+    Attributes:
+        positions: block positions in the sequence.
+        checksums: of these blocks.
+    """
+
+    job_id: str
+    piece: int
+    positions: list[int]
+    checksums: list[int]
+    slot: StagingSlot
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Job:
+    sequence: Sequence
+    next_block: int
+    next_piece: int = 0
+    resend: deque[tuple[int, list[int]]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    job_id: str
+    piece: int
+    positions: list[int]
+    slot: StagingSlot
+    checksums: PendingChecksums
+
+
+@dataclass(slots=True)
+class PiecePacker:
+    """The step hook of a prefill engine.
+
+    Attributes:
+        staging: slots to pack into; a job waits while there is none.
+        on_packed: called in the engine's thread.
+    """
+
+    executor: Executor
+    staging: StagingPool
+    block_size: int
+    block_bytes: int
+    on_packed: Callable[[PackedPiece], None]
+    _jobs: dict[str, _Job] = field(default_factory=dict)
+    _packing: deque[_Packing] = field(default_factory=deque)
+
+    def start(self, job_id: str, sequence: Sequence, first_block: int) -> None:
+        """Pack a job's blocks from `first_block` on, as they become final."""
+        self._jobs[job_id] = _Job(sequence, first_block)
+
+    def send_again(self, job_id: str, piece: int, positions: list[int]) -> None:
+        """Pack blocks of a piece that got lost or damaged once more."""
+        if job_id in self._jobs:
+            self._jobs[job_id].resend.append((piece, positions))
+
+    def drop(self, job_id: str) -> None:
+        """Forget a job; its blocks may be freed from now on."""
+        self._jobs.pop(job_id, None)
+
+    def after_launch(self) -> bool:
+        """Pack what is final as far as there are slots, hand over what has been packed."""
+        for job_id, job in self._jobs.items():
+            self._pack_job(job_id, job)
+        while self._packing and self._packing[0].checksums.is_done():
+            self._hand_over(self._packing.popleft())
+        return bool(self._packing)
+
+    def _pack_job(self, job_id: str, job: _Job) -> None:
+        while job.resend and self._has_blocks(job):
+            piece, positions = job.resend[0]
+            if not self._pack(job_id, job, piece, positions):
+                return
+            job.resend.popleft()
+        most = self.staging.slot_bytes // self.block_bytes
+        while (final := self._num_final_blocks(job.sequence)) > job.next_block:
+            positions = list(range(job.next_block, min(final, job.next_block + most)))
+            if not self._pack(job_id, job, job.next_piece, positions):
+                return
+            job.next_piece += 1
+            job.next_block = positions[-1] + 1
+
+    def _has_blocks(self, job: _Job) -> bool:
+        return self._num_final_blocks(job.sequence) >= job.next_block
+
+    def _num_final_blocks(self, sequence: Sequence) -> int:
+        """Blocks that launched steps have filled; the last one counts when the prompt ends."""
+        computed = sequence.num_computed_tokens
+        if computed >= sequence.num_prompt_tokens:
+            return -(-sequence.num_prompt_tokens // self.block_size)
+        return computed // self.block_size
+
+    def _pack(self, job_id: str, job: _Job, piece: int, positions: list[int]) -> bool:
+        slot = self.staging.try_acquire()
+        if slot is None:
+            return False
+        blocks = [job.sequence.block_ids[position] for position in positions]
+        nbytes = len(blocks) * self.block_bytes
+        try:
+            checksums = self.executor.pack(blocks, slot.buffer[:nbytes])
+        except BaseException:
+            slot.release()
+            raise
+        self._packing.append(_Packing(job_id, piece, positions, slot, checksums))
+        return True
+
+    def _hand_over(self, packing: _Packing) -> None:
+        if packing.job_id not in self._jobs:
+            packing.slot.release()
+            return
+        self.on_packed(
+            PackedPiece(
+                packing.job_id,
+                packing.piece,
+                packing.positions,
+                packing.checksums.values(),
+                packing.slot,
+                len(packing.positions) * self.block_bytes,
+            )
+        )

@@ -1,0 +1,174 @@
+"""The decode workers that a prefill worker has a KV way to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.shared.errors import LayoutMismatchError, TransferError
+from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone
+from pagewire.shared.registry import LinkInfo
+from pagewire.shared.transfer.base import KvTransport
+from pagewire.shared.worker.layout import check_layout
+from pagewire.shared.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+PROBE_PIECES = 8
+PROBE_IN_FLIGHT = 4
+PROBE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    worker_id: str
+    epoch: int
+    transport: KvTransport
+    slot_bytes: int
+    probe_acks: dict[int, asyncio.Event] = field(default_factory=dict)
+    probe_id: str = ""
+
+
+class DecodePeers:
+    """Opens, measures and closes the KV ways; keyed by control connection."""
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+        self._peers: dict[str, _Peer] = {}
+
+    def is_open(self, peer_id: str, worker_id: str, epoch: int) -> bool:
+        """Whether blocks may be sent to this life of this worker over this connection."""
+        peer = self._peers.get(peer_id)
+        return peer is not None and (peer.worker_id, peer.epoch) == (worker_id, epoch)
+
+    async def open(self, peer_id: str, hello: KvHello) -> None:
+        """Agree on layout and transport with a decode worker, and answer it."""
+        runtime = self._runtime
+        try:
+            check_layout(runtime.built.layout, hello.layout, hello.worker_id)
+            transport, address = await self._connect(hello)
+        except TransferError as exc:
+            logger.warning("no KV way to %s: %s", hello.worker_id, exc)
+            answer = KvWelcome(
+                worker_id=runtime.worker_id, epoch=runtime.epoch, error=str(exc)[:2048]
+            )
+            runtime.server.post(peer_id, answer)
+            return
+        self._peers[peer_id] = _Peer(hello.worker_id, hello.epoch, transport, hello.slot_bytes)
+        runtime.server.post(
+            peer_id,
+            KvWelcome(
+                worker_id=runtime.worker_id,
+                epoch=runtime.epoch,
+                transport=transport.name,
+                address=address,
+            ),
+        )
+
+    async def _connect(self, hello: KvHello) -> tuple[KvTransport, bytes]:
+        """Connect on the first transport of the peer's that this side has, too."""
+        runtime = self._runtime
+        if hello.slot_bytes < runtime.send_staging.slot_bytes:
+            raise LayoutMismatchError(
+                f"{hello.worker_id} has staging slots of {hello.slot_bytes} bytes, "
+                f"this worker {runtime.send_staging.slot_bytes}: give all the same"
+            )
+        for name, address in hello.addresses.items():
+            if name in runtime.transports:
+                transport = runtime.transports[name]
+                timeout = runtime.settings.transfer_timeout_s
+                await transport.connect(hello.worker_id, address, timeout)
+                return transport, runtime.addresses[name]
+        raise TransferError(
+            f"{hello.worker_id} offers {', '.join(hello.addresses) or 'no transport'}, "
+            f"this worker has {', '.join(runtime.transports)}"
+        )
+
+    async def forget(self, peer_id: str) -> None:
+        """Close the way of a connection that is gone."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
+        newer = any(other.worker_id == peer.worker_id for other in self._peers.values())
+        if not newer:
+            self._runtime.links.pop(peer.worker_id, None)
+            await peer.transport.disconnect(peer.worker_id)
+
+    async def send(
+        self, peer_id: str, header: PieceHeader, payload: torch.Tensor, timeout: float
+    ) -> None:
+        """Send a piece to the worker of a connection.
+
+        Raises:
+            TransferError: the way is closed or broke.
+        """
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            raise TransferError("the decode worker is gone")
+        await peer.transport.send(peer.worker_id, header, payload, timeout)
+        metrics = self._runtime.transfer_metrics
+        metrics.bytes.labels("sent", peer.transport.name, peer.worker_id).inc(header.nbytes)
+
+    def on_probe_done(self, peer_id: str, done: ProbeDone) -> None:
+        """Note that a probe piece has landed."""
+        peer = self._peers.get(peer_id)
+        if peer is not None and done.probe_id == peer.probe_id and done.piece in peer.probe_acks:
+            peer.probe_acks[done.piece].set()
+
+    async def probe(self, peer_id: str) -> None:
+        """Measure the way's bandwidth with staging slots full of nothing, and announce it."""
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return
+        peer.probe_id = secrets.token_hex(8)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._probe_once(peer, range(PROBE_IN_FLIGHT))  # connects, maps memory
+                start = time.perf_counter()
+                pieces = range(PROBE_IN_FLIGHT, PROBE_IN_FLIGHT + PROBE_PIECES)
+                await self._probe_once(peer, pieces)
+                seconds = time.perf_counter() - start
+        except (TransferError, TimeoutError) as exc:
+            logger.warning("the KV way to %s could not be measured: %s", peer.worker_id, exc)
+            return
+        gbps = PROBE_PIECES * self._runtime.send_staging.slot_bytes / seconds / 1e9
+        lane = peer.transport.lane(peer.worker_id)
+        if self._peers.get(peer_id) is peer:
+            self._runtime.links[peer.worker_id] = LinkInfo(
+                peer=peer.worker_id, transport=peer.transport.name, lane=lane, gbps=gbps
+            )
+        logger.info("KV way to %s: %s, %.2f GB/s", peer.worker_id, lane, gbps)
+
+    async def _probe_once(self, peer: _Peer, pieces: range) -> None:
+        limit = asyncio.Semaphore(PROBE_IN_FLIGHT)
+
+        async def one(piece: int) -> None:
+            async with limit:
+                peer.probe_acks[piece] = asyncio.Event()
+                await self._send_probe(peer, piece)
+                await peer.probe_acks.pop(piece).wait()
+
+        await asyncio.gather(*(one(piece) for piece in pieces))
+
+    async def _send_probe(self, peer: _Peer, piece: int) -> None:
+        staging = self._runtime.send_staging
+        header = PieceHeader(
+            kind="probe",
+            job_id=peer.probe_id,
+            decode_epoch=peer.epoch,
+            prefill_epoch=self._runtime.epoch,
+            piece=piece,
+            positions=[],
+            checksums=[],
+            nbytes=staging.slot_bytes,
+        )
+        slot = await staging.acquire(PROBE_TIMEOUT_S)
+        try:
+            await peer.transport.send(peer.worker_id, header, slot.buffer, PROBE_TIMEOUT_S)
+        finally:
+            slot.release()

@@ -1,0 +1,136 @@
+"""A worker's own metrics, and the small HTTP server that shows them with its health."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.errors import ConfigError
+
+STOP_TIMEOUT_S = 5.0
+
+
+class TransferMetrics:
+    """What crossed between this worker and its peers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bytes = Counter(
+            "pagewire_kv_transfer_bytes",
+            "KV bytes sent and received, by transport and peer",
+            ["direction", "transport", "peer"],
+            registry=registry,
+        )
+        self.pieces = Counter(
+            "pagewire_kv_transfer_pieces",
+            "KV pieces, by what became of them",
+            ["direction", "fate"],
+            registry=registry,
+        )
+        self.local_prefills = Counter(
+            "pagewire_local_prefills",
+            "Prompts that a decode worker computed itself, by reason",
+            ["reason"],
+            registry=registry,
+        )
+
+
+class EngineCollector:
+    """Reads the engine's counters when somebody asks for them."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after another."""
+        snapshot, stats = self._engine.snapshot, self._engine.core.stats
+        blocks = GaugeMetricFamily("pagewire_kv_blocks", "KV blocks by state", labels=["state"])
+        for state in ("free", "cached", "used", "total"):
+            blocks.add_metric([state], getattr(snapshot.blocks, state))
+        yield blocks
+        for name, text, value in (
+            ("requests_running", "Sequences in the running batch", snapshot.running),
+            ("requests_waiting", "Sequences that wait, for a slot or for KV", snapshot.waiting),
+            ("queued_prefill_tokens", "Prompt tokens not yet computed", snapshot.queued_tokens),
+        ):
+            yield GaugeMetricFamily(f"pagewire_{name}", text, value=value)
+        for name, text, value in (
+            ("engine_steps", "Steps launched", stats.steps),
+            ("prompt_tokens_computed", "Prompt tokens computed here", stats.prompt_tokens_computed),
+            ("tokens_generated", "Tokens sampled here", stats.tokens_generated),
+            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
+            ("preemptions", "Sequences preempted", snapshot.num_preemptions),
+            ("kv_integrity_errors", "Books that did not add up", self._engine.integrity_errors),
+        ):
+            yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
+
+
+class MetricsServer:
+    """Serves `/metrics` and `/health` of one worker."""
+
+    def __init__(self, registry: CollectorRegistry, is_healthy: Callable[[], bool]) -> None:
+        self._registry = registry
+        self._is_healthy = is_healthy
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; return the base URL.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
+        listener = _listen(host, port)
+        app = Starlette(
+            routes=[Route("/metrics", self._metrics), Route("/health", self._health)],
+        )
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        self._server = _QuietServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        bound_host, bound_port = listener.getsockname()[:2]
+        return f"http://{bound_host}:{bound_port}"
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            _done, pending = await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
+            for task in pending:
+                task.cancel()
+
+    async def _metrics(self, _request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, _request: Request) -> Response:
+        healthy = self._is_healthy()
+        return JSONResponse({"ready": healthy}, status_code=200 if healthy else 503)
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the process's signal handlers alone: the service has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} for metrics: {exc.strerror}; "
+            "choose another --metrics-port, or 0 for a free one"
+        ) from exc

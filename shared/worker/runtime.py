@@ -1,0 +1,285 @@
+"""A worker's surroundings: engine thread, control server, KV transports, Redis, metrics.
+
+    start:  Redis -> engine (loads the model) -> transports -> control server -> card in Redis
+    stop:   draining card -> running work ends -> card withdrawn -> server, transports, engine
+
+A service (prefill or decode) plugs its handlers in. Its card is renewed only while the engine's
+loop turns: a worker whose engine has stopped disappears from the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from pagewire.shared.channel import ClusterKeys, ControlServer
+from pagewire.shared.config import WorkerSettings
+from pagewire.shared.engine.build import BuiltEngine, build_engine
+from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.model.source import default_served_name
+from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
+from pagewire.shared.protocol import ControlMessage, Role
+from pagewire.shared.redis_client import cluster_tag, connect_redis
+from pagewire.shared.registry import (
+    CardPublisher,
+    LinkInfo,
+    Registry,
+    WorkerCard,
+    WorkerDirectory,
+    WorkerLoad,
+)
+from pagewire.shared.transfer import create_transport, usable_transports
+from pagewire.shared.transfer.base import KvTransport
+from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, TransferMetrics
+from pagewire.shared.worker.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+ENGINE_SILENCE_S = 5.0
+ENGINE_STOP_S = 10.0
+TRANSPORT_START_S = 30.0
+DRAIN_POLL_S = 0.05
+LARGEST_SLOT_BYTES = 64 << 20
+MOST_BLOCKS_PER_SLOT = 128
+
+
+class Service(Protocol):
+    """What a role adds to the runtime. All calls come from the event loop."""
+
+    @property
+    def num_active(self) -> int:
+        """Work that draining waits for."""
+        ...
+
+    def start(self) -> None:
+        """Begin background work."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+    def on_message(self, peer_id: str, message: ControlMessage) -> None:
+        """Take a peer's message."""
+        ...
+
+    def on_peer_lost(self, peer_id: str) -> None:
+        """Free what a peer owned."""
+        ...
+
+    def on_outputs(self, outputs: list[StepOutput]) -> None:
+        """Take a step's outputs."""
+        ...
+
+
+class WorkerRuntime:
+    """Everything around one worker's service; `run_worker` drives it.
+
+    Attributes:
+        built: the engine and its facts, from `open` on.
+        links: measured KV ways, for the card.
+        addresses: transport name -> this worker's address on it, in order of preference.
+    """
+
+    built: BuiltEngine
+    engine: EngineThread
+    server: ControlServer
+    send_staging: StagingPool
+    receive_staging: StagingPool
+    directory: WorkerDirectory
+
+    def __init__(self, settings: WorkerSettings, role: Role) -> None:
+        self.settings = settings
+        self.role = role
+        self.worker_id = settings.worker_id
+        self.epoch = 0
+        self.keys = ClusterKeys.derive(settings.cluster_secret.get_secret_value())
+        self.links: dict[str, LinkInfo] = {}
+        self.transports: dict[str, KvTransport] = {}
+        self.addresses: dict[str, bytes] = {}
+        self.is_draining = False
+        self.tasks = TaskSet()
+        self.metrics_registry = CollectorRegistry()
+        self.transfer_metrics = TransferMetrics(self.metrics_registry)
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._service: Service | None = None
+        self._endpoint = ""
+        self._metrics_endpoint = ""
+
+    def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Wrap a callback so that it may be called from any thread and runs in the event loop."""
+
+        def call(*args: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(callback, *args)
+
+        return call
+
+    async def run(self, make_service: Callable[[WorkerRuntime], Service]) -> int:
+        """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
+
+        Raises:
+            ConfigError: what was asked for is not to be had here.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            for name in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(name, self._stop.set)
+                stack.callback(self._loop.remove_signal_handler, name)
+            await self._open(make_service, stack)
+            logger.info("%s is ready at %s", self.worker_id, self._endpoint)
+            code = await self._serve()
+            await self._drain()
+        return code
+
+    async def _open(
+        self, make_service: Callable[[WorkerRuntime], Service], stack: contextlib.AsyncExitStack
+    ) -> None:
+        settings = self.settings
+        redis = await connect_redis(settings.redis_url)
+        stack.push_async_callback(redis.aclose)
+        tag = cluster_tag(settings.cluster_secret.get_secret_value())
+        self._registry = Registry(redis, tag, settings.lease_s)
+        self.epoch = await self._registry.new_epoch(self.worker_id)
+        index = IndexPublisher(PrefixIndex(redis, tag), self.worker_id, self.epoch)
+        self.built = await asyncio.to_thread(self._build, index)
+        self.engine = EngineThread(self.built.core, self.in_loop(self._on_outputs))
+        self.metrics_registry.register(EngineCollector(self.engine))
+        await self._open_transports(stack)
+        await self._open_sockets(stack)
+        self.directory = WorkerDirectory(self._registry, settings.heartbeat_s)
+        await self.directory.start()
+        stack.push_async_callback(self.directory.close)
+        service = self._service = make_service(self)
+        self.engine.start()
+        stack.callback(self._stop_engine)
+        index.start(self.built.core.scheduler.pool.cached_hashes)
+        stack.push_async_callback(index.close)
+        service.start()
+        stack.push_async_callback(self.tasks.close)
+        stack.push_async_callback(service.close)
+        self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
+        await self._publisher.start()
+        stack.push_async_callback(self._publisher.close)
+
+    def _build(self, index: IndexPublisher) -> BuiltEngine:
+        return build_engine(
+            self.settings,
+            listener=index,
+            local_prefill_tokens=self.settings.local_prefill_tokens,
+            progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
+        )
+
+    async def _open_transports(self, stack: contextlib.AsyncExitStack) -> None:
+        settings, block_bytes = self.settings, self.built.layout.block_bytes
+        slot_bytes = settings.staging_slot_bytes or default_slot_bytes(block_bytes)
+        slots, device = settings.staging_slots, self.built.device
+        sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
+        self.send_staging = StagingPool(sends, slot_bytes, device)
+        self.receive_staging = StagingPool(receives, slot_bytes, device)
+        for name in usable_transports(settings.kv_transport):
+            transport = create_transport(
+                name, self.worker_id, self.receive_staging, host=settings.host, keys=self.keys
+            )
+            stack.push_async_callback(transport.close)
+            self.addresses[name] = await transport.start(TRANSPORT_START_S)
+            self.transports[name] = transport
+
+    async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
+        settings = self.settings
+        metrics = MetricsServer(self.metrics_registry, self.is_healthy)
+        self._metrics_endpoint = await metrics.start(settings.host, settings.metrics_port)
+        stack.push_async_callback(metrics.close)
+        self.server = ControlServer(
+            settings.host,
+            settings.control_port,
+            self.keys,
+            self.worker_id,
+            self.epoch,
+            self._on_message,
+            self._on_peer_lost,
+            lease_s=settings.lease_s,
+            heartbeat_s=settings.heartbeat_s,
+        )
+        self._endpoint = await self.server.start()
+        stack.push_async_callback(self.server.close)
+
+    def _on_message(self, peer_id: str, message: ControlMessage) -> None:
+        if self._service is not None:
+            self._service.on_message(peer_id, message)
+
+    def _on_peer_lost(self, peer_id: str) -> None:
+        if self._service is not None:
+            self._service.on_peer_lost(peer_id)
+
+    def _on_outputs(self, outputs: list[StepOutput]) -> None:
+        if self._service is not None:
+            self._service.on_outputs(outputs)
+
+    def is_healthy(self) -> bool:
+        """Whether the engine's loop turns and new work is taken."""
+        return not self.is_draining and self.engine.is_alive(ENGINE_SILENCE_S)
+
+    async def _serve(self) -> int:
+        """Wait for the end; a dead engine ends the process so that it is started anew."""
+        while not self._stop.is_set():
+            if not self.engine.is_alive(2 * ENGINE_SILENCE_S):
+                logger.error("the engine's loop has stopped")
+                return 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self.settings.heartbeat_s)
+        return 0
+
+    async def _drain(self) -> None:
+        """Take no new work; let what runs end, within bounds."""
+        self.is_draining = True
+        self._publisher.renew_now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                while self._service and self._service.num_active > 0:  # noqa: ASYNC110 - at exit
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    def _stop_engine(self) -> None:
+        if not self.engine.stop(ENGINE_STOP_S):
+            logger.error("the engine did not stop within %g s", ENGINE_STOP_S)
+
+    def _card(self) -> WorkerCard:
+        snapshot, layout = self.engine.snapshot, self.built.layout
+        return WorkerCard(
+            worker_id=self.worker_id,
+            role=self.role,
+            epoch=self.epoch,
+            endpoint=self._endpoint,
+            metrics_endpoint=self._metrics_endpoint,
+            model=default_served_name(self.settings.model),
+            layout=layout,
+            max_model_len=self.built.max_model_len,
+            state="ready" if self.is_healthy() else "draining",
+            kv_transports=list(self.transports),
+            load=WorkerLoad(
+                running=snapshot.running,
+                waiting=snapshot.waiting,
+                queued_prefill_tokens=snapshot.queued_tokens,
+                free_blocks=snapshot.blocks.free,
+                cached_blocks=snapshot.blocks.cached,
+                used_blocks=snapshot.blocks.used,
+                total_blocks=snapshot.blocks.total,
+                steps=self.engine.turns,
+                max_num_seqs=self.settings.max_num_seqs,
+            ),
+            links=list(self.links.values()),
+        )
+
+
+def default_slot_bytes(block_bytes: int) -> int:
+    """Size staging slots: large pieces keep a link busy, small blocks need no large slots."""
+    blocks = max(1, min(LARGEST_SLOT_BYTES // block_bytes, MOST_BLOCKS_PER_SLOT))
+    return blocks * block_bytes
