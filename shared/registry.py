@@ -289,7 +289,7 @@ class WorkerDirectory:
             logger.info("the worker registry answers: %d workers", len(cards))
         self.redis_ok = True
         self._last_success = time.monotonic()
-        self._merge({card.worker_id: card for card in cards})
+        self._merge({card.worker_id: card for card in cards if not self._is_outdated(card)})
 
     async def _run(self) -> None:
         while True:
@@ -304,12 +304,15 @@ class WorkerDirectory:
             for worker_id in list(self._cards):
                 self._drop(worker_id)
 
+    def _is_outdated(self, card: WorkerCard) -> bool:
+        """Whether an earlier run of a worker, which has not ended yet, wrote the card."""
+        known = self._cards.get(card.worker_id)
+        return known is not None and card.epoch < known.epoch
+
     def _merge(self, fresh: dict[str, WorkerCard]) -> None:
         now = time.monotonic()
         for worker_id, card in fresh.items():
             known = self._cards.get(worker_id)
-            if known is not None and card.epoch < known.epoch:
-                continue  # an earlier run of the worker that has not ended yet
             self._missing_since.pop(worker_id, None)
             if known is not None and card.epoch > known.epoch:
                 self._drop(worker_id)

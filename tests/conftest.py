@@ -6,9 +6,13 @@ The variable must be set before Triton is imported for the first time, so it is 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from pagewire.tests.support.fake_redis import fake_redis_url
+from pagewire.tests.support.redis_server import RedisServer
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,3 +26,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu:
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A real redis-server of this test's own."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["redis-server", "fakeredis"])
+def any_redis_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each Redis that a cluster may run on: the real one, and the stand-in of `pagewire up`."""
+    if request.param == "fakeredis":
+        with fake_redis_url() as url:
+            yield url
+    else:
+        with RedisServer() as server:
+            yield server.url

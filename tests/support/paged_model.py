@@ -1,0 +1,151 @@
+"""Runs a model over a paged pool the way an engine does, to compare it with a plain forward."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.llama import LlamaForCausalLM
+
+GARBAGE = 1e4  # what unwritten slots hold: nobody may read it
+
+
+@dataclass
+class PagedSequence:
+    """A token sequence with scattered blocks, of which the first `done` tokens have been run."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    done: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)  # [vocab] each
+
+    @property
+    def remaining(self) -> int:
+        return len(self.token_ids) - self.done
+
+
+# A sequence and a position in it; None is a padding row.
+Token = tuple[PagedSequence | None, int]
+
+
+class PagedModel:
+    """A model, a pool full of garbage, and sequences whose blocks lie in random order."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, *, num_blocks: int, block_size: int, seed: int
+    ) -> None:
+        config = model.config
+        device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.model = model
+        self.pool = torch.full(shape, GARBAGE, dtype=dtype, device=device)
+        self.block_size = block_size
+        self.device = device
+        self._random = random.Random(seed)
+        self._free = self._random.sample(range(num_blocks), num_blocks)
+
+    def add(self, token_ids: list[int]) -> PagedSequence:
+        blocks = -(-len(token_ids) // self.block_size)
+        return PagedSequence(token_ids, [self._free.pop() for _ in range(blocks)])
+
+    def step(
+        self,
+        decodes: list[PagedSequence],
+        prefills: list[tuple[PagedSequence, int]],
+        padding_rows: int = 0,
+    ) -> None:
+        """Run one token of each of `decodes` and a chunk of each of `prefills`, in one batch."""
+        parts = [*((sequence, 1) for sequence in decodes), *prefills]
+        tokens: list[Token] = [
+            (sequence, position)
+            for sequence, length in parts
+            for position in range(sequence.done, sequence.done + length)
+        ]
+        tokens[len(decodes) : len(decodes)] = [(None, 0)] * padding_rows
+        batch = self._batch(tokens, decodes, prefills, padding_rows)
+        logits = self.model.compute_logits(self.model.forward(batch, self.pool))
+        for (sequence, _), row in zip(tokens, logits, strict=True):
+            if sequence is not None:
+                sequence.logits.append(row)
+                sequence.done += 1
+
+    def decode_batch(self, sequences: list[PagedSequence], padding_rows: int = 0) -> ForwardBatch:
+        """The inputs of one decode step of these sequences."""
+        tokens: list[Token] = [(sequence, sequence.done) for sequence in sequences]
+        return self._batch(tokens + [(None, 0)] * padding_rows, sequences, [], padding_rows)
+
+    def run(self, sequences: list[PagedSequence], chunk: int) -> None:
+        """Run sequences to their ends, one after another, in chunks of this many tokens."""
+        for sequence in sequences:
+            while sequence.remaining:
+                self.step([], [(sequence, min(chunk, sequence.remaining))])
+
+    def run_mixed(self, sequences: list[PagedSequence], max_chunk: int) -> None:
+        """Run sequences side by side in random mixtures of decode rows and chunks."""
+        while any(sequence.remaining for sequence in sequences):
+            decodes: list[PagedSequence] = []
+            prefills: list[tuple[PagedSequence, int]] = []
+            for sequence in sequences:
+                choice = self._random.choice(["decode", "prefill", "wait"])
+                if not sequence.remaining or choice == "wait":
+                    continue
+                if choice == "decode" and sequence.done:
+                    decodes.append(sequence)
+                else:
+                    length = self._random.randint(1, max_chunk)
+                    prefills.append((sequence, min(length, sequence.remaining)))
+            if decodes or prefills:
+                padding = self._random.randint(0, 2) if decodes else 0
+                self.step(decodes, prefills, padding)
+
+    def _batch(
+        self,
+        tokens: list[Token],
+        decodes: list[PagedSequence],
+        prefills: list[tuple[PagedSequence, int]],
+        padding_rows: int,
+    ) -> ForwardBatch:
+        lengths = [length for _, length in prefills]
+        cumulative = torch.tensor([0, *lengths]).cumsum(0)
+        seen = [s.done + 1 for s in decodes] + [0] * padding_rows
+        has_decodes, has_prefills = bool(seen), bool(prefills)
+        return ForwardBatch(
+            input_ids=self._tensor([s.token_ids[p] if s else 0 for s, p in tokens]),
+            positions=self._tensor([p for _, p in tokens]),
+            slot_mapping=self._tensor([self._slot(s, p) for s, p in tokens]),
+            num_decodes=len(seen),
+            decode_block_tables=self._tables([*decodes, *[None] * padding_rows], has_decodes),
+            decode_seq_lens=self._int32(seen) if has_decodes else None,
+            prefill_block_tables=self._tables([s for s, _ in prefills], has_prefills),
+            prefill_cu_query_lens=self._int32(cumulative.tolist()) if has_prefills else None,
+            prefill_seq_lens=self._int32([s.done + n for s, n in prefills])
+            if has_prefills
+            else None,
+            max_query_len=max(lengths, default=0),
+        )
+
+    def _slot(self, sequence: PagedSequence | None, position: int) -> int:
+        if sequence is None:
+            return -1
+        block = sequence.block_ids[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def _tables(self, rows: list[PagedSequence | None], present: bool) -> torch.Tensor | None:
+        """Block tables, their ends filled with any blocks that exist."""
+        if not present:
+            return None
+        width = max(len(row.block_ids) if row else 0 for row in rows) + 2
+        table = torch.randint(self.pool.shape[0], (len(rows), width), dtype=torch.int32)
+        for index, row in enumerate(rows):
+            if row is not None:
+                table[index, : len(row.block_ids)] = torch.tensor(row.block_ids)
+        return table.to(self.device)
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _int32(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
