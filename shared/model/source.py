@@ -5,6 +5,7 @@ Imports neither torch nor transformers: the router resolves its tokenizer here, 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -45,15 +46,16 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     """
     if name == DEMO:
         return demo_model_path()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
+    # `os.path` answers False where `pathlib` raises: names too long, or of no user's home.
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return Path(path).resolve()
+    if os.path.exists(path):
         raise ModelLoadError(f"model {name} is a file; pass the directory that it lies in")
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(
-            f"model directory {name} does not exist; pass a Hugging Face directory, a hub id such "
-            f"as {_EXAMPLE}, or {DEMO!r}"
+            f"model directory {name or repr(name)} does not exist; pass a Hugging Face directory, "
+            f"a hub id such as {_EXAMPLE}, or {DEMO!r}"
         )
     return _download(name, weights)
 
@@ -62,7 +64,7 @@ def default_served_name(name: str) -> str:
     """Return the name that clients use for a model: the last part of its directory or hub id."""
     if name == DEMO:
         return MODEL_NAME
-    return Path(name).expanduser().resolve().name
+    return Path(os.path.expanduser(name)).resolve().name
 
 
 def _download(hub_id: str, weights: bool) -> Path:

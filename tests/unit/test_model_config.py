@@ -1,0 +1,306 @@
+"""Reading a model directory's configuration: Hugging Face's meaning, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model.config import RopeConfig, load_config, model_fingerprint
+from pagewire.shared.model.demo import demo_model_path
+
+CONFIG_CLASSES = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+}
+FULL_ATTENTION = {"sliding_window": None}
+
+# Hugging Face's name of a field, and ours.
+SAME_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "bos_token_id": "bos_token_id",
+}
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def _write(path: Path, content: dict[str, Any] | str, name: str = "config.json") -> Path:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+def _llama(**fields: Any) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"], **fields}
+
+
+def _assert_same(path: Path, theirs: PreTrainedConfig) -> None:
+    ours = load_config(path)
+    for name, our_name in SAME_FIELDS.items():
+        assert getattr(ours, our_name) == getattr(theirs, name), name
+    head_dim = getattr(theirs, "head_dim", None)
+    assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    eos = theirs.eos_token_id
+    assert list(ours.eos_token_ids) == (eos if isinstance(eos, list) else [eos] if eos else [])
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+
+
+@pytest.mark.parametrize("architecture", CONFIG_CLASSES)
+def test_defaults_are_hugging_faces(tmp_path: Path, architecture: str) -> None:
+    _write(tmp_path, {"architectures": [architecture], **FULL_ATTENTION})
+    _assert_same(tmp_path, CONFIG_CLASSES[architecture](**FULL_ATTENTION))
+
+
+@pytest.mark.parametrize("architecture", CONFIG_CLASSES)
+def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: str) -> None:
+    config = CONFIG_CLASSES[architecture](
+        architectures=[architecture],
+        vocab_size=100,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        rms_norm_eps=1e-4,
+        max_position_embeddings=77,
+        tie_word_embeddings=True,
+        bos_token_id=3,
+        eos_token_id=[4, 5],
+        rope_theta=1234.5,
+        **FULL_ATTENTION,
+    )
+    config.save_pretrained(tmp_path)
+    _assert_same(tmp_path, config)
+
+
+def test_old_style_rope_scaling(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path, LLAMA_3_1_8B))
+    assert config.rope == RopeConfig("llama3", 500_000.0, 8.0, 1.0, 4.0, 8192)
+    assert config.dtype == "bfloat16"
+    assert config.head_dim == 128
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.max_position_embeddings == 131072
+
+
+def test_new_style_rope_parameters_say_the_same(tmp_path: Path) -> None:
+    old = load_config(_write(tmp_path, LLAMA_3_1_8B))
+    new = {k: v for k, v in LLAMA_3_1_8B.items() if k not in ("rope_scaling", "rope_theta")}
+    scaling: Any = LLAMA_3_1_8B["rope_scaling"]
+    new["rope_parameters"] = {**scaling, "rope_theta": 500000.0}
+    assert load_config(_write(tmp_path, new)) == old
+
+
+def test_a_type_under_its_older_name(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 4}
+    config = load_config(_write(tmp_path, _llama(rope_scaling=scaling, rope_theta=100)))
+    assert config.rope == RopeConfig("linear", 100.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"eos_token_id": [7, 8]}, (7, 8)),
+        ({"eos_token_id": 9}, (9,)),
+        ({"eos_token_id": None}, (5,)),
+        ({}, (5,)),
+        (None, (5,)),
+    ],
+    ids=["list", "one", "null", "without", "no-file"],
+)
+def test_end_tokens_come_from_the_generation_config(
+    tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    _write(tmp_path, _llama(eos_token_id=5))
+    if generation is not None:
+        _write(tmp_path, generation, "generation_config.json")
+    assert load_config(tmp_path).eos_token_ids == expected
+
+
+def test_biases_follow_the_architecture(tmp_path: Path) -> None:
+    llama = load_config(_write(tmp_path, _llama(attention_bias=True, mlp_bias=True)))
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    qwen2 = load_config(_write(tmp_path, {"architectures": ["Qwen2ForCausalLM"]}))
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias) == (True, False, False)
+
+
+REFUSED = {
+    "other-architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, "
+        "MistralForCausalLM, Qwen2ForCausalLM",
+    ),
+    "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
+    "mistral-with-a-window": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+        "sliding-window attention is not supported",
+    ),
+    "mistral-default-window": ({"architectures": ["MistralForCausalLM"]}, "sliding-window"),
+    "qwen2-with-a-window": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "use_sliding_window": True,
+            "sliding_window": 4096,
+        },
+        "sliding-window attention is not supported",
+    ),
+    "yarn": (
+        _llama(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
+        "rope type 'yarn' is not supported; supported are default, linear, llama3",
+    ),
+    "dynamic": (_llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
+    "rope-by-layer-type": (
+        _llama(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        "rotary parameters by layer type are not supported",
+    ),
+    "llama3-without-factor": (
+        _llama(rope_scaling={"rope_type": "llama3", "low_freq_factor": 1.0}),
+        "factor is missing",
+    ),
+    "partial-rotation": (_llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "quantised": (_llama(quantization_config={"quant_method": "awq"}), "quantised"),
+    "other-activation": (_llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "other-dtype": (_llama(dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported"),
+    "text-for-a-size": (_llama(hidden_size="big"), "hidden_size must be a positive integer"),
+    "truth-for-a-size": (_llama(num_hidden_layers=True), "num_hidden_layers must be a positive"),
+    "negative-size": (_llama(vocab_size=-1), "vocab_size must be a positive integer, not -1"),
+    "infinite-theta": (_llama(rope_theta=float("inf")), "rope_theta must be a positive number"),
+    "number-for-a-flag": (_llama(attention_bias=1), "attention_bias must be true or false"),
+    "text-for-a-token": (_llama(eos_token_id=["</s>"]), "eos_token_id must be a token id"),
+    "uneven-groups": (_llama(num_attention_heads=6, num_key_value_heads=4), "not a multiple"),
+    "odd-head": (_llama(head_dim=33), "head_dim (33) is odd"),
+    "cut-off": ('{"architectures": ["Llam', "is not valid JSON"),
+    "not-an-object": ("[1, 2]", "is not a JSON object"),
+    "not-text": ("\x00\xff", "is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line_that_names_the_file(
+    tmp_path: Path, content: dict[str, Any] | str, message: str
+) -> None:
+    _write(tmp_path, content)
+    with pytest.raises(ModelLoadError) as caught:
+        load_config(tmp_path)
+    assert message in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"has no config\.json; pass a directory in Hugging"):
+        load_config(tmp_path)
+
+
+def test_damaged_generation_config_is_named(tmp_path: Path) -> None:
+    _write(_write(tmp_path, _llama()), "{", "generation_config.json")
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json is not valid JSON"):
+        load_config(tmp_path)
+
+
+@pytest.fixture
+def demo_copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model_path(), tmp_path / "copy"))
+
+
+def test_fingerprint_is_that_of_the_content(demo_copy: Path) -> None:
+    demo = demo_model_path()
+    config = load_config(demo)
+    fingerprint = model_fingerprint(demo, config)
+    assert fingerprint == model_fingerprint(demo_copy, config)
+    assert len(fingerprint) == 32
+    assert int(fingerprint, 16)
+
+
+@pytest.mark.parametrize("where", ["config", "header", "first-tensor", "middle", "last-byte"])
+def test_fingerprint_changes_with_the_content(demo_copy: Path, where: str) -> None:
+    config = load_config(demo_copy)
+    before = model_fingerprint(demo_copy, config)
+    if where == "config":
+        _write(demo_copy, (demo_copy / "config.json").read_text(encoding="utf-8") + "\n")
+    else:
+        _change_weights(demo_copy / "model.safetensors", where)
+    assert model_fingerprint(demo_copy, config) != before
+
+
+def _change_weights(file: Path, where: str) -> None:
+    """Change one byte of the header or of a tensor's ends."""
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    middle = header["model.layers.2.mlp.up_proj.weight"]["data_offsets"][0]
+    at = {"first-tensor": 0, "middle": middle, "last-byte": len(data) - 9 - length}
+    if where == "header":
+        name = data.index(b"model.layers.0")
+        data[name : name + 14] = b"model.layers.9"
+    else:
+        data[8 + length + at[where]] ^= 1
+    file.write_bytes(data)
+
+
+def test_fingerprint_of_dummy_weights_needs_only_the_configuration(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path, LLAMA_3_1_8B))
+    dummy = model_fingerprint(tmp_path, config, "dummy")
+    assert dummy == model_fingerprint(tmp_path / "elsewhere", config, "dummy")
+    other = load_config(_write(tmp_path, {**LLAMA_3_1_8B, "num_hidden_layers": 31}))
+    assert dummy != model_fingerprint(tmp_path, other, "dummy")
+    demo = demo_model_path()
+    demo_config = load_config(demo)
+    assert model_fingerprint(demo, demo_config) != model_fingerprint(demo, demo_config, "dummy")
+
+
+def test_configuration_and_source_import_no_torch() -> None:
+    """The router reads both."""
+    script = (
+        "import sys\n"
+        "from pagewire.shared.model import config, source\n"
+        "path = source.resolve_model('demo')\n"
+        "config.model_fingerprint(path, config.load_config(path))\n"
+        "print(sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

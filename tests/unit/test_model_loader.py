@@ -1,0 +1,244 @@
+"""Filling a model's parameters: every one exactly once, or a line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pagewire.kernels import load_ops
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model import llama
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.loader import LoadFormat, load_model
+
+CPU = torch.device("cpu")
+OPS = load_ops("torch", "cpu")
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def _save(path: Path, tied: bool = False, **options: str) -> dict[str, torch.Tensor]:
+    """Write a tiny checkpoint and return its tensors by name."""
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(path, **options)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _load(
+    path: Path, dtype: torch.dtype = torch.float32, load_format: LoadFormat = "safetensors"
+) -> llama.LlamaForCausalLM:
+    return load_model(path, load_config(path), CPU, dtype, OPS, load_format, 32)
+
+
+def _parameters(model: llama.LlamaForCausalLM) -> dict[int, torch.Tensor]:
+    """The allocations, found by walking the objects rather than by `targets()`."""
+    found: dict[int, torch.Tensor] = {}
+    waiting: list[object] = [model.embed_tokens, model.lm_head, model.norm, *model.layers]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found[item.data_ptr()] = item
+        elif type(item).__module__.startswith("pagewire.shared.model"):
+            names = [name for name in type(item).__slots__ if name != "_cos_sin"]
+            waiting.extend(getattr(item, name) for name in names)
+    return found
+
+
+def _edit(path: Path, edit: str) -> None:
+    """Save the weights again with one thing wrong."""
+    tensors = load_file(path / WEIGHTS)
+    if edit == "missing":
+        del tensors[UP]
+    elif edit == "unexpected":
+        tensors["model.layers.2.mlp.up_proj.weight"] = tensors[UP].clone()
+    elif edit == "wrong-shape":
+        tensors[UP] = tensors[UP].T.contiguous()
+    elif edit == "integers":
+        tensors[UP] = tensors[UP].to(torch.int8)
+    elif edit == "old-buffers":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    elif edit == "tied-head":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shard", ["1GB", "4KB"], ids=["one-file", "shards"])
+def test_every_parameter_is_filled_with_its_tensor(
+    tmp_path: Path, tied: bool, shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = _save(tmp_path, tied, max_shard_size=shard)
+    assert (tmp_path / INDEX).exists() == (shard == "4KB")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan))
+    model = _load(tmp_path)
+    parameters = _parameters(model)
+    assert not any(parameter.isnan().any() for parameter in parameters.values())
+    targets = dict(model.targets())
+    if tied:
+        saved.pop("lm_head.weight", None)
+        assert model.lm_head is model.embed_tokens
+    assert targets.keys() == saved.keys()
+    assert all(torch.equal(targets[name], tensor) for name, tensor in saved.items())
+    assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in parameters.values())
+
+
+@pytest.mark.parametrize("edit", ["old-buffers", "tied-head"])
+def test_tensors_that_add_nothing_are_ignored(tmp_path: Path, edit: str) -> None:
+    saved = _save(tmp_path, tied=True)
+    _edit(tmp_path, edit)
+    targets = dict(_load(tmp_path).targets())
+    assert torch.equal(targets[UP], saved[UP])
+
+
+def test_weights_are_converted_to_the_asked_dtype(tmp_path: Path) -> None:
+    saved = _save(tmp_path)
+    targets = dict(_load(tmp_path, torch.bfloat16).targets())
+    assert {target.dtype for target in targets.values()} == {torch.bfloat16}
+    assert torch.equal(targets[UP], saved[UP].bfloat16())
+
+
+def test_dummy_weights_are_always_alike_and_need_no_files(tmp_path: Path) -> None:
+    _save(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    first, second = (dict(_load(tmp_path, load_format="dummy").targets()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert 0.01 < first[UP].std() < 0.03
+    assert not torch.equal(first[UP], first["model.layers.0.mlp.up_proj.weight"])
+    assert first["model.norm.weight"].eq(1.0).all()
+
+
+REFUSED = {
+    "missing": f"lack the tensor {UP}; check that config.json belongs to them",
+    "unexpected": "has a tensor model.layers.2.mlp.up_proj.weight that config.json has no place",
+    "wrong-shape": "has shape [16, 24], but config.json asks for [24, 16]",
+    "integers": "is I8; quantised weights are not supported",
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), REFUSED.items(), ids=REFUSED)
+def test_weights_of_another_model(tmp_path: Path, edit: str, message: str) -> None:
+    _save(tmp_path)
+    _edit(tmp_path, edit)
+    _assert_refused(tmp_path, message)
+
+
+def test_several_missing_tensors_are_counted(tmp_path: Path) -> None:
+    _save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _assert_refused(tmp_path, "lack the tensor model.layers.2.input_layernorm.weight and 15 more")
+
+
+def _header_length(data: bytes) -> int:
+    return int.from_bytes(data[:8], "little")
+
+
+DAMAGED = {
+    "empty": lambda data: b"",
+    "cut-in-the-length": lambda data: data[:5],
+    "cut-in-the-header": lambda data: data[:60],
+    "cut-in-the-last-tensor": lambda data: data[:-1],
+    "cut-behind-the-header": lambda data: data[: 8 + _header_length(data)],
+    "bytes-too-many": lambda data: data + b"\0",
+    "header-is-no-json": lambda data: data[:8] + b"x" * _header_length(data),
+    "header-is-a-list": lambda data: (2).to_bytes(8, "little") + b"[]",
+    "header-is-random": lambda data: b"\xff" * len(data),
+    "header-without-offsets": lambda data: data.replace(b"data_offsets", b"data_offsetz", 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_file(tmp_path: Path, damage: str) -> None:
+    _save(tmp_path)
+    data = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(DAMAGED[damage](data))
+    _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} is truncated or corrupt")
+
+
+def test_header_that_only_the_library_finds_wrong(tmp_path: Path) -> None:
+    """Offsets that overlap: sizes and shapes look right."""
+    _save(tmp_path)
+    data = (tmp_path / WEIGHTS).read_bytes()
+    length = _header_length(data)
+    header = json.loads(data[8 : 8 + length])
+    gate = header["model.layers.1.mlp.gate_proj.weight"]["data_offsets"]
+    header[UP]["data_offsets"] = gate
+    text = json.dumps(header).encode().ljust(length)
+    (tmp_path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} cannot be read")
+
+
+def test_directory_without_weights(tmp_path: Path) -> None:
+    _save(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    _assert_refused(tmp_path, "only safetensors weights are loaded, convert others first")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    _save(tmp_path, max_shard_size="4KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    _assert_refused(tmp_path, f"weights file {shard} is missing; download it again")
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    _save(tmp_path, max_shard_size="4KB")
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
+    tensors = load_file(first)
+    save_file({**load_file(second), **tensors}, second)
+    _assert_refused(tmp_path, f"tensor {next(iter(sorted(tensors)))} is both in {first}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a safetensors index"),
+        ('{"metadata": {}}', "is not a safetensors index"),
+        ('{"weight_map": {"a": "../../secret.safetensors"}}', "outside the model's directory"),
+    ],
+    ids=["cut-off", "without-a-map", "path-out-of-the-directory"],
+)
+def test_damaged_index(tmp_path: Path, content: str, message: str) -> None:
+    _save(tmp_path, max_shard_size="4KB")
+    (tmp_path / INDEX).write_text(content)
+    _assert_refused(tmp_path, message)
+
+
+def test_more_than_the_device_holds(tmp_path: Path) -> None:
+    _save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["intermediate_size"] = 2**44
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="no memory on cpu for a LlamaForCausalLM of 2 layers"):
+        _load(tmp_path, load_format="dummy")
+
+
+def _assert_refused(path: Path, message: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        _load(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
