@@ -21,8 +21,10 @@ from pagewire.kernels._launch import (
 )
 
 _LOG2_E = 1.4426950408889634
-# One tile of keys, and one of values, in bytes: two programs of three stages fit a processor.
+# One tile of keys, and one of values, in bytes.
 _TILE_BYTES = 16384
+# Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
+_STAGES = 5
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_SPLITS = 128
 
@@ -235,7 +237,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         TILE=tile,
         SINGLE=splits == 1,
-        STAGES=3,
+        STAGES=_STAGES,
         num_warps=4,
     )
     if splits > 1:

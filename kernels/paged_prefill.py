@@ -145,7 +145,11 @@ def _paged_prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Tile sizes and launch options of one head dimension and dtype."""
+    """Tile sizes and launch options of one head dimension and dtype.
+
+    Block ids are fetched stages ahead of the rows that they address, so three stages hold one
+    tile of keys and values beside the one in use, and five hold two.
+    """
 
     block_m: int
     block_n: int
@@ -161,7 +165,7 @@ def _choose_config(dim: int, element_size: int, max_query_len: int) -> _Config:
         return _Config(block_m=16, block_n=64 if dim <= 128 else 32, num_warps=4, stages=3)
     if max_query_len <= 64 or dim > 128:
         return _Config(block_m=64, block_n=64, num_warps=4, stages=2 if dim > 128 else 3)
-    return _Config(block_m=128, block_n=64, num_warps=8, stages=3)
+    return _Config(block_m=128, block_n=64, num_warps=8, stages=5)
 
 
 def paged_prefill(

@@ -17,6 +17,8 @@ from pagewire.kernels._launch import next_power_of_2
 _CHUNK = 4096
 # One step of the noise: skipped where it holds no candidate.
 _DRAW_STEP = 1024
+# Low bits of a float32 that are 0 in a value of the dtype: the search need not visit them.
+_SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
@@ -47,17 +49,18 @@ def _chunk_max_kernel(
 
 
 @triton.jit
-def _key_of(value):
-    """Map a float32 scalar to an int64 of the same order."""
+def _key_of(value, SHIFT: tl.constexpr):
+    """Map a float32 scalar to an int64 of the same order, less the bits that the dtype lacks."""
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) >> SHIFT
 
 
 @triton.jit
-def _value_of(key):
+def _value_of(key, SHIFT: tl.constexpr):
     """Undo `_key_of`."""
-    bits = key.to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    bits = (key << SHIFT).to(tl.int32)
+    negative = (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
+    return tl.where(bits < 0, negative, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,24 +122,26 @@ def _search_threshold(
     wanted,
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """Return the largest value whose measure reaches what is wanted.
 
     The measure of a value: how many logits are at least it (top-k, `wanted` of them), or their
     probability mass (top-p, `wanted` of the mass from `lowest` up). Three probes a pass over the
-    row quarter the bracket [low, high) of floats in order, until it holds one logit or one float.
+    row quarter the bracket [low, high) of the dtype's values in order, until one logit or one value
+    is left in it.
     """
     spread = 1.0
     if BY_MASS:
         spread = temperature
-    low = _key_of(lowest)
-    high = _key_of(highest) + 1
+    low = _key_of(lowest, SHIFT)
+    high = _key_of(highest, SHIFT) + 1
     # First probes at usual places, since most floats are far from any logit.
-    middle_key = tl.maximum(_key_of(highest - 8.0 * spread), low)
-    high_key = tl.maximum(_key_of(highest - 2.0 * spread), low)
+    middle_key = tl.maximum(_key_of(highest - 8.0 * spread, SHIFT), low)
+    high_key = tl.maximum(_key_of(highest - 2.0 * spread, SHIFT), low)
     low_count, middle_count, high_count, low_measure, middle_measure, high_measure = _measure(
-        row_ptr, vocab_size, lowest, _value_of(middle_key), _value_of(high_key), highest,
-        temperature, BY_MASS, BLOCK,
+        row_ptr, vocab_size, lowest, _value_of(middle_key, SHIFT), _value_of(high_key, SHIFT),
+        highest, temperature, BY_MASS, BLOCK,
     )  # fmt: skip
     target = wanted
     if BY_MASS:
@@ -161,8 +166,8 @@ def _search_threshold(
         middle_key = low + width // 2
         high_key = low + width // 2 + width // 4
         low_count, middle_count, high_count, low_measure, middle_measure, high_measure = _measure(
-            row_ptr, vocab_size, _value_of(low_key), _value_of(middle_key), _value_of(high_key),
-            highest, temperature, BY_MASS, BLOCK,
+            row_ptr, vocab_size, _value_of(low_key, SHIFT), _value_of(middle_key, SHIFT),
+            _value_of(high_key, SHIFT), highest, temperature, BY_MASS, BLOCK,
         )  # fmt: skip
         if high_measure >= target:
             low = high_key
@@ -182,7 +187,7 @@ def _search_threshold(
                 else:
                     high = low_key
                     count_high = low_count
-    return _value_of(low)
+    return _value_of(low, SHIFT)
 
 
 @triton.jit
@@ -200,6 +205,7 @@ def _threshold_kernel(
     chunks,
     CHUNKS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, CHUNKS_PAD)
@@ -219,11 +225,11 @@ def _threshold_kernel(
         if (top_k > 0) & (top_k < vocab_size):
             lowest = _search_threshold(
                 row_ptr, vocab_size, lowest, highest, temperature, top_k.to(tl.float32),
-                False, BLOCK,
+                False, BLOCK, SHIFT,
             )  # fmt: skip
         if top_p < 1.0:
             lowest = _search_threshold(
-                row_ptr, vocab_size, lowest, highest, temperature, top_p, True, BLOCK
+                row_ptr, vocab_size, lowest, highest, temperature, top_p, True, BLOCK, SHIFT
             )
         tl.store(limits_ptr + row * 2, highest)
         tl.store(limits_ptr + row * 2 + 1, lowest)
@@ -319,21 +325,22 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
     if rows == 0:
         return out
-    chunks = -(-vocab_size // _CHUNK)
+    chunk = min(_CHUNK, max(next_power_of_2(vocab_size), _DRAW_STEP))
+    chunks = -(-vocab_size // chunk)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     best_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     limits = torch.empty((rows, 2), dtype=torch.float32, device=device)
     stride, pad = logits.stride(0), next_power_of_2(chunks)
     _chunk_max_kernel[(chunks, rows)](
-        logits, best, best_id, stride, vocab_size, CHUNK=_CHUNK, num_warps=8
+        logits, best, best_id, stride, vocab_size, CHUNK=chunk, num_warps=8
     )
     _threshold_kernel[(rows,)](
         logits, best, best_id, temperature, top_k, top_p, limits, out, stride, vocab_size, chunks,
-        CHUNKS_PAD=pad, BLOCK=_CHUNK, num_warps=16,
+        CHUNKS_PAD=pad, BLOCK=chunk, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
     )  # fmt: skip
     _draw_kernel[(chunks, rows)](
         logits, temperature, seeds, positions, limits, best, best_id, stride, vocab_size,
-        CHUNK=_CHUNK, STEP=_DRAW_STEP, num_warps=4,
+        CHUNK=chunk, STEP=_DRAW_STEP, num_warps=4,
     )  # fmt: skip
     _pick_kernel[(rows,)](best, best_id, temperature, out, chunks, CHUNKS_PAD=pad, num_warps=1)
     return out

@@ -1,0 +1,145 @@
+"""Paged attention in Triton against the torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels import paged_decode as decode_module
+from pagewire.kernels.bench.inputs import PagedCase, decode_case
+from pagewire.kernels.errors import KernelError, UnsupportedShapeError
+
+DECODE_CASES = {
+    "block-boundaries": decode_case((1, 15, 16, 17, 0, 100), 4, 2, 16),
+    "one-row-group-3": decode_case((33,), 3, 1, 64),
+    "block-32-awkward-lengths": decode_case((5, 123, 31, 32, 33), 12, 4, 32, 32),
+    "group-7-dim-128": decode_case((300, 129), 7, 1, 128),
+    "multi-head-no-group": decode_case((47, 48, 49), 5, 5, 32),
+    "dim-256-block-64": decode_case((63, 65), 2, 1, 256, 64),
+    "group-wider-than-16": decode_case((40,), 20, 1, 16),
+    "all-padding": decode_case((0, 0), 4, 2, 16),
+}
+LARGE_DECODE_CASES = {
+    "128x1k": decode_case((1024,) * 128),
+    "1x16k": decode_case((16384,)),
+    "ragged-32": decode_case(tuple(range(1, 8192, 257))),
+    "ragged-with-padding-block-128": decode_case((0, 1, 127, 128, 129, 4000), 32, 8, 128, 128),
+    "dim-64-block-32": decode_case((1000, 33, 2047), 24, 8, 64, 32),
+    "dim-256": decode_case((1000, 33, 2047), 16, 4, 256),
+    "group-8": decode_case((5000, 17), 64, 8),
+}
+PREFILL_CASES = {
+    "one-token": PagedCase((1,), (1,), 4, 2, 16),
+    "no-prefix": PagedCase((5,), (5,), 4, 2, 32),
+    "ragged-prefixes": PagedCase((1, 17, 16, 33), (1, 17, 40, 128), 6, 2, 32),
+    "an-empty-chunk": PagedCase((3, 0, 20), (50, 0, 20), 3, 3, 16),
+    "block-32-awkward": PagedCase((123,), (123,), 3, 1, 64, 32),
+    "chunk-at-tile-edges": PagedCase((64, 65), (128, 129), 2, 1, 16),
+    "wide-chunk": PagedCase((130,), (140,), 2, 1, 128),
+    "dim-256": PagedCase((9,), (20,), 2, 1, 256),
+}
+LARGE_PREFILL_CASES = {
+    "8k": PagedCase((8192,), (8192,)),
+    "512-on-8k": PagedCase((512,), (8704,)),
+    "ragged-chunks": PagedCase((1, 700, 129, 64, 512, 17), (900, 700, 4129, 64, 513, 2017)),
+    "dim-64-block-32": PagedCase((300, 1000), (1300, 1000), 24, 8, 64, 32),
+    "dim-256-block-128": PagedCase((300, 77), (1300, 77), 16, 4, 256, 128),
+}
+
+
+def _check_decode(case, device, dtype, kernels, reference, assert_close):
+    x = case.build(device, dtype)
+    args = (x.q, x.k_cache, x.v_cache, x.block_tables, x.seq_lens, x.scale)
+    assert_close(kernels.paged_decode(*args), reference.paged_decode(*args))
+
+
+def _check_prefill(case, device, dtype, kernels, reference, assert_close):
+    x = case.build(device, dtype)
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    args = (x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+    assert_close(kernels.paged_prefill(*args), reference.paged_prefill(*args))
+
+
+@pytest.mark.parametrize("case", DECODE_CASES.values(), ids=DECODE_CASES)
+def test_decode_matches_reference(case, device, dtype, kernels, reference, assert_close):
+    _check_decode(case, device, dtype, kernels, reference, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LARGE_DECODE_CASES.values(), ids=LARGE_DECODE_CASES)
+def test_large_decode_matches_reference(case, dtype, kernels, reference, assert_close):
+    _check_decode(case, "cuda", dtype, kernels, reference, assert_close)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 30])
+def test_decode_is_right_for_any_number_of_splits(
+    splits, device, kernels, reference, assert_close, monkeypatch
+):
+    monkeypatch.setattr(decode_module, "choose_splits", lambda *_: splits)
+    case = decode_case((1, 0, 129, 500), 4, 1, 64)
+    _check_decode(case, device, torch.float32, kernels, reference, assert_close)
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES)
+def test_prefill_matches_reference(case, device, dtype, kernels, reference, assert_close):
+    _check_prefill(case, device, dtype, kernels, reference, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LARGE_PREFILL_CASES.values(), ids=LARGE_PREFILL_CASES)
+def test_large_prefill_matches_reference(case, dtype, kernels, reference, assert_close):
+    _check_prefill(case, "cuda", dtype, kernels, reference, assert_close)
+
+
+def test_attention_writes_into_a_strided_out(device, kernels, reference, assert_close):
+    x = PagedCase((3, 2), (20, 2), 4, 2, 16).build(device, torch.float32)
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    args = (x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+    wide = torch.zeros(5, 6, 16, device=device)
+    out = wide[:, 1:5]
+    assert kernels.paged_prefill(*args, out=out) is out
+    assert_close(out, reference.paged_prefill(*args))
+    assert not wide[:, 0].any() and not wide[:, 5].any()
+
+    x = decode_case((20, 2), 4, 2, 16).build(device, torch.float32)
+    args = (x.q, x.k_cache, x.v_cache, x.block_tables, x.seq_lens, x.scale)
+    wide = torch.zeros(2, 6, 16, device=device)
+    out = wide[:, 1:5]
+    assert kernels.paged_decode(*args, out=out) is out
+    assert_close(out, reference.paged_decode(*args))
+    assert not wide[:, 0].any() and not wide[:, 5].any()
+
+
+def test_prefill_of_one_token_equals_decode(device, kernels, assert_close):
+    x = decode_case((70, 16), 4, 2, 32).build(device, torch.float32)
+    decoded = kernels.paged_decode(x.q, x.k_cache, x.v_cache, x.block_tables, x.seq_lens, x.scale)
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    prefilled = kernels.paged_prefill(x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+    assert_close(decoded, prefilled)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 48), (4, 2, 8), (4, 2, 512), (4, 3, 16)]
+)
+def test_unsupported_shapes_are_refused(heads, kv_heads, dim, kernels):
+    x = decode_case((4,), heads, kv_heads, dim).build("cpu", torch.float32)
+    with pytest.raises(UnsupportedShapeError, match=r"head dimension|query heads"):
+        kernels.paged_decode(x.q, x.k_cache, x.v_cache, x.block_tables, x.seq_lens, x.scale)
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    with pytest.raises(KernelError):
+        kernels.paged_prefill(x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+
+
+@pytest.mark.parametrize(
+    ("programs", "tiles", "expected"),
+    [
+        pytest.param(8, 4096, range(16, 34), id="one-sequence-fills-the-device"),
+        pytest.param(1024, 4096, range(1, 2), id="full-batch-is-not-split"),
+        pytest.param(8, 1, range(1, 2), id="nothing-to-split"),
+        pytest.param(288, 4096, range(2, 16), id="a-bit-over-one-wave"),
+    ],
+)
+def test_choice_of_splits(programs, tiles, expected):
+    assert decode_module.choose_splits(programs, tiles, 132) in expected

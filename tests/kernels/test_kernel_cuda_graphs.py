@@ -1,0 +1,94 @@
+"""Captured launches replay with other metadata, since no launcher looks at a tensor's values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels.bench.inputs import PagedCase, decode_case, sampling_inputs
+
+pytestmark = pytest.mark.gpu
+
+
+def _capture(run):
+    """Warm up and capture `run`; return the graph and its output."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_decode_replays_with_other_lengths(rows, kernels, reference, assert_close):
+    x = decode_case((600,) * rows).build("cuda", torch.bfloat16, poison=False)
+    args = (x.q, x.k_cache, x.v_cache, x.block_tables, x.seq_lens, x.scale)
+    graph, out = _capture(lambda: kernels.paged_decode(*args))
+    for seed in range(3):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x.seq_lens.copy_(torch.randint(0, 601, (rows,), generator=generator, device="cuda"))
+        x.block_tables.copy_(x.block_tables.flip(0))
+        graph.replay()
+        assert_close(out, reference.paged_decode(*args))
+
+
+def test_prefill_replays_with_other_lengths(kernels, reference, assert_close):
+    x = PagedCase((64, 64), (200, 300)).build("cuda", torch.bfloat16, poison=False)
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    args = (x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+    graph, out = _capture(lambda: kernels.paged_prefill(*args))
+    x.seq_lens.copy_(torch.tensor([64, 17]))
+    x.cu_query_lens.copy_(torch.tensor([0, 50, 60]))
+    graph.replay()
+    assert_close(out[:60], reference.paged_prefill(*args)[:60])
+
+
+def test_sampling_replays_with_other_parameters(kernels, reference):
+    x = sampling_inputs(torch.randn(16, 32000, device="cuda"))
+    args = (x.logits, x.temperature, x.top_k, x.top_p, x.seeds, x.positions)
+    graph, out = _capture(lambda: kernels.sample(*args))
+    x.temperature.fill_(1.0)
+    x.temperature[::3] = 0.0
+    x.top_k.fill_(40)
+    x.top_p[8:] = 0.8
+    x.positions.add_(100)
+    graph.replay()
+    assert torch.equal(out, reference.sample(*args))
+
+
+def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, assert_close):
+    hidden = torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros(20, 2, 2, 32, 16, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.full((8,), -1, device="cuda")
+
+    def run():
+        normed, _ = kernels.rms_norm(hidden, weight, 1e-5, hidden)
+        heads = normed.view(8, 32, 128)
+        kernels.reshape_and_cache(heads, heads, cache[:, 1, 0], cache[:, 1, 1], slots)
+        return kernels.silu_and_mul(normed)
+
+    graph, out = _capture(run)
+    assert not cache.any()
+    hidden.normal_()
+    slots.copy_(torch.arange(8) * 17)
+    graph.replay()
+    normed, _ = reference.rms_norm(hidden, weight, 1e-5, hidden)
+    assert_close(out, reference.silu_and_mul(normed))
+    assert_close(cache[7 * 17 // 16, 1, 1, :, 7 * 17 % 16], normed[7].view(32, 128))
+
+
+def test_packing_replays_with_other_blocks(kernels, reference):
+    pool = torch.randn(32, 4096, device="cuda")
+    ids = torch.arange(4, device="cuda")
+    staging = torch.zeros(4 * 4096 * 4, dtype=torch.uint8, device="cuda")
+    graph, sums = _capture(lambda: kernels.pack_blocks(pool, ids, staging))
+    ids.copy_(torch.tensor([31, 7, 9, 0]))
+    graph.replay()
+    expected = torch.zeros_like(staging)
+    assert torch.equal(sums, reference.pack_blocks(pool, ids, expected))
+    assert torch.equal(staging, expected)
