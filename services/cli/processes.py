@@ -10,8 +10,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from pagewire.services.cli import tether
 
@@ -63,7 +63,7 @@ class OutputLog:
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
-        self._file: BinaryIO | None = path.open("ab")
+        self._file: FileIO | None = path.open("ab", buffering=0)
 
     @property
     def last_line(self) -> str:
@@ -83,7 +83,7 @@ class OutputLog:
         try:
             self._write(chunk)
         except OSError as exc:  # a full disk must not stop the child, whose pipe would fill
-            self._file = None
+            self._close_file()
             self._add(f"pagewire: {self.path} is no longer written: {exc.strerror}".encode())
         *lines, self._partial = (self._partial + chunk).split(b"\n")
         for line in lines:
@@ -100,6 +100,9 @@ class OutputLog:
     def close(self) -> None:
         """Close the file; the tail stays readable."""
         self.end_line()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -110,9 +113,8 @@ class OutputLog:
         if self._file.tell() + len(chunk) > MAX_LOG_BYTES:
             self._file.close()
             self.path.replace(self.path.with_suffix(".log.1"))
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", buffering=0)
         self._file.write(chunk)
-        self._file.flush()
 
     def _add(self, raw: bytes) -> None:
         line = raw[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()

@@ -1,0 +1,128 @@
+"""Which processes `pagewire up` starts, for which machine: pure functions."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from pagewire.services.cli.cluster_plan import ClusterOptions, plan_services, service_argv
+from pagewire.services.cli.machine import Machine, require_free_port, visible_gpus
+from pagewire.services.cli.processes import ChildSpec
+from pagewire.shared.errors import ConfigError
+
+SHARED = {"PAGEWIRE_CLUSTER_SECRET": "s", "PAGEWIRE_REDIS_URL": "unix:///x"}
+ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - what a user may ask for
+CPU_ONLY = Machine(cores=8, gpus=())
+
+
+def plan(machine: Machine = CPU_ONLY, **options: object) -> dict[str, ChildSpec]:
+    specs = plan_services(ClusterOptions(**options), machine, SHARED)  # type: ignore[arg-type]
+    return {spec.name: spec for spec in specs}
+
+
+def flag(spec: ChildSpec, name: str) -> str | None:
+    return spec.argv[spec.argv.index(name) + 1] if name in spec.argv else None
+
+
+def test_workers_and_router_in_order() -> None:
+    assert list(plan(prefill=2, decode=2)) == [
+        "prefill-0", "prefill-1", "decode-0", "decode-1", "router",
+    ]  # fmt: skip
+
+
+def test_no_prefill_workers_is_an_aggregated_cluster() -> None:
+    assert list(plan(prefill=0)) == ["decode-0", "router"]
+
+
+def test_every_service_gets_secret_and_redis_by_environment_alone() -> None:
+    for spec in plan().values():
+        assert SHARED.items() <= spec.env.items()
+        assert not any("secret" in part for part in spec.argv)
+
+
+def test_workers_keep_their_ids_and_stay_on_loopback() -> None:
+    specs = plan(host=ALL_ADDRESSES, port=9)
+    assert flag(specs["prefill-0"], "--worker-id") == "prefill-0"
+    assert flag(specs["prefill-0"], "--host") == "127.0.0.1"
+    assert flag(specs["router"], "--host") == ALL_ADDRESSES
+    assert flag(specs["router"], "--port") == "9"
+
+
+@pytest.mark.parametrize(("decode", "threads"), [(1, "4"), (3, "2"), (15, "1")])
+def test_workers_share_the_cores(decode: int, threads: str) -> None:
+    specs = plan(decode=decode)
+    assert specs["decode-0"].env["OMP_NUM_THREADS"] == threads
+    assert "CUDA_VISIBLE_DEVICES" not in specs["decode-0"].env
+
+
+def test_each_worker_has_its_own_gpu_first() -> None:
+    specs = plan(Machine(cores=8, gpus=("0", "1", "2")), prefill=1, decode=2)
+    visible = {name: spec.env.get("CUDA_VISIBLE_DEVICES") for name, spec in specs.items()}
+    assert visible == {
+        "prefill-0": "0,1,2",
+        "decode-0": "1,2,0",
+        "decode-1": "2,0,1",
+        "router": None,
+    }
+    assert flag(specs["decode-1"], "--gpu-memory-utilization") == "0.85"
+    assert "OMP_NUM_THREADS" not in specs["decode-0"].env
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "share"),
+    [(1, 2, "0.425"), (1, 3, "0.283"), (2, 3, "0.425"), (2, 2, "0.85")],
+)
+def test_workers_of_one_gpu_share_its_memory(gpus: int, workers: int, share: str) -> None:
+    machine = Machine(cores=8, gpus=tuple(str(index) for index in range(gpus)))
+    specs = plan(machine, decode=workers - 1)
+    assert flag(specs["prefill-0"], "--gpu-memory-utilization") == share
+
+
+def test_explicit_share_that_does_not_fit_is_refused() -> None:
+    machine = Machine(cores=8, gpus=("0",))
+    fits = plan(machine, worker_options={"gpu_memory_utilization": 0.3})
+    assert flag(fits["decode-0"], "--gpu-memory-utilization") == "0.3"
+    with pytest.raises(ConfigError, match=r"2 workers share a GPU, each can have 0\.49"):
+        plan(machine, worker_options={"gpu_memory_utilization": 0.5})
+
+
+def test_cpu_device_leaves_the_gpus_alone() -> None:
+    specs = plan(Machine(cores=8, gpus=("0",)), device="cpu")
+    assert "CUDA_VISIBLE_DEVICES" not in specs["decode-0"].env
+    assert flag(specs["decode-0"], "--gpu-memory-utilization") is None
+
+
+def test_options_that_were_not_given_are_not_passed_on() -> None:
+    argv = service_argv("decode", {"num_blocks": 64, "dtype": None, "cuda_graphs": False})
+    assert argv[-4:] == ("decode", "--num-blocks", "64", "--no-cuda-graphs")
+    assert argv[1] == "-P"
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "names"),
+    [
+        (2, None, ("0", "1")),
+        (4, "2, 3", ("2", "3")),
+        (4, "", ()),
+        (4, "-1", ()),
+        (2, "GPU-aa,GPU-bb", ("GPU-aa", "GPU-bb")),
+        (0, "0", ()),
+    ],
+)
+def test_visible_gpus(count: int, visible: str | None, names: tuple[str, ...]) -> None:
+    assert visible_gpus(count, visible) == names
+
+
+def test_port_0_gives_a_free_one() -> None:
+    port = require_free_port("127.0.0.1", 0)
+    assert port > 0
+    assert require_free_port("127.0.0.1", port) == port
+
+
+def test_port_taken_on_all_addresses_is_taken_on_loopback() -> None:
+    with socket.socket() as listener:
+        listener.bind((ALL_ADDRESSES, 0))
+        listener.listen()
+        with pytest.raises(ConfigError, match="in use"):
+            require_free_port("127.0.0.1", listener.getsockname()[1])

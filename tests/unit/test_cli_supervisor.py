@@ -1,0 +1,252 @@
+"""The supervisor's parts: output logs, restart delays, directories, the ready box, health."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from rich.console import Console
+
+from pagewire.services.cli import processes, run_dir, tether
+from pagewire.services.cli.health import Health, Link, Service, fetch_health
+from pagewire.services.cli.processes import Child, ChildSpec, ExitStatus, OutputLog
+from pagewire.services.cli.ready_box import show_ready_box
+from pagewire.services.cli.redis_process import without_password
+from pagewire.services.cli.supervisor import RestartPolicy, Supervisor
+from pagewire.tests.support.aio import eventually, run_async
+
+HEALTHY = Health(
+    ok=True,
+    model="demo",
+    services=[
+        Service("decode-0", "decode", 7, [Link("prefill-0", "ucx", "cuda_ipc", 371.26)]),
+        Service("prefill-0", "prefill", 8),
+    ],
+)
+
+
+def script(code: str, name: str = "child") -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-I", "-S", "-c", code))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> OutputLog:
+    return OutputLog(tmp_path / "child.log")
+
+
+def test_log_keeps_lines_across_chunks(log: OutputLog) -> None:
+    for chunk in (b"one\ntw", b"o\n\nthr", b"ee"):
+        log.feed(chunk)
+    assert log.last_line == "two"
+    log.close()
+    assert log.tail(5) == ["one", "two", "three"]
+    assert log.path.read_bytes() == b"one\ntwo\n\nthree"
+
+
+def test_log_survives_bytes_that_are_no_text_and_endless_lines(log: OutputLog) -> None:
+    log.feed(b"\xff\xfe\n" + b"x" * (3 * processes.MAX_LINE_BYTES))
+    log.close()
+    assert log.tail(5)[0] == "\ufffd\ufffd"
+    assert {len(line) for line in log.tail(5)[1:]} == {processes.MAX_LINE_BYTES}
+
+
+def test_log_is_bounded(log: OutputLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MAX_LOG_BYTES", 100)
+    for index in range(50):
+        log.feed(b"line %02d\n" % index)
+    log.close()
+    files = sorted(log.path.parent.iterdir())
+    assert [file.name for file in files] == ["child.log", "child.log.1"]
+    assert all(file.stat().st_size <= 100 for file in files)
+    assert log.last_line == "line 49"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_full_disk_does_not_stop_the_child(tmp_path: Path) -> None:
+    (tmp_path / "child.log").symlink_to("/dev/full")
+    log = OutputLog(tmp_path / "child.log")
+    log.feed(b"one\n")
+    log.feed(b"two\n")
+    log.close()
+    assert "No space left" in log.tail(3)[0]
+    assert log.tail(3)[1:] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-99, "killed by signal 99")]
+)
+def test_exit_status_in_words(code: int, text: str) -> None:
+    assert str(ExitStatus(code)) == text
+
+
+def test_delays_double_up_to_a_bound() -> None:
+    policy = RestartPolicy(first_delay_s=0.5, max_delay_s=3)
+    assert [policy.delay(failures) for failures in (1, 2, 3, 4, 10_000)] == [0.5, 1, 2, 3, 3]
+
+
+def test_child_output_is_complete_when_it_has_ended(log: OutputLog) -> None:
+    async def run() -> ExitStatus:
+        child = await Child.spawn(script("print('x' * 300_000); print('last')"), log)
+        return await child.ended
+
+    assert run_async(run()) == ExitStatus(0)
+    log.close()
+    assert log.last_line == "last"
+    assert log.path.stat().st_size == 300_001 + 5
+
+
+def test_end_does_not_wait_for_a_daemon_that_holds_the_pipe(log: OutputLog) -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(20)\nprint('gone')"
+
+    async def run() -> ExitStatus:
+        child = await Child.spawn(script(daemon), log)
+        return await child.ended
+
+    assert run_async(run(), timeout=10) == ExitStatus(0)
+    log.close()
+    assert log.last_line == "gone"
+
+
+def test_program_that_does_not_exist(log: OutputLog) -> None:
+    async def run() -> ExitStatus:
+        child = await Child.spawn(ChildSpec("child", ("/no/such/program",)), log)
+        return await child.ended
+
+    assert run_async(run()) == ExitStatus(tether.EXIT_CANNOT_RUN)
+    log.close()
+    assert log.last_line == "pagewire: cannot run /no/such/program: No such file or directory"
+
+
+def test_tether_refuses_a_parent_that_is_gone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", tether.__file__, "1", "echo", "ran"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    assert done.returncode == tether.EXIT_CANNOT_RUN
+    assert done.stdout == ""
+
+
+def test_backoff_grows_until_the_child_is_stable(tmp_path: Path) -> None:
+    said: list[str] = []
+    policy = RestartPolicy(first_delay_s=0.01, stable_s=60, start_attempts=100)
+
+    async def run() -> None:
+        async with Supervisor(tmp_path, said.append, policy) as supervisor:
+            supervisor.start(script("raise SystemExit(4)", "fragile"))
+            await eventually(lambda: sum("again in" in line for line in said) >= 4, 20)
+
+    run_async(run())
+    delays = [line.split()[-2] for line in said if "again in" in line]
+    assert delays[:4] == ["0.01", "0.02", "0.04", "0.08"]
+    assert said[0].startswith("fragile died: exit code 4")
+
+
+def test_ready_means_the_new_process_not_the_card_of_the_dead_one(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        policy = RestartPolicy(first_delay_s=0.01)
+        async with Supervisor(tmp_path, said.append, policy) as supervisor:
+            supervisor.start(script("import time; time.sleep(60)", "w"))
+            [status] = supervisor.statuses
+            await eventually(lambda: status.pid is not None)
+            supervisor.mark_ready({"w": 1})
+            first = status.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            await eventually(lambda: status.pid not in (None, first))
+            supervisor.mark_ready({"w": 1})
+            assert "w is ready again" not in said
+            supervisor.mark_ready({"w": 2})
+            assert "w is ready again" in said
+
+    run_async(run())
+
+
+def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=60)
+    show_ready_box(console, HEALTHY, "http://127.0.0.1:8000", "redis-server", tmp_path)
+    lines = out.getvalue().splitlines()
+    [curl] = [line for line in lines if line.startswith("curl ")]
+    words = shlex.split(curl)
+    assert words[1] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert json.loads(words[-1])["model"] == "demo"
+
+
+def test_ready_box_names_the_lane_and_its_speed(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    show_ready_box(console, HEALTHY, "http://127.0.0.1:8000", "redis-server", tmp_path)
+    assert "prefill-0 -> decode-0: ucx (cuda_ipc), 371.26 GB/s" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [
+        (b'{"model": "m", "services": [], "other": 1}', 200, Health(ok=True, model="m")),
+        (b'{"model": "m"}', 503, Health(ok=False, model="m")),
+        (b"<html>", 200, None),
+        (b'{"services": 5}', 200, None),
+    ],
+    ids=["healthy", "no-workers", "not-json", "wrong-shape"],
+)
+def test_health_of_any_answer(body: bytes, status: int, expected: Health | None) -> None:
+    async def run() -> Health | None:
+        transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await fetch_health(client, "http://router")
+
+    assert run_async(run()) == expected
+
+
+def test_missing_links_are_counted_by_pair() -> None:
+    assert HEALTHY.missing_links == 0
+    second = Service("prefill-1", "prefill")
+    assert Health(services=[*HEALTHY.services, second]).missing_links == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:pa@ss@host:1/0", "redis://host:1/0"),
+        ("redis://host:1", "redis://host:1"),
+        ("unix:///tmp/s", "unix:///tmp/s"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_urls_are_shown_without_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+def test_old_runs_go_and_running_ones_stay(tmp_path: Path) -> None:
+    names = [f"2026010{index}-000000-999999{index}" for index in range(1, 9)]
+    for name in [*names, "20250101-000000-1"]:  # the last one's process is always there
+        (tmp_path / name).mkdir()
+    current = run_dir.make_log_dir(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {current.name, "20250101-000000-1", *names[-(run_dir.KEPT_RUNS - 1) :]}
+
+
+def test_private_dir_is_private_and_sweeps_after_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"{run_dir.PRIVATE_PREFIX}9999999-x").mkdir()
+    (tmp_path / f"{run_dir.PRIVATE_PREFIX}1-x").mkdir()
+    with run_dir.private_dir() as path:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert len(list(tmp_path.iterdir())) == 2
+    assert [left.name for left in tmp_path.iterdir()] == [f"{run_dir.PRIVATE_PREFIX}1-x"]

@@ -1,0 +1,196 @@
+"""The rules of the source tree, held by reading it: imports, torch, pickle, the environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("kernels", "shared", "services")  # each may import itself and those before it
+SERVICES = ("cli", "decode", "prefill", "router")
+CLI_ENTRY_POINTS = {f"pagewire.services.{role}.main" for role in ("decode", "prefill", "router")}
+NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
+UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+MAY_TOUCH_THE_ENVIRONMENT = {
+    "shared/config.py": "the one reader of settings",
+    "services/cli/processes.py": "children inherit it",
+    "services/cli/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
+    "shared/transfer/ucx_setup.py": "UCX is configured through it",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name.
+
+    Attributes:
+        module: the module, or the module's attribute: `from a import b` gives "a.b".
+        is_lazy: inside a function.
+        is_for_types: under TYPE_CHECKING.
+    """
+
+    module: str
+    line: int
+    is_lazy: bool
+    is_for_types: bool
+
+
+def source_files() -> list[Path]:
+    files = [ROOT / "__init__.py"]
+    for layer in LAYERS:
+        files += sorted((ROOT / layer).rglob("*.py"))
+    return files
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("pagewire", *(part for part in parts if part != "__init__")))
+
+
+@cache
+def syntax_tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imports_of(file: Path) -> list[Import]:
+    return list(_walk_imports(syntax_tree(file), is_lazy=False, is_for_types=False))
+
+
+def _walk_imports(node: ast.AST, is_lazy: bool, is_for_types: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, is_lazy, is_for_types)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            for alias in child.names:
+                yield Import(f"{child.module}.{alias.name}", child.lineno, is_lazy, is_for_types)
+        else:
+            in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _walk_imports(child, is_lazy or in_function, is_for_types or typing_only)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {name_of(file): file for file in source_files()}
+
+
+def our_module(name: str) -> str | None:
+    """The module of ours that an imported name is or lies in."""
+    while name.startswith("pagewire"):
+        if name in modules():
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def dotted_names(file: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(syntax_tree(file)):
+        if isinstance(node, ast.Attribute | ast.Name):
+            yield ast.unparse(node), node.lineno
+
+
+def layer_of(module: str) -> int | None:
+    parts = module.split(".")
+    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else None
+
+
+def each_import_of_ours() -> Iterator[tuple[Path, str, Import]]:
+    for file in source_files():
+        for imported in imports_of(file):
+            target = our_module(imported.module)
+            if target is not None:
+                yield file, target, imported
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for file, target, imported in each_import_of_ours():
+        source_layer, target_layer = layer_of(name_of(file)), layer_of(target)
+        if source_layer is not None and target_layer is not None and target_layer > source_layer:
+            wrong.append(f"{file.relative_to(ROOT)}:{imported.line} imports {target}")
+    assert wrong == []
+
+
+def test_services_do_not_import_each_other() -> None:
+    wrong = []
+    for file, target, imported in each_import_of_ours():
+        source, target_parts = name_of(file).split("."), target.split(".")
+        if source[1:2] != ["services"] or target_parts[1:2] != ["services"]:
+            continue
+        if len(target_parts) > 2 and source[2] != target_parts[2]:
+            is_entry = source[2] == "cli" and imported.is_lazy and target in CLI_ENTRY_POINTS
+            if not is_entry:
+                wrong.append(f"{file.relative_to(ROOT)}:{imported.line} imports {target}")
+    assert wrong == []
+
+
+def test_the_rules_see_every_service() -> None:
+    found = {name.split(".")[2] for name in modules() if name.startswith("pagewire.services.")}
+    assert found == set(SERVICES)
+
+
+def test_nothing_that_the_router_imports_needs_torch() -> None:
+    """Follows imports inside functions, too: no request may ever load torch into a router."""
+    todo = [name for name in modules() if name.startswith("pagewire.services.router")]
+    reached_from = dict.fromkeys(todo, "")
+    wrong = []
+    while todo:
+        module = todo.pop()
+        for imported in imports_of(modules()[module]):
+            if imported.is_for_types:
+                continue
+            if imported.module.split(".")[0] in NEEDS_TORCH:
+                wrong.append(f"{module}:{imported.line} (from {reached_from[module]})")
+            target = our_module(imported.module)
+            if target is not None and target != "pagewire" and target not in reached_from:
+                reached_from[target] = module
+                todo.append(target)
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module", ["pagewire", "pagewire.services.router.main", "pagewire.services.cli.main"]
+)
+def test_import_leaves_torch_unloaded(module: str, tmp_path: Path) -> None:
+    code = f"import sys, {module}; print(sorted({set(NEEDS_TORCH)} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("file", source_files(), ids=name_of)
+def test_file_runs_no_foreign_code(file: Path) -> None:
+    """No deserialization that can execute what it reads, and no eval."""
+    imported = {each.module.split(".")[0] for each in imports_of(file)}
+    assert imported & UNSAFE_MODULES == set()
+    calls = {ast.unparse(n.func) for n in ast.walk(syntax_tree(file)) if isinstance(n, ast.Call)}
+    assert calls & UNSAFE_CALLS == set()
+
+
+def test_environment_is_read_in_one_place() -> None:
+    wrong = []
+    for file in source_files():
+        where = file.relative_to(ROOT).as_posix()
+        if where in MAY_TOUCH_THE_ENVIRONMENT:
+            continue
+        used = list(dotted_names(file)) + [(each.module, each.line) for each in imports_of(file)]
+        wrong += [f"{where}:{line} {name}" for name, line in used if name in ENVIRONMENT]
+    assert wrong == []
