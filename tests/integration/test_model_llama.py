@@ -226,6 +226,7 @@ def test_decode_step_replays_as_a_cuda_graph(dtype: torch.dtype) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = model.compute_logits(model.forward(batch, paged.pool))
-    captured.zero_()
+    with torch.inference_mode():
+        captured.zero_()
     graph.replay()
     torch.testing.assert_close(captured[:3], eager[:3], atol=0, rtol=0)
