@@ -1,0 +1,202 @@
+"""What the bench times: every operation on the shapes of an 8B Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case, sampling_inputs
+from pagewire.kernels.bench.peers import flash_attention_3
+
+HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
+HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
+# Words of a block over all 32 layers: 2 MiB.
+BLOCK_WORDS = 1 << 19
+DTYPE = torch.bfloat16
+TOKENS = (1, 128, 8192)
+# (batch, context) of decode and (chunk, context) of prefill
+DECODE = (
+    (1, 1024),
+    (1, 16384),
+    (8, 4096),
+    (32, 1024),
+    (32, 8192),
+    (128, 1024),
+    (128, 4096),
+    (256, 1024),
+)
+PREFILL = ((1024, 1024), (4096, 4096), (8192, 8192), (16384, 16384), (512, 8704))
+# temperature, top-k, top-p
+SAMPLING = {
+    "greedy": (0.0, 0, 1.0),
+    "temperature 1": (1.0, 0, 1.0),
+    "top-k 50": (1.0, 50, 1.0),
+    "top-p 0.9": (0.8, 0, 0.9),
+}
+
+Call = Callable[[Ops], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One line of the table.
+
+    `call` runs the operation of a backend. What `check` (by default `call`) returns for the two
+    backends is compared before anything is timed; an operation that works in place has a `check`
+    that works on a copy. `work` is bytes moved if `unit` is TB/s, floating point operations if it
+    is TFLOP/s.
+    """
+
+    op: str
+    shape: str
+    call: Call
+    work: float
+    unit: str = "TB/s"
+    check: Call | None = None
+    peer: Callable[[], object] | None = None
+    exact: bool = False
+
+
+def _context_args(x: PagedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.q, x.k_cache, x.v_cache, x.block_tables
+
+
+def _decode(batch: int, context: int) -> BenchCase:
+    x = decode_case((context,) * batch).build("cuda", DTYPE)
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.paged_decode(*_context_args(x), x.seq_lens, x.scale),)
+
+    work = 4.0 * batch * context * KV_HEADS * DIM
+    shape = f"{batch} x {context}"
+    return BenchCase("paged_decode", shape, call, work, peer=flash_attention_3(x))
+
+
+def _prefill(chunk: int, context: int) -> BenchCase:
+    x = PagedCase((chunk,), (context,)).build("cuda", DTYPE)
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+        return (ops.paged_prefill(*_context_args(x), *lengths, x.scale),)
+
+    visible = chunk * (context - chunk) + chunk * (chunk + 1) / 2
+    work = 4.0 * visible * HEADS * DIM
+    shape = f"{chunk} of {context}"
+    return BenchCase("paged_prefill", shape, call, work, "TFLOP/s", peer=flash_attention_3(x))
+
+
+def _rms_norm(tokens: int) -> BenchCase:
+    x, residual = torch.randn(2, tokens, HIDDEN, device="cuda", dtype=DTYPE)
+    weight = torch.randn(HIDDEN, device="cuda", dtype=DTYPE)
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return ops.rms_norm(x, weight, 1e-5, residual)
+
+    return BenchCase("rms_norm", f"{tokens} x {HIDDEN} + residual", call, 8.0 * tokens * HIDDEN)
+
+
+def _silu_and_mul(tokens: int) -> BenchCase:
+    x = torch.randn(tokens, 2 * INTERMEDIATE, device="cuda", dtype=DTYPE)
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.silu_and_mul(x),)
+
+    work = 6.0 * tokens * INTERMEDIATE
+    return BenchCase("silu_and_mul", f"{tokens} x {INTERMEDIATE}", call, work)
+
+
+def _rotary_embedding(tokens: int) -> BenchCase:
+    fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=DTYPE)
+    positions = torch.arange(tokens, device="cuda")
+    angles = 6 * torch.rand(tokens, DIM // 2, device="cuda")
+    cos_sin_cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def rotate(ops: Ops, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, _ = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        ops.rotary_embedding(positions, q, k, cos_sin_cache)
+        return q, k
+
+    return BenchCase(
+        "rotary_embedding",
+        f"{tokens} tokens",
+        lambda ops: rotate(ops, fused),
+        work=4.0 * tokens * (HEADS + KV_HEADS) * DIM,
+        check=lambda ops: rotate(ops, fused.clone()),
+    )
+
+
+def _reshape_and_cache(tokens: int) -> BenchCase:
+    shape = (1024, 2, 2, KV_HEADS, BLOCK_SIZE, DIM)
+    pool = torch.zeros(shape, device="cuda", dtype=DTYPE)
+    fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=DTYPE)
+    slots = torch.randperm(shape[0] * BLOCK_SIZE, device="cuda")[:tokens]
+
+    def write(ops: Ops, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _, key, value = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        ops.reshape_and_cache(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
+        return (pool,)
+
+    return BenchCase(
+        "reshape_and_cache",
+        f"{tokens} tokens",
+        lambda ops: write(ops, pool),
+        work=8.0 * tokens * KV_HEADS * DIM,
+        check=lambda ops: write(ops, torch.zeros_like(pool)),
+        exact=True,
+    )
+
+
+def _sample(rows: int, kind: str) -> BenchCase:
+    logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
+    x = sampling_inputs(logits, *SAMPLING[kind])
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        columns = (x.temperature, x.top_k, x.top_p, x.seeds, x.positions)
+        return (ops.sample(x.logits, *columns),)
+
+    return BenchCase("sample", f"{rows} rows, {kind}", call, 2.0 * rows * VOCABULARY, exact=True)
+
+
+def _kv_pack(count: int) -> Iterator[BenchCase]:
+    pool = torch.randint(-(2**31), 2**31 - 1, (640, BLOCK_WORDS), device="cuda").int()
+    ids = torch.randperm(pool.shape[0], device="cuda")[:count]
+    staging = torch.empty(count * BLOCK_WORDS * 4, dtype=torch.uint8, device="cuda")
+
+    def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.pack_blocks(pool, ids, staging), staging
+
+    def unpack(ops: Ops, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.unpack_blocks(staging, pool, ids), pool
+
+    yield BenchCase(
+        "pack_blocks",
+        f"{count} x 2 MiB",
+        lambda ops: pack(ops, staging),
+        work=8.0 * count * BLOCK_WORDS,
+        check=lambda ops: pack(ops, torch.empty_like(staging)),
+        exact=True,
+    )
+    yield BenchCase(
+        "unpack_blocks",
+        f"{count} x 2 MiB",
+        lambda ops: unpack(ops, pool),
+        work=8.0 * count * BLOCK_WORDS,
+        check=lambda ops: unpack(ops, torch.zeros_like(pool)),
+        exact=True,
+    )
+
+
+# Iterators, so that one case's tensors are freed before the next one's are made.
+CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
+    "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
+    "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
+    "rms_norm": lambda: (_rms_norm(tokens) for tokens in TOKENS),
+    "silu_and_mul": lambda: (_silu_and_mul(tokens) for tokens in TOKENS),
+    "rotary_embedding": lambda: (_rotary_embedding(tokens) for tokens in TOKENS),
+    "reshape_and_cache": lambda: (_reshape_and_cache(tokens) for tokens in TOKENS),
+    "sample": lambda: (_sample(rows, kind) for rows in (1, 64, 256) for kind in SAMPLING),
+    "kv_pack": lambda: (case for count in (8, 512) for case in _kv_pack(count)),
+}
