@@ -23,6 +23,7 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.kv_cache.block_hash import BlockHash
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
 from pagewire.shared.protocol import ControlMessage, Role
@@ -35,7 +36,7 @@ from pagewire.shared.registry import (
     WorkerDirectory,
     WorkerLoad,
 )
-from pagewire.shared.transfer import create_transport, usable_transports
+from pagewire.shared.transfer import available_transports, create_transport
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, TransferMetrics
@@ -149,7 +150,9 @@ class WorkerRuntime:
         tag = cluster_tag(settings.cluster_secret.get_secret_value())
         self._registry = Registry(redis, tag, settings.lease_s)
         self.epoch = await self._registry.new_epoch(self.worker_id)
-        index = IndexPublisher(PrefixIndex(redis, tag), self.worker_id, self.epoch)
+        index = IndexPublisher(
+            PrefixIndex(redis, tag), self.worker_id, self.epoch, self._cached_hashes
+        )
         self.built = await asyncio.to_thread(self._build, index)
         self.engine = EngineThread(self.built.core, self.in_loop(self._on_outputs))
         self.metrics_registry.register(EngineCollector(self.engine))
@@ -161,7 +164,7 @@ class WorkerRuntime:
         service = self._service = make_service(self)
         self.engine.start()
         stack.callback(self._stop_engine)
-        index.start(self.built.core.scheduler.pool.cached_hashes)
+        index.start()
         stack.push_async_callback(index.close)
         service.start()
         stack.push_async_callback(self.tasks.close)
@@ -169,6 +172,10 @@ class WorkerRuntime:
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
+
+    def _cached_hashes(self) -> list[BlockHash]:
+        # One call into C under the interpreter's lock: safe beside the engine's thread.
+        return self.built.core.scheduler.pool.cached_hashes()
 
     def _build(self, index: IndexPublisher) -> BuiltEngine:
         return build_engine(
@@ -185,7 +192,8 @@ class WorkerRuntime:
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
         self.send_staging = StagingPool(sends, slot_bytes, device)
         self.receive_staging = StagingPool(receives, slot_bytes, device)
-        for name in usable_transports(settings.kv_transport):
+        chosen = settings.kv_transport
+        for name in available_transports() if chosen == "auto" else (chosen,):
             transport = create_transport(
                 name, self.worker_id, self.receive_staging, host=settings.host, keys=self.keys
             )

@@ -1,0 +1,83 @@
+"""The engine on a CUDA device: the CPU's tokens, CUDA graphs, and a real model's shape."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from pagewire import LLM, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def _prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
+    """Slices of the text that the demo model was trained on."""
+    from pydoc_data import topics
+
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(Path(topics.__file__).read_text()[5000:60000])
+    rng = random.Random(1)
+    lengths = [1, 15, 16, 17, longest, *(rng.randrange(1, longest) for _ in range(count - 5))]
+    return [ids[start : start + n] for n in lengths for start in [rng.randrange(len(ids) - n)]]
+
+
+def test_demo_tokens_equal_the_cpus() -> None:
+    cpu = LLM("demo", device="cpu")
+    prompts = _prompts(cpu, 32, 1500)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    truth = [output.token_ids for output in cpu.generate(prompts, greedy)]
+    for options in ({}, {"cuda_graphs": False}, {"num_blocks": 300, "max_num_batched_tokens": 100}):
+        llm = LLM("demo", device="cuda", gpu_memory_utilization=0.2, **options)
+        got = [output.token_ids for output in llm.generate(prompts, greedy)]
+        different = [i for i, (a, b) in enumerate(zip(got, truth, strict=True)) if a != b]
+        assert not different, f"{options}: prompts {different}"
+        assert llm.block_counts().used == 0
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
+    llm = LLM("demo", device="cuda", gpu_memory_utilization=0.2)
+    prompts = _prompts(llm, 16, 600)
+    sampling = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=11, max_tokens=48)
+    together = [output.token_ids for output in llm.generate(prompts, sampling)]
+    alone = [llm.generate([prompt], sampling)[0].token_ids for prompt in prompts]
+    assert together == alone
+
+
+def test_llama_8b_shape_with_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    llm = LLM(
+        str(tmp_path),
+        load_format="dummy",
+        max_model_len=16384,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+    )
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 128000) for _ in range(n)] for n in (1, 100, 1024, 9000)]
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    outputs = llm.generate(prompts, greedy)
+    assert [len(output.token_ids) for output in outputs] == [32] * 4
+    assert all(0 <= token < 128256 for output in outputs for token in output.token_ids)
+    assert llm.block_counts().used == 0

@@ -1,0 +1,172 @@
+"""A whole cluster as a user starts it: `pagewire up` in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY = re.compile(r"Ctrl-C stops everything")
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+
+
+class LocalCluster:
+    """A running `pagewire up`.
+
+    Attributes:
+        url: of the router.
+        lines: all that the supervisor printed so far.
+    """
+
+    def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.lines: list[str] = []
+        self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
+        command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up"]
+        command += ["--port", str(self.port), "--log-dir", self.directory.name, *options]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
+        """Wait for the ready box."""
+        deadline = time.monotonic() + timeout
+        while not READY.search(self.output):
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode}: {self.output}"
+            )
+            assert time.monotonic() < deadline, f"not ready in {timeout} s: {self.output}"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        """End it as Ctrl-C does; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+        finally:
+            self._reader.join(5)
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+        self.directory.cleanup()
+        return code
+
+    def worker_pid(self, name: str) -> int:
+        """Return the process id of a worker, found by its command line among our children."""
+        pids = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            ours = f"--worker-id\0{name}\0".encode() in b"\0".join(words)
+            if ours and self.directory.name.encode() in b"\0".join([*words, environment]):
+                pids.append(int(entry.name))
+        assert len(pids) == 1, f"{name}: {pids}"
+        return pids[0]
+
+    def health(self) -> dict[str, Any]:
+        """Return the router's view of the cluster."""
+        body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        return body
+
+    def metrics(self) -> dict[str, float]:
+        """Return the router's metrics: the sample's name with its labels -> value."""
+        samples = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
+        return samples
+
+    def used_blocks(self) -> dict[str, float]:
+        """Return how many KV blocks each worker's sequences hold."""
+        found = {}
+        for name, value in self.metrics().items():
+            if name.startswith("pagewire_kv_blocks{") and 'state="used"' in name:
+                worker = re.search(r'worker="([^"]+)"', name)
+                if worker:
+                    found[worker[1]] = value
+        return found
+
+    def wait_idle(self, workers: int, timeout: float = 15.0) -> None:
+        """Wait until no worker holds a block any more."""
+        deadline = time.monotonic() + timeout
+        while True:
+            used = self.used_blocks()
+            if len(used) == workers and not any(used.values()):
+                return
+            assert time.monotonic() < deadline, f"blocks are still held: {used}\n{self.output}"
+            time.sleep(0.2)
+
+
+@contextmanager
+def local_cluster(*options: str, env: dict[str, str] | None = None) -> Iterator[LocalCluster]:
+    """Start a cluster, wait until it is ready, stop it at the end."""
+    cluster = LocalCluster(*options, env=env)
+    try:
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+async def complete_all(
+    url: str, bodies: list[dict[str, Any]], in_flight: int, timeout: float = 120.0
+) -> list[dict[str, Any]]:
+    """Post completions, several at a time; returns the response bodies in order."""
+    limit = asyncio.Semaphore(in_flight)
+
+    async with httpx.AsyncClient(timeout=timeout) as client:
+
+        async def one(body: dict[str, Any]) -> dict[str, Any]:
+            async with limit:
+                response = await client.post(f"{url}/v1/completions", json=body)
+                assert response.status_code == 200, response.text
+                answer: dict[str, Any] = response.json()
+                return answer
+
+        return list(await asyncio.gather(*(one(body) for body in bodies)))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
