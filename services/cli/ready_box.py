@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pagewire.services.cli.health import Health, Service
 
-QUESTION = "Tell me a short story about a river."
+QUESTION = "What is a lambda?"
 MAX_TOKENS = 64
 
 
