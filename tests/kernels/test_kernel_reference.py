@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 
@@ -70,6 +69,8 @@ def test_long_chunks_are_tiled_without_a_seam(reference, assert_close):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
 def test_rms_norm_is_hugging_faces(dtype, with_residual, reference):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
     x, residual = torch.randn(2, 5, 123).to(dtype)
     norm = LlamaRMSNorm(123, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
@@ -82,6 +83,8 @@ def test_rms_norm_is_hugging_faces(dtype, with_residual, reference):
 
 
 def test_rotary_embedding_is_hugging_faces(reference):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     positions = torch.tensor([0, 5, 49, 1])
     angles = torch.rand(50, 16) * 6
     q, k = torch.randn(4, 6, 32), torch.randn(4, 2, 32)
