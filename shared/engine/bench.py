@@ -15,11 +15,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.llm import LLM
 from pagewire.shared.request import SamplingParams
 
@@ -47,6 +49,7 @@ WEIGHT_BYTES = 2 * 7_504_924_672  # all but the embedding table, which a step re
 PROMPTS = (128, 1024, 4096, 8192, 16000)
 BATCHES = (1, 8, 32, 128, 256)
 MIXES = ((1024, 128, 512), (1024, 1024, 256), (256, 256, 512))
+SEGMENT = 32
 VOCAB_USED = 128_000
 
 
@@ -74,7 +77,7 @@ def copy_bandwidth() -> float:
         target.copy_(source)
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     median, _low, _high = repeat(once, 7)
     return 2 * source.numel() / median
@@ -100,28 +103,47 @@ class Bench:
     def ttft(self) -> None:
         """Time to the first token of one prompt."""
         for length in PROMPTS:
-            median, low, high = repeat(lambda n=length: self._generate(1, n, 1), self._times)  # type: ignore[misc] # a default argument has no type here
+            median, low, high = repeat(partial(self._generate, 1, length, 1), self._times)
             emit(what="ttft", prompt=length, ms=median * 1e3, low=low * 1e3, high=high * 1e3)
 
     def decode(self, bandwidth: float) -> None:
-        """Time of a decode step, from the difference of long and short answers."""
+        """Time of a decode step of sequences that have been prefilled."""
         for batch in BATCHES:
-            steps = 128
-
-            def step(batch: int = batch, steps: int = steps) -> float:
-                short = self._generate(batch, CONTEXT, 1)
-                return (self._generate(batch, CONTEXT, 1 + steps) - short) / steps
-
-            median, low, high = repeat(step, self._times)
-            moved = WEIGHT_BYTES + batch * (CONTEXT + steps / 2) * KV_BYTES_PER_TOKEN
+            seconds = self._step_times(batch, self._times)
+            median = statistics.median(seconds)
+            context = CONTEXT + (1 + self._times / 2) * SEGMENT
+            moved = WEIGHT_BYTES + batch * context * KV_BYTES_PER_TOKEN
             emit(
                 what="decode",
                 batch=batch,
                 ms=median * 1e3,
-                low=low * 1e3,
-                high=high * 1e3,
+                low=min(seconds) * 1e3,
+                high=max(seconds) * 1e3,
                 of_ceiling=moved / bandwidth / median,
             )
+
+    def _step_times(self, batch: int, segments: int) -> list[float]:
+        """Mean step time of each of some segments of steps, behind a segment of warm-up."""
+        core = self._llm.engine.core
+        out = (segments + 2) * SEGMENT
+        sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
+        for number, prompt in enumerate(self._prompts(batch, CONTEXT)):
+            core.add(new_sequence(f"bench-{number}", prompt, sampling, ()))
+        while core.scheduler.num_queued_tokens:
+            core.step()
+        times = []
+        for _ in range(segments + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(SEGMENT):
+                core.step()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) / SEGMENT)
+        for number in range(batch):
+            core.abort(f"bench-{number}")
+        while core.has_work:
+            core.step()
+        return times[1:]
 
     def throughput(self) -> None:
         """Output tokens a second when everything is there at once."""

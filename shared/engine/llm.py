@@ -56,10 +56,10 @@ class LLM:
         self.settings = load_settings(
             EngineSettings, {"model": model, "max_waiting": UNBOUNDED, **settings}
         )
-        self._engine = build_engine(self.settings)
+        self.engine = build_engine(self.settings)
         self.tokenizer: Tokenizer | None = None
-        if (self._engine.model_path / "tokenizer.json").exists():
-            self.tokenizer = Tokenizer.from_dir(self._engine.model_path)
+        if (self.engine.model_path / "tokenizer.json").exists():
+            self.tokenizer = Tokenizer.from_dir(self.engine.model_path)
         self._ids = itertools.count()
 
     def generate(
@@ -80,12 +80,12 @@ class LLM:
         token_lists = [self._tokenize(prompt) for prompt in _as_list(prompts)]
         params = self._params(sampling_params, len(token_lists))
         results: dict[str, RequestOutput] = {}
-        core = self._engine.core
+        core = self.engine.core
         try:
             for tokens, sampling in zip(token_lists, params, strict=True):
                 request_id = f"llm-{next(self._ids)}"
                 core.add(
-                    new_sequence(request_id, tokens, sampling, self._engine.config.eos_token_ids)
+                    new_sequence(request_id, tokens, sampling, self.engine.config.eos_token_ids)
                 )
                 results[request_id] = RequestOutput(tokens)
             self._run(results)
@@ -100,17 +100,17 @@ class LLM:
     def _run(self, results: dict[str, RequestOutput]) -> None:
         unfinished = set(results)
         while unfinished:
-            outputs, _worked = self._engine.core.step()
+            outputs, _worked = self.engine.core.step()
             for output in outputs:
                 if output.request_id in unfinished:
                     _take(results[output.request_id], output)
                     if output.finish_reason is not None:
                         unfinished.discard(output.request_id)
-        self._engine.core.step()  # reads what an overlapped step left in flight
+        self.engine.core.step()  # reads what an overlapped step left in flight
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            vocab_size = self._engine.config.vocab_size
+            vocab_size = self.engine.config.vocab_size
             if not all(0 <= token < vocab_size for token in prompt):
                 raise InvalidRequestError(f"token ids must be below {vocab_size}", "prompts")
             return list(prompt)
@@ -138,7 +138,7 @@ class LLM:
 
     def block_counts(self) -> BlockCounts:
         """Return how many KV blocks are free, cached and used."""
-        return self._engine.core.scheduler.pool.counts()
+        return self.engine.core.scheduler.pool.counts()
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
