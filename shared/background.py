@@ -9,6 +9,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_CANCEL_INTERVAL_S = 0.5
+
 
 def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task whose failure, which can only be a bug, is logged at once.
@@ -22,9 +24,10 @@ def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
 
 async def end_task(task: asyncio.Task[None] | None) -> None:
     """Cancel a task and wait until it has ended, however it ends; None is no task."""
-    if task is not None:
+    while task is not None and not task.done():
+        # Again and again: asyncio.wait_for in Python 3.11 may swallow a cancellation.
         task.cancel()
-        await asyncio.wait([task])
+        await asyncio.wait([task], timeout=_CANCEL_INTERVAL_S)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

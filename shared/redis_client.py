@@ -30,9 +30,11 @@ def cluster_tag(cluster_secret: str) -> str:
 async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     """Return a client whose server answers; the caller closes it with `aclose`.
 
+    Calls on it have no timeout of their own: make them through `redis_call`.
+
     Args:
         url: `redis://`, `rediss://` or `unix://`.
-        timeout: seconds for the first answer, and for each one later.
+        timeout: seconds for the first answer, and for each connection later.
 
     Raises:
         RedisSetupError: it refuses or does not answer; one line, without the password.
@@ -43,7 +45,9 @@ async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
             url,
             max_connections=_MAX_CONNECTIONS,
             timeout=timeout,
-            socket_timeout=timeout,
+            # None here: redis-py's own uses asyncio.wait_for, which in Python 3.11 may swallow the
+            # cancellation of its task. `redis_call` bounds each call instead.
+            socket_timeout=None,
             socket_connect_timeout=timeout,
             retry=Retry(NoBackoff(), 0),  # whoever calls knows better whether to wait
             protocol=2,  # the embedded stand-in speaks no other
@@ -73,7 +77,7 @@ async def redis_call(reply: Awaitable[T], timeout: float) -> T:
         async with asyncio.timeout(timeout):
             return await reply
     except (RedisError, OSError) as exc:  # asyncio's TimeoutError is an OSError
-        raise RedisUnavailableError(f"Redis: {exc or type(exc).__name__}") from exc
+        raise RedisUnavailableError(f"Redis: {str(exc) or 'no answer in time'}") from exc
 
 
 def _explain(where: str, exc: Exception, timeout: float) -> str:

@@ -1,0 +1,91 @@
+"""The Lua scripts of the prefix index. Each call is one round trip, whatever the prompt's length.
+
+A block's entry is a hash: field worker id, value "<epoch>", or "<epoch>:<expires, ms>" for a
+speculation. Several 16-byte block hashes come as one string. Numbers above 2^53 are no numbers
+in Lua, so epochs stay strings. Entries of a wrong type are garbage: read as none, overwritten.
+"""
+
+# Leading blocks that each worker has. ARGV: key prefix, hashes, now in ms, then id, epoch pairs.
+LOOKUP = """
+local prefix, hashes, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local counts, ids, epochs, slots = {}, {}, {}, {}
+for i = 4, #ARGV, 2 do
+  counts[#counts + 1] = 0
+  ids[#ids + 1], epochs[#epochs + 1], slots[#slots + 1] = ARGV[i], ARGV[i + 1], #counts
+end
+for block = 0, #hashes / 16 - 1 do
+  local key = prefix .. string.sub(hashes, block * 16 + 1, block * 16 + 16)
+  local values = redis.pcall('HMGET', key, unpack(ids))
+  if values.err then break end
+  local next_ids, next_epochs, next_slots = {}, {}, {}
+  for i = 1, #ids do
+    local value, has = values[i], false
+    if value then
+      if value == epochs[i] then
+        has = true
+      else
+        local epoch, expires = string.match(value, '^(%d+):(%d+)$')
+        has = epoch == epochs[i] and tonumber(expires) > now
+      end
+    end
+    if has then
+      counts[slots[i]] = block + 1
+      local n = #next_ids + 1
+      next_ids[n], next_epochs[n], next_slots[n] = ids[i], epochs[i], slots[i]
+    end
+  end
+  if #next_ids == 0 then break end
+  ids, epochs, slots = next_ids, next_epochs, next_slots
+end
+return counts
+"""
+
+# Add and remove a worker's entries; sweep those of workers without a sign of life from the added.
+# Returns 1 if the worker's own sign of life was there, so nothing was lost since it was set.
+# ARGV: key prefix, sign prefix, worker id, epoch, entry TTL in s, sign TTL in s, added, removed.
+PUBLISH = """
+local prefix, sign_prefix, id, epoch = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local added, removed = ARGV[7], ARGV[8]
+local known = redis.pcall('GET', sign_prefix .. id) == epoch
+redis.call('SET', sign_prefix .. id, epoch, 'EX', ARGV[6])
+local alive = {[id] = true}
+local function is_alive(other)
+  if alive[other] == nil then
+    alive[other] = redis.call('EXISTS', sign_prefix .. other) == 1
+  end
+  return alive[other]
+end
+for at = 1, #added, 16 do
+  local key = prefix .. string.sub(added, at, at + 15)
+  local done = redis.pcall('HSET', key, id, epoch)
+  if type(done) == 'table' then
+    redis.call('DEL', key)
+    redis.call('HSET', key, id, epoch)
+  end
+  redis.call('EXPIRE', key, ARGV[5])
+  if redis.call('HLEN', key) > 1 then
+    for _, other in ipairs(redis.call('HKEYS', key)) do
+      if not is_alive(other) then redis.call('HDEL', key, other) end
+    end
+  end
+end
+for at = 1, #removed, 16 do
+  redis.pcall('HDEL', prefix .. string.sub(removed, at, at + 15), id)
+end
+return known and 1 or 0
+"""
+
+# Note blocks that a worker will soon have, where it has none yet.
+# ARGV: key prefix, worker id, epoch, expires in ms, TTL in ms, hashes.
+SPECULATE = """
+local prefix, id, epoch, ttl, hashes = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[6]
+for at = 1, #hashes, 16 do
+  local key = prefix .. string.sub(hashes, at, at + 15)
+  local value = redis.pcall('HGET', key, id)
+  if type(value) ~= 'table' and value ~= epoch then
+    redis.call('HSET', key, id, epoch .. ':' .. ARGV[4])
+    if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
+  end
+end
+return 1
+"""
