@@ -1,0 +1,160 @@
+"""All answers to one request: several prompts, several choices each, as one stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import msgspec
+
+from pagewire.services.router.dispatch import Dispatcher
+from pagewire.services.router.inputs import GenerationInput
+from pagewire.services.router.stream import AnswerEnd, AnswerStream, TextAssembler, TextDelta
+from pagewire.shared.background import end_task
+from pagewire.shared.request import SamplingParams
+from pagewire.shared.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """One complete answer."""
+
+    text: str = ""
+    end: AnswerEnd = "stop"
+
+
+class AnswerSet:
+    """The answers to one request, in the order of prompts and then of choices. Must be closed.
+
+    Raises:
+        OverloadedError: from the constructor, the queue is full.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, tokenizer: Tokenizer, asked: GenerationInput
+    ) -> None:
+        self._asked = asked
+        prompts = [(p, choice) for p in asked.prompts for choice in range(asked.n)]
+        sources = dispatcher.open(
+            (prompt.token_ids, seeded(prompt.sampling, choice)) for prompt, choice in prompts
+        )
+        self._answers = [
+            AnswerStream(source, TextAssembler(tokenizer, prompt.token_ids, asked.stops))
+            for source, (prompt, _) in zip(sources, prompts, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, whatever the number of its choices."""
+        n = self._asked.n
+        return Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._asked.prompts),
+            completion_tokens=sum(answer.num_tokens for answer in self._answers),
+            cached_tokens=sum(answer.cached_tokens or 0 for answer in self._answers[::n]),
+        )
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield index and piece, in the order of arrival, until all answers have ended.
+
+        Raises:
+            PagewireError: one of them failed.
+        """
+        if len(self._answers) == 1:
+            async for delta in self._answers[0]:
+                yield 0, delta
+            return
+        merge = _Merge(self._answers)
+        try:
+            while not merge.is_done:
+                for item in await merge.take():
+                    yield item
+        finally:
+            await merge.close()
+
+    async def collect(self) -> list[Answer]:
+        """Return all answers when they are complete.
+
+        Raises:
+            PagewireError: one of them failed.
+        """
+        answers = [Answer() for _ in self._answers]
+        pieces: list[list[str]] = [[] for _ in self._answers]
+        async for index, delta in self.deltas():
+            pieces[index].append(delta.text)
+            if delta.end is not None:
+                answers[index] = Answer("".join(pieces[index]), delta.end)
+        return answers
+
+    def close(self) -> None:
+        """Stop what still runs. Idempotent."""
+        for answer in self._answers:
+            answer.close()
+
+
+class _Merge:
+    """Reads several answers at once; pieces that nobody took yet are joined by answer."""
+
+    def __init__(self, answers: list[AnswerStream]) -> None:
+        self._arrived = asyncio.Event()
+        self._waiting: dict[int, TextDelta] = {}
+        self._unended = len(answers)
+        self._failure: BaseException | None = None
+        self._tasks = [
+            asyncio.create_task(self._read(index, answer)) for index, answer in enumerate(answers)
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_done)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all answers have ended and all pieces are taken."""
+        return not self._unended and not self._waiting
+
+    async def take(self) -> list[tuple[int, TextDelta]]:
+        """Return what has arrived, waiting for something; waits as long as the answers do."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        if self._failure is not None:
+            raise self._failure
+        taken, self._waiting = self._waiting, {}
+        return sorted(taken.items())
+
+    async def close(self) -> None:
+        """Stop reading."""
+        for task in self._tasks:
+            await end_task(task)
+
+    async def _read(self, index: int, answer: AnswerStream) -> None:
+        async for delta in answer:
+            before = self._waiting.get(index)
+            text = delta.text if before is None else before.text + delta.text
+            self._waiting[index] = TextDelta(text, delta.end)
+            self._arrived.set()
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._unended -= 1
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = self._failure or failure
+        self._arrived.set()
+
+
+def seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Return the parameters of one of several choices: the first has the client's own seed."""
+    if choice == 0 or sampling.seed is None:
+        return sampling
+    raw = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=8).digest()
+    return msgspec.structs.replace(sampling, seed=int.from_bytes(raw, "big", signed=True))

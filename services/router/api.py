@@ -1,0 +1,111 @@
+"""The routes: OpenAI's, health and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from pagewire.services.router.answers import AnswerSet
+from pagewire.services.router.http_io import EventStream, read_body, unless_disconnected
+from pagewire.services.router.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.responses import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    model_card,
+)
+from pagewire.services.router.service import InputReader, RouterService
+from pagewire.services.router.stream import TextDelta
+
+router = APIRouter(redirect_slashes=False)
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the one model."""
+    service = _service(request)
+    return _json({"object": "list", "data": [model_card(service.model, service.max_model_len)]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(request: Request, model_id: str) -> Response:
+    """Describe the model."""
+    service = _service(request)
+    service.model.check_name(model_id)
+    return _json(model_card(service.model, service.max_model_len))
+
+
+@router.post("/v1/completions")
+async def complete(request: Request) -> Response:
+    """Continue one or several prompts."""
+
+    def make_format(model: str, asked: GenerationInput) -> Format:
+        echoes = [prompt.echo for prompt in asked.prompts for _ in range(asked.n)]
+        return CompletionFormat(model, echoes, asked.include_usage)
+
+    return await _generate(request, read_completion, make_format)
+
+
+@router.post("/v1/chat/completions")
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+
+    def make_format(model: str, asked: GenerationInput) -> Format:
+        return ChatFormat(model, asked.n, asked.include_usage)
+
+    return await _generate(request, read_chat, make_format)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Say who is there; 200 if a request could be answered."""
+    service = _service(request)
+    return _json(service.health(), 200 if service.can_serve else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Show the router's metrics and, relayed, the workers'."""
+    text = await _service(request).metrics_text()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _generate(
+    request: Request,
+    reader: InputReader,
+    make_format: Callable[[str, GenerationInput], Format],
+) -> Response:
+    service = _service(request)
+    service.check_open()
+    asked = await service.read_input(reader, await read_body(request))
+    answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
+    form = make_format(service.model.name, asked)
+    try:
+        if not asked.stream:
+            whole = await unless_disconnected(request, answers.collect())
+            answers.close()
+            return Response(form.whole(whole, answers.usage), media_type="application/json")
+        # The status line waits for the first token, so that a refusal has a status of its own.
+        rest = answers.deltas()
+        first = await unless_disconnected(request, _first(rest))
+    except BaseException:
+        answers.close()
+        raise
+    return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
+
+
+async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
+    return await anext(deltas)
+
+
+def _service(request: Request) -> RouterService:
+    service: RouterService = request.app.state.service
+    return service
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,76 @@
+"""One try to have a request answered by one decode worker."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from pagewire.services.router.decode_links import DecodeLink
+from pagewire.services.router.load_ledger import Entry, LoadLedger
+from pagewire.services.router.mailbox import Lost, Mailbox
+from pagewire.services.router.metrics import RequestMeter
+from pagewire.shared.errors import ChannelError
+from pagewire.shared.protocol import Cancel, Generate, Refused, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt:
+    """What a request holds while one worker works on it.
+
+    Attributes:
+        request_id: random and of this attempt alone, so that nothing late is taken for another's.
+        mailbox: where its events arrive.
+    """
+
+    def __init__(self, link: DecodeLink, meter: RequestMeter, ledger: LoadLedger) -> None:
+        self.link = link
+        self.request_id = secrets.token_hex(16)
+        self.mailbox = Mailbox()
+        self._meter, self._ledger = meter, ledger
+        self._decode_load: Entry | None = None
+        self._prefill_load: Entry | None = None
+
+    def start(self, request: Generate, blocks: int, uncached_tokens: int) -> None:
+        """Send the request.
+
+        Raises:
+            ChannelError: the worker cannot be reached.
+        """
+        self.link.post(request)
+        self.link.listen(self.request_id, self)
+        self._decode_load = self._ledger.add(self.link.worker_id, blocks)
+        if request.prefill_workers:
+            self._prefill_load = self._ledger.add(request.prefill_workers[0], uncached_tokens)
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Take what a step gave."""
+        self._meter.on_output(output)
+        self._unload(prefill_only=output.finish_reason is None)
+        self.mailbox.put_output(output)
+
+    def on_refused(self, refused: Refused) -> None:
+        """The worker did not take the request."""
+        self.mailbox.put_end(refused)
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone."""
+        self.mailbox.put_end(Lost(reason))
+
+    def end(self, cancel: bool) -> None:
+        """Stop listening, and make the worker stop if it has not."""
+        self.link.forget(self.request_id)
+        self._unload()
+        if cancel and not self.link.lost.is_set():
+            try:
+                self.link.post(Cancel(request_id=self.request_id))
+            except ChannelError as exc:
+                logger.warning("a cancel did not reach %s: %s", self.link.worker_id, exc)
+
+    def _unload(self, prefill_only: bool = False) -> None:
+        if self._prefill_load is not None:
+            self._ledger.remove(self._prefill_load)
+            self._prefill_load = None
+        if self._decode_load is not None and not prefill_only:
+            self._ledger.remove(self._decode_load)
+            self._decode_load = None

@@ -1,0 +1,263 @@
+"""Requests on their way: sent to a decode worker, moved to another if that one dies.
+
+    open --> placed --Generate--> waiting --tokens--> running --finish reason--> ended
+               ^                     |                   |
+               +------refused--------+-------lost--------+        (prompt + tokens so far)
+
+A move is invisible in the tokens: the request keeps its seed, and the tokens so far go along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from pagewire.services.router.attempt import Attempt
+from pagewire.services.router.decode_links import DecodeLinks
+from pagewire.services.router.load_ledger import LoadLedger
+from pagewire.services.router.mailbox import Lost
+from pagewire.services.router.metrics import Ending, RouterMetrics
+from pagewire.services.router.placer import Placer
+from pagewire.shared.errors import (
+    ChannelError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    RequestFailedError,
+)
+from pagewire.shared.protocol import Generate, Refused, TokenOutput
+from pagewire.shared.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_MOVES = 5
+MOVE_WAIT_S = 10.0  # for a worker to come back, if there is no other
+RETRY_S = 0.1
+
+
+class TokenStream:
+    """One sequence's tokens, whichever workers they come from.
+
+    Iterate until a finish reason, and `close` in any case.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, prompt_ids: list[int], sampling: SamplingParams
+    ) -> None:
+        if sampling.seed is None:
+            # Any worker must be able to go on with the same tokens.
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+        self._dispatcher = dispatcher
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self._output_ids: list[int] = []
+        self._meter = dispatcher.metrics.meter(len(prompt_ids), on_end=self._leave)
+        self._attempt: Attempt | None = None
+        self._refused_by: set[str] = set()
+        self._overloaded = False
+        self._moves = 0
+        self._move_deadline = 0.0
+        self._ended = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no token has come yet."""
+        return not self._meter.has_tokens
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        """Return the next tokens.
+
+        Raises:
+            InvalidRequestError: a worker finds the request impossible.
+            OverloadedError: every worker's queue is full.
+            NoWorkerError: no worker is alive.
+            RequestFailedError: it failed, or no token came in time.
+        """
+        while not self._ended:
+            if self._attempt is None:
+                await self._start()
+                continue
+            attempt = self._attempt
+            event = await self._next_event(attempt)
+            if isinstance(event, TokenOutput):
+                return self._take(event)
+            self._end_attempt()
+            if isinstance(event, Refused):
+                self._on_refused(attempt.link.worker_id, event)
+            elif (end := self._on_lost(event)) is not None:
+                return end
+        raise StopAsyncIteration
+
+    def close(self, ending: Ending = "abort") -> None:
+        """Stop, wherever it runs. Idempotent; after a finish reason there is nothing to do."""
+        if self._ended:
+            return
+        self._ended = True
+        self._end_attempt(cancel=True)
+        self._meter.end(ending)
+
+    def _leave(self) -> None:
+        self._dispatcher.forget(self)
+
+    def _end_attempt(self, cancel: bool = False) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end(cancel)
+
+    async def _next_event(self, attempt: Attempt) -> TokenOutput | Refused | Lost:
+        timeout = self._dispatcher.request_timeout_s
+        try:
+            event = await attempt.mailbox.take(timeout)
+        except TimeoutError as exc:
+            raise RequestFailedError(
+                f"no token from {attempt.link.worker_id} within {timeout:g} s"
+            ) from exc
+        if isinstance(event, TokenOutput) and event.finish_reason == "abort":
+            return Lost("the worker aborted the request")
+        return event
+
+    def _take(self, output: TokenOutput) -> TokenOutput:
+        self._output_ids += output.token_ids
+        if output.finish_reason is not None:
+            self._ended = True
+            self._end_attempt()
+        return output
+
+    def _on_refused(self, worker_id: str, refused: Refused) -> None:
+        if refused.reason == "invalid":
+            raise InvalidRequestError(refused.message, refused.param)
+        logger.info("%s is %s: %s", worker_id, refused.reason, refused.message)
+        self._refused_by.add(worker_id)
+        self._overloaded = self._overloaded or refused.reason == "overloaded"
+
+    def _on_lost(self, lost: Lost) -> TokenOutput | None:
+        """Prepare a move, unless the answer is complete as it is."""
+        self._moves += 1
+        self._move_deadline = time.monotonic() + MOVE_WAIT_S
+        logger.warning(
+            "a request lost its decode worker after %d tokens: %s",
+            len(self._output_ids),
+            lost.reason,
+        )
+        if len(self._output_ids) >= self._sampling.max_tokens:
+            self.close("length")
+            return TokenOutput(request_id="-", finish_reason="length")
+        if self._moves > MAX_MOVES:
+            raise RequestFailedError(f"the request lost its worker {self._moves} times")
+        self._dispatcher.metrics.moves.inc()
+        return None
+
+    async def _start(self) -> None:
+        """Send the request to a worker; one that is being moved waits for a worker to come."""
+        while True:
+            try:
+                attempt = await self._try_workers()
+            except (NoWorkerError, OverloadedError):
+                if time.monotonic() >= self._move_deadline:
+                    raise
+            else:
+                self._attempt = attempt
+                if self._ended:  # closed while it was being placed
+                    self._end_attempt(cancel=True)
+                return
+            self._refused_by.clear()
+            self._overloaded = False
+            await asyncio.sleep(RETRY_S)
+
+    async def _try_workers(self) -> Attempt:
+        try:
+            placement, prompt = await self._dispatcher.placer.place(
+                self._prompt_ids + self._output_ids, self._refused_by
+            )
+        except NoWorkerError as exc:
+            if self._overloaded:
+                raise OverloadedError("the queues of all decode workers are full") from exc
+            raise
+        prefills = list(placement.prefill_workers)
+        for worker_id in placement.decode_workers:
+            link = self._dispatcher.links.get(worker_id)
+            if link is None:
+                continue
+            attempt = Attempt(link, self._meter, self._dispatcher.ledger)
+            uncached = prompt.uncached_tokens(prefills[0]) if prefills else 0
+            try:
+                attempt.start(
+                    Generate(
+                        request_id=attempt.request_id,
+                        prompt_token_ids=self._prompt_ids,
+                        sampling=self._sampling,
+                        output_token_ids=self._output_ids,
+                        prefill_workers=prefills,
+                    ),
+                    prompt.missing_blocks(worker_id),
+                    uncached,
+                )
+            except ChannelError as exc:
+                logger.info("%s cannot be reached: %s", worker_id, exc)
+                continue
+            return attempt
+        raise NoWorkerError("no decode worker can be reached")
+
+
+class Dispatcher:
+    """All requests of this router.
+
+    Args:
+        max_queue: sequences in the system at once.
+        request_timeout_s: without any token, after which a request fails.
+    """
+
+    def __init__(
+        self,
+        placer: Placer,
+        links: DecodeLinks,
+        ledger: LoadLedger,
+        metrics: RouterMetrics,
+        max_queue: int,
+        request_timeout_s: float,
+    ) -> None:
+        self.placer, self.links, self.ledger, self.metrics = placer, links, ledger, metrics
+        self.max_queue, self.request_timeout_s = max_queue, request_timeout_s
+        self._streams: set[TokenStream] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a token so far."""
+        return sum(stream.is_waiting for stream in self._streams)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences whose tokens come."""
+        return len(self._streams) - self.num_waiting
+
+    def check_room(self, count: int = 1) -> None:
+        """Check that so many sequences more may enter.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        if len(self._streams) + count > self.max_queue:
+            raise OverloadedError(f"{len(self._streams)} requests are in the system")
+
+    def open(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> list[TokenStream]:
+        """Let sequences enter, all or none. The caller closes each.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        requests = list(requests)
+        self.check_room(len(requests))
+        streams = [TokenStream(self, ids, sampling) for ids, sampling in requests]
+        self._streams.update(streams)
+        return streams
+
+    def forget(self, stream: TokenStream) -> None:
+        """Note that a sequence holds nothing any more."""
+        self._streams.discard(stream)

@@ -1,0 +1,60 @@
+"""The router's view of its cluster, for `/health`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pagewire.shared.registry import LinkInfo, WorkerCard
+
+
+def describe_services(
+    cards: Sequence[WorkerCard], reachable: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return an object for each worker, prefill workers first.
+
+    Args:
+        cards: of all workers that are alive.
+        reachable: ids of the decode workers that this router is connected to.
+    """
+    links = _links_by_decode_worker(cards)
+    services = []
+    for card in sorted(cards, key=lambda c: (c.role != "prefill", c.worker_id)):
+        state: str = card.state
+        if card.role == "decode" and card.worker_id not in reachable:
+            state = "unreachable"
+        services.append(
+            {
+                "id": card.worker_id,
+                "role": card.role,
+                "epoch": card.epoch,
+                "state": state,
+                "kv_transports": card.kv_transports,
+                "links": links.get(card.worker_id, []),
+            }
+        )
+    return services
+
+
+def _links_by_decode_worker(cards: Sequence[WorkerCard]) -> dict[str, list[dict[str, Any]]]:
+    """Return the KV ways that end at each decode worker, whichever side has measured them."""
+    roles = {card.worker_id: card.role for card in cards}
+    found: dict[tuple[str, str], LinkInfo] = {}
+    for card in cards:
+        for link in card.links:
+            if roles.get(link.peer, card.role) != card.role:  # both ends are alive
+                decode, prefill = card.worker_id, link.peer
+                if card.role == "prefill":
+                    decode, prefill = prefill, decode
+                found[decode, prefill] = link
+    by_decode: dict[str, list[dict[str, Any]]] = {}
+    for (decode, prefill), link in sorted(found.items(), key=lambda item: item[0]):
+        by_decode.setdefault(decode, []).append(
+            {
+                "peer": prefill,
+                "transport": link.transport,
+                "lane": link.lane,
+                "gb_per_s": link.gbps or None,
+            }
+        )
+    return by_decode

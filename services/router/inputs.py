@@ -1,0 +1,224 @@
+"""From a request's body to what a worker is sent: token ids and sampling parameters, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import msgspec
+
+from pagewire.services.router.errors import ContextLengthError
+from pagewire.services.router.schemas import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+    parse_body,
+)
+from pagewire.services.router.served_model import ServedModel
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.request import SamplingParams
+
+MAX_PROMPTS = 64
+DEFAULT_COMPLETION_TOKENS = 16
+# A longer text cannot fit, whatever its tokens: refused before it costs time to tokenize.
+MAX_CHARS_PER_TOKEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """One prompt.
+
+    Attributes:
+        sampling: its seed is None where the client gave none.
+        echo: text to repeat in front of the answer.
+    """
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """One checked request.
+
+    Attributes:
+        prompts: at least one; each is answered `n` times.
+        stops: strings that end an answer and are not part of it.
+    """
+
+    prompts: tuple[PromptInput, ...]
+    n: int
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+    @property
+    def num_answers(self) -> int:
+        """How many sequences it takes to answer."""
+        return len(self.prompts) * self.n
+
+
+def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check and tokenize the body of a completion request.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body = parse_body(CompletionBody, raw)
+    model.check_name(body.model)
+    prompts = []
+    for prompt in _split_prompts(body.prompt):
+        ids = _prompt_ids(prompt, model, max_model_len)
+        room = _room(ids, max_model_len, body.max_tokens, "prompt")
+        max_tokens = body.max_tokens or min(room, DEFAULT_COMPLETION_TOKENS)
+        echo = _echo_text(prompt, model) if body.echo else ""
+        prompts.append(PromptInput(ids, _sampling(body, max_tokens, model), echo))
+    return _input(body, prompts)
+
+
+def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check, render and tokenize the body of a chat request.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body = parse_body(ChatBody, raw)
+    model.check_name(body.model)
+    messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
+    num_chars = sum(len(message["content"]) for message in messages)
+    _check_chars(num_chars, max_model_len, "messages")
+    ids = model.tokenizer.encode_chat(messages)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    room = _room(ids, max_model_len, asked, "messages")
+    return _input(body, [PromptInput(ids, _sampling(body, asked or room, model))])
+
+
+def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
+    options = body.stream_options
+    return GenerationInput(
+        prompts=tuple(prompts),
+        n=body.n or 1,
+        stops=tuple(body.stop or ()),
+        stream=bool(body.stream),
+        include_usage=bool(options is not None and options.include_usage),
+    )
+
+
+def _sampling(body: GenerationBody, max_tokens: int, model: ServedModel) -> SamplingParams:
+    stop_token_ids = body.stop_token_ids or []
+    if any(token_id >= model.vocab_size for token_id in stop_token_ids):
+        raise InvalidRequestError(
+            f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
+        )
+    params = SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=0 if body.top_k is None or body.top_k == -1 else body.top_k,  # both: keep all
+        seed=body.seed,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        ignore_eos=bool(body.ignore_eos),
+    )
+    params.validate()
+    return params
+
+
+def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:
+    """Return how many tokens fit behind the prompt; check that those asked for do."""
+    if not ids:
+        raise InvalidRequestError(f"{param} must not be empty", param)
+    if asked is not None and asked < 1:
+        raise InvalidRequestError(f"max_tokens must be at least 1, not {asked}", "max_tokens")
+    room = max_model_len - len(ids)
+    if room < (asked or 1):
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {len(ids) + (asked or 1)} tokens ({len(ids)} in the {param}, "
+            f"{asked or 1} in the completion). Please reduce the length of either.",
+            param,
+        )
+    return room
+
+
+def _split_prompts(prompt: object) -> list[str] | list[list[int]]:
+    """Return the prompts of a completion request, one or several, text or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _are_ints(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt: at most {MAX_PROMPTS} prompts in one request, not {len(prompt)}", "prompt"
+            )
+        if _are_texts(prompt) or _are_id_lists(prompt):
+            return prompt
+    raise InvalidRequestError(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of lists of "
+        "token ids, none of them empty",
+        "prompt",
+    )
+
+
+def _are_ints(value: list[Any]) -> TypeGuard[list[int]]:
+    return all(type(item) is int for item in value)  # bool is no token id
+
+
+def _are_texts(value: list[Any]) -> TypeGuard[list[str]]:
+    return all(type(item) is str for item in value)
+
+
+def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
+    return all(isinstance(item, list) and item and _are_ints(item) for item in value)
+
+
+def _prompt_ids(prompt: str | list[int], model: ServedModel, max_model_len: int) -> list[int]:
+    if isinstance(prompt, str):
+        _check_chars(len(prompt), max_model_len, "prompt")
+        return model.tokenizer.encode(prompt)
+    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        raise InvalidRequestError(
+            f"prompt: token ids must lie between 0 and {model.vocab_size - 1}", "prompt"
+        )
+    return prompt
+
+
+def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+
+
+def _check_chars(num_chars: int, max_model_len: int, param: str) -> None:
+    if num_chars > max_model_len * MAX_CHARS_PER_TOKEN:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. {num_chars} "
+            f"characters in the {param} cannot fit.",
+            param,
+        )
+
+
+class _TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
+    """Return a message as chat templates take it."""
+    field = f"messages[{index}].content"
+    content = message.content
+    if isinstance(content, list):
+        try:
+            parts = msgspec.convert(content, list[_TextPart])
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(
+                f'{field}: only parts of type "text" are supported: {exc}', field
+            ) from exc
+        content = "".join(part.text for part in parts)
+    if not isinstance(content, str) or not content:
+        raise InvalidRequestError(f"{field} must be text that is not empty", field)
+    # The templates of most models know no "developer": it is OpenAI's newer name for "system".
+    role = "system" if message.role == "developer" else message.role
+    entry = {"role": role, "content": content}
+    if message.name is not None:
+        entry["name"] = message.name
+    return entry

@@ -1,0 +1,109 @@
+"""The router's process: its socket, its event loop, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import prometheus_client
+import uvicorn
+import uvloop
+
+from pagewire.services.router.app import create_app
+from pagewire.services.router.service import RouterService
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+def run(settings: RouterSettings) -> int:
+    """Serve until SIGTERM or SIGINT, let streams finish, and return the exit code.
+
+    Raises:
+        ConfigError: the port is in use, the model cannot be read, Redis refuses.
+    """
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    # Each request is in the metrics; the server's own lines would only repeat them.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: RouterSettings) -> int:
+    with _bind(settings.host, settings.port) as listener:
+        service = await RouterService.connect(settings)
+        config = uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
+        )
+        server = _Server(config, service)
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, server.stop)
+        host, port = listener.getsockname()[:2]
+        logger.info("the router listens on %s port %d", host, port)
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            for name in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(name)
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_serve`: uvicorn would raise them anew once it has shut down."""
+
+    def __init__(self, config: uvicorn.Config, service: RouterService) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Stop accepting and let requests finish; a second call does not wait for them."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._service.is_draining = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket, not listening yet: nobody connects before there is an answer.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as exc:
+        raise ConfigError(
+            f"the router cannot listen on {host} port {port}: {exc.strerror}; choose another "
+            "--port or --host, or stop what uses it"
+        ) from exc
+    return listener

@@ -1,0 +1,114 @@
+"""What placement decides on: the workers that can be used now, their caches and their loads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from pagewire.services.router.decode_links import DecodeLinks
+from pagewire.services.router.load_ledger import LoadLedger
+from pagewire.services.router.policy import Candidate, Placement, Policy, Prompt
+from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
+from pagewire.shared.prefix_index import PrefixIndex
+from pagewire.shared.protocol import BlockLayout
+from pagewire.shared.registry import WorkerCard, WorkerDirectory
+
+logger = logging.getLogger(__name__)
+
+_NO_HITS: Mapping[str, int] = {}
+_MAX_HASHERS = 16
+
+
+class Placer:
+    """Chooses the workers of a request.
+
+    Args:
+        cluster_secret: block hashes are keyed by it.
+    """
+
+    def __init__(
+        self,
+        cluster_secret: str,
+        directory: WorkerDirectory,
+        links: DecodeLinks,
+        index: PrefixIndex,
+        policy: Policy,
+        ledger: LoadLedger,
+    ) -> None:
+        self._cluster_secret = cluster_secret
+        self._directory, self._links, self._index = directory, links, index
+        self._policy, self._ledger = policy, ledger
+        self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
+
+    def decode_cards(self) -> list[WorkerCard]:
+        """Return the cards of the decode workers that take requests and can be reached."""
+        cards = (self._directory.get(link.worker_id) for link in self._links)
+        return [card for card in cards if card is not None and card.state == "ready"]
+
+    def max_model_len(self, model_len: int) -> int:
+        """Return the longest sequence that every decode worker takes."""
+        return min([model_len, *(card.max_model_len for card in self.decode_cards())])
+
+    async def place(
+        self, token_ids: Sequence[int], excluded: AbstractSet[str]
+    ) -> tuple[Placement, Prompt]:
+        """Choose workers for a sequence whose tokens so far are to be computed.
+
+        Args:
+            token_ids: at least one.
+            excluded: decode workers that are not to be used.
+
+        Raises:
+            NoWorkerError: no decode worker is left.
+        """
+        decodes = [card for card in self.decode_cards() if card.worker_id not in excluded]
+        if not decodes:
+            raise NoWorkerError("no decode worker is alive that takes requests")
+        layout = decodes[0].layout
+        prefills = [
+            card
+            for card in self._directory.workers("prefill")
+            if card.state == "ready" and card.layout == layout
+        ]
+        hashes, hits = await self._hits(token_ids, layout, [*decodes, *prefills])
+        prompt = Prompt(len(token_ids), layout.block_size, hits)
+        placement = self._policy.place(
+            prompt,
+            [Candidate(c.worker_id, self._load(c, c.load.used_blocks)) for c in decodes],
+            [Candidate(c.worker_id, self._load(c, c.load.queued_prefill_tokens)) for c in prefills],
+        )
+        self._speculate(placement, hashes)
+        return placement, prompt
+
+    def _load(self, card: WorkerCard, on_card: int) -> int:
+        return on_card + self._ledger.pending(card.worker_id, self._directory.redis_ok)
+
+    async def _hits(
+        self, token_ids: Sequence[int], layout: BlockLayout, workers: Sequence[WorkerCard]
+    ) -> tuple[Sequence[BlockHash], Mapping[str, int]]:
+        """Ask the index, unless there is nothing to choose or nothing to find."""
+        if not self._policy.uses_hits or len(workers) < 2:
+            return [], _NO_HITS
+        hashes = self._hasher(layout).hash_prompt(token_ids)
+        if not hashes:
+            return [], _NO_HITS
+        return hashes, await self._index.lookup(hashes, {c.worker_id: c.epoch for c in workers})
+
+    def _speculate(self, placement: Placement, hashes: Sequence[BlockHash]) -> None:
+        """A burst of equal prefixes goes where the first of them is being computed."""
+        chosen = (*placement.prefill_workers[:1], placement.decode_workers[0])
+        for worker_id in chosen if hashes else ():
+            card = self._directory.get(worker_id)
+            if card is not None:
+                self._index.speculate(hashes, worker_id, card.epoch)
+
+    def _hasher(self, layout: BlockLayout) -> BlockHasher:
+        key = (layout.fingerprint, layout.dtype, layout.block_size)
+        hasher = self._hashers.get(key)
+        if hasher is None:
+            if len(self._hashers) >= _MAX_HASHERS:
+                self._hashers.clear()
+            hasher = self._hashers[key] = BlockHasher(self._cluster_secret, *key)
+        return hasher

@@ -1,0 +1,135 @@
+"""The bodies of OpenAI's completion and chat requests, with types as strict as OpenAI's."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pagewire.services.router.unsupported import refuse_unsupported
+from pagewire.shared.errors import InvalidRequestError
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_MESSAGES = 4096
+
+BodyT = TypeVar("BodyT", bound="GenerationBody")
+
+_SELF_EVIDENT = ("too_short", "too_long", "string_too_short", "string_too_long")
+_STRICT = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
+]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides the answer."""
+
+    model_config = _STRICT
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What completion and chat requests have in common; null means the default."""
+
+    model_config = _STRICT
+
+    model: str
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(GenerationBody):
+    """Body of `POST /v1/completions`.
+
+    Attributes:
+        prompt: text, several texts, token ids, or several lists of token ids.
+    """
+
+    prompt: Any
+    echo: bool | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation.
+
+    Attributes:
+        content: text, or a list of parts of type "text".
+    """
+
+    model_config = _STRICT
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any = None
+    name: str | None = None
+    tool_calls: None = None
+    function_call: None = None
+
+
+class ChatBody(GenerationBody):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    max_completion_tokens: int | None = None
+
+
+def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
+    """Return the checked body of a request.
+
+    Raises:
+        InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
+            is not supported; names the field.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    refuse_unsupported(fields, chat=kind is ChatBody)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as exc:
+        raise _invalid(exc) from exc
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError(
+            "stream_options is only allowed when stream is true", "stream_options"
+        )
+    return body
+
+
+def _invalid(error: ValidationError) -> InvalidRequestError:
+    """Say what is wrong with the first wrong field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+    ).lstrip(".")
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{path} is required", path)
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    if first["type"] not in _SELF_EVIDENT:
+        reason += f", not {reprlib.repr(first['input'])}"
+    return InvalidRequestError(f"{path}: {reason}", path)

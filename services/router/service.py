@@ -1,0 +1,170 @@
+"""Everything behind the router's HTTP endpoint: the model's tokenizer, Redis, the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+from redis.asyncio import Redis
+
+from pagewire.services.router.decode_links import DecodeLinks
+from pagewire.services.router.dispatch import Dispatcher
+from pagewire.services.router.health import describe_services
+from pagewire.services.router.inputs import GenerationInput
+from pagewire.services.router.load_ledger import LoadLedger
+from pagewire.services.router.metrics import RouterMetrics
+from pagewire.services.router.placer import Placer
+from pagewire.services.router.policy import Policy, PrefixPolicy, RoundRobinPolicy
+from pagewire.services.router.served_model import ServedModel
+from pagewire.services.router.worker_metrics import ClusterCollector, WorkerScraper, render
+from pagewire.shared.channel import ClusterKeys
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.prefix_index import PrefixIndex
+from pagewire.shared.redis_client import cluster_tag, connect_redis
+from pagewire.shared.registry import Registry, WorkerDirectory
+
+INLINE_BODY_BYTES = 8 << 10  # a larger body is read in a thread, beside the streams
+INPUT_THREADS = 2
+
+InputReader = Callable[[bytes, ServedModel, int], GenerationInput]
+
+
+class RouterService:
+    """One router. Make it with `connect`; use it as an async context manager, once.
+
+    Attributes:
+        is_draining: shutting down: nothing new is taken.
+    """
+
+    def __init__(self, settings: RouterSettings, model: ServedModel, redis: Redis) -> None:
+        self.settings, self.model = settings, model
+        self.is_draining = False
+        self._redis = redis
+        secret = settings.cluster_secret.get_secret_value()
+        tag = cluster_tag(secret)
+        self._links = DecodeLinks(
+            ClusterKeys.derive(secret),
+            f"router-{secrets.token_hex(4)}",
+            settings.heartbeat_s,
+            settings.lease_s,
+        )
+        self.directory = WorkerDirectory(
+            Registry(redis, tag, settings.lease_s),
+            settings.heartbeat_s / 2,
+            grace_s=math.inf,  # the control channel tells who is alive where Redis cannot
+            on_join=self._links.join,
+            on_leave=self._links.leave,
+        )
+        self._index = PrefixIndex(redis, tag)
+        # A worker's card is renewed each heartbeat and read each half.
+        ledger = LoadLedger(settle_s=2 * settings.heartbeat_s)
+        self.placer = Placer(
+            secret, self.directory, self._links, self._index, _policy(settings), ledger
+        )
+        self.metrics = RouterMetrics(model.name)
+        self.dispatcher = Dispatcher(
+            self.placer,
+            self._links,
+            ledger,
+            self.metrics,
+            settings.max_queue,
+            settings.request_timeout_s,
+        )
+        registry = self.metrics.registry
+        registry.register(ClusterCollector(model.name, self.dispatcher, self.directory))
+        self._http = httpx.AsyncClient(trust_env=False)
+        self._scraper = WorkerScraper(self._http, registry)
+        self._threads = ThreadPoolExecutor(INPUT_THREADS, thread_name_prefix="input")
+        self._stack = AsyncExitStack()
+
+    @classmethod
+    async def connect(cls, settings: RouterSettings) -> RouterService:
+        """Read the model's tokenizer and reach Redis.
+
+        Raises:
+            ModelLoadError: the model cannot be found or read.
+            RedisSetupError: Redis refuses or does not answer.
+        """
+        model = await asyncio.to_thread(ServedModel.load, settings)
+        return cls(settings, model, await connect_redis(settings.redis_url))
+
+    async def __aenter__(self) -> RouterService:
+        """Begin to look for workers. There may be none."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._redis.aclose)
+            stack.push_async_callback(self._http.aclose)
+            stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
+            stack.push_async_callback(self._index.close)
+            stack.push_async_callback(self._links.close)
+            stack.push_async_callback(self.directory.close)
+            await self.directory.start()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """End all connections."""
+        await self._stack.aclose()
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and answer together, in tokens."""
+        return self.placer.max_model_len(self.model.max_model_len)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request would find a decode worker."""
+        return not self.is_draining and bool(self.placer.decode_cards())
+
+    def check_open(self) -> None:
+        """Check, before a request costs anything, that there is room for one.
+
+        Raises:
+            NoWorkerError: the router shuts down.
+            OverloadedError: the queue is full.
+        """
+        if self.is_draining:
+            raise NoWorkerError("the router shuts down")
+        self.dispatcher.check_room()
+
+    async def read_input(self, reader: InputReader, raw: bytes) -> GenerationInput:
+        """Check and tokenize a body, in a thread if that takes long.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field.
+        """
+        if len(raw) <= INLINE_BODY_BYTES:
+            return reader(raw, self.model, self.max_model_len)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, reader, raw, self.model, self.max_model_len
+        )
+
+    def health(self) -> dict[str, Any]:
+        """Return the body of `/health`."""
+        reachable = {link.worker_id for link in self._links}
+        status = "ok" if self.can_serve else "no decode worker"
+        return {
+            "status": "draining" if self.is_draining else status,
+            "model": self.model.name,
+            "redis": "up" if self.directory.redis_ok else "down",
+            "services": describe_services(self.directory.workers(), reachable),
+        }
+
+    async def metrics_text(self) -> bytes:
+        """Return the body of `/metrics`."""
+        relayed = await self._scraper.scrape(self.directory.workers())
+        return render(self.metrics.registry, relayed)
+
+
+def _policy(settings: RouterSettings) -> Policy:
+    if settings.policy == "round_robin":
+        return RoundRobinPolicy()
+    return PrefixPolicy(random.Random())

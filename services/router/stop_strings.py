@@ -1,0 +1,48 @@
+"""Finding stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Lets text through up to the first stop string.
+
+    The first is the one that is complete first, and of several that end at once the longest. So
+    the result does not depend on how the text is cut into pieces.
+
+    Attributes:
+        matched: whether a stop string was found; then nothing more comes through.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.matched = False
+        self._stops = tuple(stops)
+        self._held = ""  # the longest end of the text that may begin a stop string
+
+    def push(self, text: str) -> str:
+        """Add text; return what of it, and of the text held back, is certain."""
+        if not self._stops or self.matched:
+            return "" if self.matched else text
+        text = self._held + text
+        found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            self.matched = True
+            self._held = ""
+            return text[: min(found)[1]]
+        hold = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """End the text; return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest proper beginning of `stop` that `text` ends with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
