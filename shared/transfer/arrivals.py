@@ -1,0 +1,138 @@
+"""The receiving half of a session: offers in line, slots granted, payloads coming in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.shared.errors import TransferError
+from pagewire.shared.transfer.base import ReceivedPiece
+from pagewire.shared.transfer.peer import Landing, Peer
+from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.transfer.wire import Grant, SessionMessage
+
+logger = logging.getLogger(__name__)
+
+_GRANT_SLACK_S = 0.5  # a granted slot is held this long after the sender's patience has ended
+
+
+@dataclass(slots=True)
+class SessionStats:
+    """What went wrong so far.
+
+    Attributes:
+        malformed: messages that made no sense, and headers that were refused.
+        strays: messages and payloads that nobody was waiting for.
+        expired: granted slots whose payload never came.
+        broken: connections that were broken off.
+    """
+
+    malformed: int = 0
+    strays: int = 0
+    expired: int = 0
+    broken: int = 0
+
+    def note_malformed(self, what: str) -> None:
+        """Count something that makes no sense; only the first is worth everybody's attention."""
+        self.malformed += 1
+        level = logging.WARNING if self.malformed == 1 else logging.DEBUG
+        logger.log(level, "malformed KV transfer message: %s", what)
+
+
+class Arrivals:
+    """Takes slots for offered pieces and queues what has landed in them.
+
+    Args:
+        staging: where the slots come from.
+        stats: counts what goes wrong.
+        post: sends a session message to a peer without waiting.
+    """
+
+    def __init__(
+        self,
+        staging: StagingPool,
+        stats: SessionStats,
+        post: Callable[[Peer, SessionMessage], None],
+    ) -> None:
+        self._staging = staging
+        self._stats = stats
+        self._post = post
+        # Every piece in it holds a slot, so it is never full when one has landed.
+        self._landed: asyncio.Queue[ReceivedPiece] = asyncio.Queue(staging.num_slots)
+
+    async def next(self) -> ReceivedPiece:
+        """Return the next landed piece; waits without bound."""
+        return await self._landed.get()
+
+    async def grant_offers(self, peer: Peer) -> None:
+        """Answer a peer's offers one after the other, as slots come free; never returns.
+
+        One waiter in the pool per peer, and a pool that serves first come first: so all peers
+        get their turn.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            await peer.offered.wait()
+            slot = await self._staging.acquire()
+            offer = peer.next_offer(loop.time())
+            if offer is None:  # withdrawn while we waited
+                slot.release()
+                continue
+            seq, offered = offer
+            expiry = loop.call_at(offered.deadline + _GRANT_SLACK_S, self._expire, peer, seq)
+            peer.landings[seq] = Landing(offered.header, slot, expiry)
+            self._post(peer, Grant(peer.out, seq))
+
+    def claim(self, peer: Peer, seq: int, nbytes: int) -> Landing | None:
+        """Return the landing of a payload that has come; None if nobody awaits this payload."""
+        landing = peer.landings.get(seq)
+        if landing is None:
+            self._stats.strays += 1
+            return None
+        if nbytes != landing.header.nbytes:
+            peer.give_up_landing(seq)
+            self._stats.note_malformed(
+                f"a payload of {nbytes} bytes from {peer.peer_id!r}, {landing.header.nbytes} in "
+                "its header"
+            )
+            return None
+        del peer.landings[seq]
+        landing.expiry.cancel()
+        return landing
+
+    def land(self, peer: Peer, landing: Landing, moving: Coroutine[Any, Any, None]) -> None:
+        """Let a claimed payload come in; `moving` ends when no byte is written any more."""
+        task = asyncio.create_task(self._finish(peer, landing, moving))
+        peer.arriving[task] = landing
+        task.add_done_callback(lambda done: peer.arriving.pop(done, None))
+
+    def drop(self, peer: Peer) -> None:
+        """Release the slots of landed pieces of a peer that nobody has taken yet."""
+        pieces = [self._landed.get_nowait() for _ in range(self._landed.qsize())]
+        for piece in pieces:
+            if piece.peer_id == peer.peer_id:
+                piece.slot.release()
+            else:
+                self._landed.put_nowait(piece)
+
+    def _expire(self, peer: Peer, seq: int) -> None:
+        if peer.give_up_landing(seq):
+            self._stats.expired += 1
+
+    async def _finish(
+        self, peer: Peer, landing: Landing, moving: Coroutine[Any, Any, None]
+    ) -> None:
+        landed = False
+        try:
+            await moving
+            landed = not landing.void
+        except TransferError as exc:
+            logger.warning("a piece from %r was lost on its way: %s", peer.peer_id, exc)
+        finally:
+            if not landed:
+                landing.slot.release()
+        if landed:
+            self._landed.put_nowait(ReceivedPiece(peer.peer_id, landing.header, landing.slot))

@@ -1,0 +1,251 @@
+"""One UCX worker, progressed by the running event loop.
+
+ucxx's own asyncio layer spins: whoever awaits a transfer there asks for its state in every turn of
+the loop, and its progress task does not re-arm the worker. A service that waits for pieces would
+burn a core, so this uses ucxx's plain classes: the worker's file descriptor wakes the loop, and
+arming it again tells whether there is more to do.
+
+Nothing is received ahead of its sender: messages wait in UCX until they are probed, which tells
+their tag and size. So UCX never holds memory of ours into which nothing moves.
+
+Error handling is on for all endpoints, since without it
+ - a sender that dies while its memory is read (cma) aborts the reading process,
+ - a transfer that waits for a dead peer can never be ended: UCX cancels no send and no receive
+   that has begun, but closing an endpoint by force does, if its errors are handled.
+For host memory it makes UCX leave out shared memory unless `UCX_MM_ERROR_HANDLING=y`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagewire.shared.errors import TransferError
+
+logger = logging.getLogger(__name__)
+
+# UCX may miss to wake us (a known bug), so it is looked after this often whatever happens.
+_TICK_S = 0.5
+_PROBES_PER_TURN = 64
+_CLOSE_TURNS = 1000
+_ANY = 0  # as a tag mask
+
+
+def prepare_environment(*, cuda: bool) -> None:
+    """Set what UCX reads from the environment, where the user has not; before ucxx is imported."""
+    settings = {
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "UCX_MM_ERROR_HANDLING": "y",
+        # ucxx would stage all rendezvous fragments in GPU memory.
+        "UCX_RNDV_FRAG_MEM_TYPE": "cuda" if cuda else "host",
+    }
+    if cuda:
+        settings["UCX_TLS"] = "cuda_ipc,cuda_copy,sm,tcp,self"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """A send or receive that UCX works on.
+
+    Attributes:
+        buffer: kept alive until UCX has done with it.
+        done: called once, with what went wrong if something did.
+    """
+
+    request: Any
+    buffer: Any
+    owner: object
+    done: Callable[[TransferError | None], None]
+
+
+class UcxPort:
+    """Sends and receives by tag.
+
+    Args:
+        on_arrival: called with tag and size of a message that has come. It must take it at once,
+            by `receive` or `discard`.
+        cuda: whether buffers may lie on a GPU.
+    """
+
+    def __init__(self, on_arrival: Callable[[int, int], None], *, cuda: bool) -> None:
+        prepare_environment(cuda=cuda)
+        from ucxx import exceptions, libucxx, types
+        from ucxx._lib.arr import Array
+
+        self._ucx, self._tag, self._array = libucxx, types.Tag, Array
+        self._error: type[Exception] = exceptions.UCXError
+        self._any_mask = types.TagMask(_ANY)
+        self._on_arrival = on_arrival
+        self._transfers: set[_Transfer] = set()
+        self._scratch = bytearray(1)
+        self._loop = asyncio.get_running_loop()
+        try:
+            features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
+            self._worker = libucxx.UCXWorker(libucxx.UCXContext({}, features))
+            self._worker.init_blocking_progress_mode()
+        except self._error as exc:
+            raise TransferError(f"UCX does not start: {exc}") from exc
+        self._fd = int(self._worker.epoll_file_descriptor)
+        self._loop.add_reader(self._fd, self._progress)
+        self._turn: asyncio.Handle | None = None
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+        self._wake()
+
+    @property
+    def address(self) -> bytes:
+        """What other workers make endpoints from."""
+        return bytes(self._worker.address)
+
+    def open_endpoint(self, address: bytes, on_error: Callable[[], None]) -> Any:
+        """Return an endpoint to another worker.
+
+        Args:
+            address: the other's `address`.
+            on_error: called in a later turn of the loop if UCX finds the peer dead.
+
+        Raises:
+            TransferError: UCX knows no way there.
+        """
+        try:
+            remote = self._ucx.UCXAddress.create_from_buffer(address)
+            endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+        except self._error as exc:
+            raise TransferError(f"UCX knows no way to the peer: {exc}") from exc
+        endpoint.set_close_callback(lambda: self._loop.call_soon(on_error))
+        self._wake()
+        return endpoint
+
+    def close_endpoint(self, endpoint: Any, owner: object) -> None:
+        """Close an endpoint by force: the owner's transfers have ended when this returns."""
+        endpoint.remove_close_callback()
+        try:
+            endpoint.close_blocking(10**9)
+        except self._error as exc:
+            logger.warning("closing a UCX endpoint failed: %s", exc)
+        for _ in range(_CLOSE_TURNS):
+            self._worker.progress()
+            self._settle()
+            if not any(t.owner is owner for t in self._transfers):
+                break
+        else:  # not seen so far; the transfer's buffer stays alive, and its slot held
+            logger.error("UCX did not end a transfer when its endpoint was closed")
+        self._wake()
+
+    def send(
+        self,
+        endpoint: Any,
+        owner: object,
+        buffer: Any,
+        tag: int,
+        done: Callable[[TransferError | None], None],
+    ) -> None:
+        """Begin to send; `done` is called later, or at once."""
+        buffer = _exportable(buffer)
+        try:
+            request = endpoint.tag_send(self._array(buffer), self._tag(tag))
+        except self._error as exc:
+            done(_mapped(exc))
+            return
+        self._follow(_Transfer(request, buffer, owner, done))
+
+    def receive(
+        self,
+        owner: object,
+        buffer: Any,
+        tag: int,
+        done: Callable[[TransferError | None], None],
+    ) -> None:
+        """Begin to receive a message that has come; `done` is called later, or at once."""
+        buffer = _exportable(buffer)
+        try:
+            request = self._worker.tag_recv(self._array(buffer), self._tag(tag))
+        except self._error as exc:
+            done(_mapped(exc))
+            return
+        self._follow(_Transfer(request, buffer, owner, done))
+
+    def discard(self, tag: int) -> None:
+        """Throw away a message that has come."""
+        self.receive(None, self._scratch, tag, lambda error: None)
+
+    def close(self) -> None:
+        """Free the worker; all endpoints have been closed."""
+        self._tick.cancel()
+        if self._turn is not None:
+            self._turn.cancel()
+        self._loop.remove_reader(self._fd)
+        # The worker's destructor would wait, without bound, for messages still to be received.
+        self._on_arrival = lambda tag, nbytes: self.discard(tag)
+        self._worker.progress()
+        while self._deliver():
+            self._worker.progress()
+            self._settle()
+        self._transfers.clear()
+        del self._worker
+
+    def _follow(self, transfer: _Transfer) -> None:
+        self._transfers.add(transfer)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._progress)
+
+    def _on_tick(self) -> None:
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+        self._progress()
+
+    def _progress(self) -> None:
+        """Let UCX work, then hand out what it has done; again in the next turn if there is more."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        self._worker.progress()
+        self._settle()
+        more = self._deliver()
+        if more or not self._worker.arm():
+            self._wake()
+
+    def _settle(self) -> None:
+        """Report the transfers that have ended."""
+        for transfer in [t for t in self._transfers if t.request.completed]:
+            if transfer not in self._transfers:  # reported by a call from within `done`
+                continue
+            self._transfers.discard(transfer)
+            try:
+                transfer.request.check_error()
+            except self._error as exc:
+                transfer.done(_mapped(exc))
+            else:
+                transfer.done(None)
+
+    def _deliver(self) -> bool:
+        """Announce messages that have come; whether there may be more."""
+        for _ in range(_PROBES_PER_TURN):
+            probe = self._worker.tag_probe(self._tag(0), self._any_mask)
+            if not probe.matched:
+                return False
+            self._on_arrival(int(probe.sender_tag.value), int(probe.length))
+        return True
+
+
+def _mapped(exc: Exception) -> TransferError:
+    error = TransferError(f"UCX: {exc}")
+    error.__cause__ = exc
+    return error
+
+
+def _exportable(buffer: Any) -> Any:
+    """Return something that ucxx's `Array` understands: CUDA tensors do, host tensors don't."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer if buffer.is_cuda else buffer.numpy()
+    return np.frombuffer(buffer, dtype=np.uint8)
