@@ -8,7 +8,14 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pagewire.shared.errors import ConfigError
@@ -16,7 +23,16 @@ from pagewire.shared.errors import ConfigError
 SettingsT = TypeVar("SettingsT", bound="ClusterSettings")
 
 Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+WorkerId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
+
+
+def _number_from_text(value: Any) -> Any:
+    """Give what a `Literal` of numbers needs: the environment knows only text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -32,14 +48,26 @@ class ClusterSettings(BaseSettings):
         log_level: of the standard library's logging.
     """
 
-    model_config = SettingsConfigDict(env_prefix="PAGEWIRE_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="PAGEWIRE_", extra="ignore", frozen=True, validate_default=True
+    )
 
-    cluster_secret: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(32)))
+    cluster_secret: SecretStr = Field(
+        default_factory=lambda: SecretStr(secrets.token_hex(32)), min_length=8
+    )
     redis_url: str = "redis://127.0.0.1:6379/0"
     host: str = "127.0.0.1"
     lease_s: Seconds = 5.0
     heartbeat_s: Seconds = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("heartbeat_s")
+    @classmethod
+    def _lease_outlasts_two_heartbeats(cls, value: float, info: ValidationInfo) -> float:
+        lease_s = info.data.get("lease_s")
+        if lease_s is not None and value > lease_s / 2:
+            raise ValueError(f"at most half of lease_s, which is {lease_s:g}")
+        return value
 
 
 class EngineSettings(ClusterSettings):
@@ -67,7 +95,7 @@ class EngineSettings(ClusterSettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    block_size: Literal[16, 32, 64, 128] = 16
+    block_size: BlockSize = 16
     num_blocks: Positive | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=0.98)] = 0.85
     max_model_len: Positive | None = None
@@ -95,7 +123,7 @@ class WorkerSettings(EngineSettings):
         drain_timeout_s: for running requests to finish after SIGTERM.
     """
 
-    worker_id: str = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
+    worker_id: WorkerId = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
     control_port: Port = 0
     metrics_port: Port = 0
     kv_transport: Literal["auto", "ucx", "zmq"] = "auto"
@@ -143,7 +171,9 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
+        given = "what it is" if field == "cluster_secret" else repr(first["input"])
+        rule = first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"setting {field} (PAGEWIRE_{field.upper()}) cannot be {first['input']!r}: "
-            f"{first['msg'][0].lower()}{first['msg'][1:]}"
-        ) from exc
+            f"setting {field} (PAGEWIRE_{field.upper()}) cannot be {given}: "
+            f"{rule[0].lower()}{rule[1:]}"
+        ) from None if field == "cluster_secret" else exc

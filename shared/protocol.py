@@ -26,7 +26,8 @@ MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
-Text = Annotated[str, Meta(max_length=2048)]
+MAX_TEXT_CHARS = 2048
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
@@ -284,13 +285,22 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
+def clip_text(text: str) -> str:
+    """Return a text of any origin, e.g. an exception's, so that it fits a `Text` field."""
+    return text[:MAX_TEXT_CHARS].encode(errors="replace").decode()
+
+
 def encode(message: ControlMessage) -> bytes:
     """Return the frame of a message.
 
     Raises:
-        ProtocolError: the frame would be larger than any peer accepts.
+        ProtocolError: the frame would be larger than any peer accepts, or holds text that is no
+            Unicode (see `clip_text`).
     """
-    frame = _VERSION_BYTE + _encoder.encode(message)
+    try:
+        frame = _VERSION_BYTE + _encoder.encode(message)
+    except UnicodeEncodeError as exc:
+        raise ProtocolError(f"a {type(message).__name__} with text that is no Unicode") from exc
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}"

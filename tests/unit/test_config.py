@@ -1,0 +1,124 @@
+import math
+import os
+from typing import Any
+
+import pytest
+
+from pagewire.shared.config import (
+    ClusterSettings,
+    EngineSettings,
+    RouterSettings,
+    WorkerSettings,
+    load_settings,
+)
+from pagewire.shared.errors import ConfigError
+
+KINDS = [ClusterSettings, EngineSettings, WorkerSettings, RouterSettings]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("PAGEWIRE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_defaults_are_valid(kind: type[ClusterSettings]) -> None:
+    settings = load_settings(kind, {})
+    assert settings.host == "127.0.0.1"
+    assert settings.heartbeat_s * 2 <= settings.lease_s
+
+
+def test_the_command_line_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_PORT", "9001")
+    monkeypatch.setenv("PAGEWIRE_MODEL", "from-environment")
+    settings = load_settings(RouterSettings, {"port": 9002, "model": None, "unrelated": 1})
+    assert (settings.port, settings.model) == (9002, "from-environment")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("block_size", "32", 32),
+        ("num_blocks", "100", 100),
+        ("gpu_memory_utilization", "0.5", 0.5),
+        ("enable_prefix_caching", "false", False),
+        ("kv_transport", "zmq", "zmq"),
+        ("lease_s", "2.5", 2.5),
+        ("worker_id", "prefill-0.a:b_c", "prefill-0.a:b_c"),
+    ],
+)
+def test_each_kind_of_field_reads_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: Any
+) -> None:
+    monkeypatch.setenv(f"PAGEWIRE_{name.upper()}", text)
+    assert getattr(load_settings(WorkerSettings, {}), name) == value
+
+
+BAD_VALUES = [
+    ("port", 65536),
+    ("port", -1),
+    ("port", "http"),
+    ("max_queue", 0),
+    ("policy", "random"),
+    ("log_level", "loud"),
+    ("lease_s", 0),
+    ("lease_s", -1),
+    ("lease_s", math.nan),
+    ("lease_s", math.inf),
+    ("block_size", 17),
+    ("block_size", "17"),
+    ("gpu_memory_utilization", 1.5),
+    ("staging_slots", 1),
+    ("worker_id", ""),
+    ("worker_id", "x" * 65),
+    ("worker_id", "with space"),
+    ("worker_id", "line\nbreak"),
+    ("cluster_secret", ""),
+    ("cluster_secret", "short"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), BAD_VALUES, ids=[f"{name}={value!r:.12}" for name, value in BAD_VALUES]
+)
+def test_a_wrong_value_is_told_in_one_line_that_names_it(name: str, value: Any) -> None:
+    kind = RouterSettings if name in RouterSettings.model_fields else WorkerSettings
+    with pytest.raises(ConfigError, match=f"PAGEWIRE_{name.upper()}") as caught:
+        load_settings(kind, {name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_CLUSTER_SECRET", "hush-hu")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(ClusterSettings, {})
+    assert "hush" not in str(caught.value)
+    monkeypatch.setenv("PAGEWIRE_CLUSTER_SECRET", "hush-hush-hush")
+    settings = load_settings(ClusterSettings, {})
+    assert "hush" not in repr(settings)
+    assert settings.cluster_secret.get_secret_value() == "hush-hush-hush"
+
+
+def test_secrets_and_worker_ids_are_made_up_where_none_is_given() -> None:
+    one, two = load_settings(WorkerSettings, {}), load_settings(WorkerSettings, {})
+    assert one.cluster_secret != two.cluster_secret
+    assert one.worker_id != two.worker_id
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"heartbeat_s": 3.0}, {"lease_s": 1.0}, {"heartbeat_s": 2.0, "lease_s": 2.0}],
+    ids=["heartbeat", "lease", "both"],
+)
+def test_a_lease_must_outlast_two_heartbeats(overrides: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="half of lease_s") as caught:
+        load_settings(ClusterSettings, overrides)
+    assert "value error" not in str(caught.value).lower()
+
+
+def test_settings_do_not_change_once_read() -> None:
+    settings = load_settings(ClusterSettings, {})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.host = "0.0.0.0"  # noqa: S104 - never listened on

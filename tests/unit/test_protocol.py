@@ -1,0 +1,278 @@
+import subprocess
+import sys
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.shared.errors import ProtocolError, VersionMismatchError
+from pagewire.shared.protocol import (
+    MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_TEXT_CHARS,
+    PROTOCOL_VERSION,
+    Cancel,
+    ControlMessage,
+    Generate,
+    PieceHeader,
+    Ping,
+    Refused,
+    clip_text,
+    decode,
+    decode_header,
+    encode,
+    encode_header,
+)
+from pagewire.shared.request import SamplingParams
+
+MESSAGE_TYPES = get_args(ControlMessage)
+PACK = msgspec.msgpack.encode
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type as msgspec describes it, its limits included."""
+    match kind:
+        case msgspec.inspect.IntType():
+            low = kind.ge if kind.ge is not None else -(2**63)
+            high = kind.le if kind.le is not None else 2**63 - 1
+            high = kind.lt - 1 if kind.lt is not None else high
+            return st.integers(low, high)
+        case msgspec.inspect.FloatType():
+            return st.floats(min_value=kind.ge, allow_nan=False)
+        case msgspec.inspect.StrType():
+            return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
+        case msgspec.inspect.BytesType():
+            return st.binary(max_size=50)
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case msgspec.inspect.ListType():
+            return st.lists(values_of(kind.item_type), max_size=5)
+        case msgspec.inspect.VarTupleType():
+            return st.lists(values_of(kind.item_type), max_size=5).map(tuple)
+        case msgspec.inspect.DictType():
+            return st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3)
+        case msgspec.inspect.UnionType():
+            return st.one_of([values_of(one) for one in kind.types])
+        case msgspec.inspect.StructType():
+            return st.builds(kind.cls, **{f.name: values_of(f.type) for f in kind.fields})
+    raise AssertionError(f"no strategy for {kind}")
+
+
+MESSAGES = st.one_of([values_of(msgspec.inspect.type_info(kind)) for kind in MESSAGE_TYPES])
+HEADERS = values_of(msgspec.inspect.type_info(PieceHeader))
+
+
+@st.composite
+def mutated(draw: st.DrawFn, originals: st.SearchStrategy[bytes]) -> bytes:
+    """Bytes with a few places changed, put in, left out or cut off."""
+    data = bytearray(draw(originals))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["change", "insert", "delete", "cut", "repeat"])):
+            case "change" if at < len(data):
+                data[at] = draw(st.integers(0, 255))
+            case "insert":
+                data[at:at] = draw(st.binary(max_size=6))
+            case "delete":
+                del data[at : at + draw(st.integers(1, 6))]
+            case "cut":
+                del data[at:]
+            case "repeat":
+                data[at:at] = data[at : at + 20]
+    return bytes(data)
+
+
+@given(message=MESSAGES)
+def test_every_message_survives_the_wire(message: ControlMessage) -> None:
+    assert decode(encode(message)) == message
+    assert decode(memoryview(encode(message))) == message
+
+
+@given(header=HEADERS)
+def test_every_piece_header_survives_the_wire(header: PieceHeader) -> None:
+    assert decode_header(encode_header(header)) == header
+
+
+@settings(max_examples=1000)
+@given(data=st.binary(max_size=200))
+def test_random_bytes_raise_protocol_errors_only(data: bytes) -> None:
+    for function, frame in ((decode, data), (decode, b"\x01" + data), (decode_header, data)):
+        try:
+            function(frame)
+        except ProtocolError as exc:
+            assert len(str(exc)) < 1000
+
+
+@settings(max_examples=1000)
+@given(frame=mutated(MESSAGES.map(encode)))
+def test_mutated_frames_raise_protocol_errors_or_are_messages(frame: bytes) -> None:
+    try:
+        message = decode(frame)
+    except ProtocolError:
+        return
+    frame = encode(message)  # compared as bytes: a NaN does not equal itself
+    assert encode(decode(frame)) == frame
+
+
+@settings(max_examples=1000)
+@given(data=mutated(HEADERS.map(encode_header)))
+def test_mutated_headers_raise_protocol_errors_or_are_headers(data: bytes) -> None:
+    try:
+        header = decode_header(data)
+    except ProtocolError:
+        return
+    data = encode_header(header)
+    assert encode_header(decode_header(data)) == data
+
+
+def with_fields(message: ControlMessage, /, **changes: Any) -> bytes:
+    return bytes([PROTOCOL_VERSION]) + PACK(msgspec.to_builtins(message) | changes)
+
+
+BAD_FRAMES = {
+    "empty": b"",
+    "version-only": bytes([PROTOCOL_VERSION]),
+    "unknown-tag": b"\x01" + PACK({"type": "Shutdown"}),
+    "no-tag": b"\x01" + PACK({}),
+    "not-a-map": b"\x01" + PACK([1, 2]),
+    "tag-no-utf8": b"\x01\x81\xa4type\xa2\xff\xfe",
+    "key-no-utf8": b"\x01\x82\xa4type\xa4Ping\xa2\xff\xfe\x01",
+    "trailing-bytes": encode(Ping()) + b"\x00",
+    "nested-too-deep": b"\x01\x81\xa4type" + b"\x91" * 100_000,
+    "unknown-field": with_fields(Cancel(request_id="r"), extra=1),
+    "missing-field": b"\x01" + PACK({"type": "Cancel"}),
+    "wrong-type": with_fields(Cancel(request_id="r"), request_id=7),
+    "empty-id": with_fields(Cancel(request_id="r"), request_id=""),
+    "long-id": with_fields(Cancel(request_id="r"), request_id="x" * 65),
+    "bytes-as-text": with_fields(Cancel(request_id="r"), request_id=b"r"),
+    "bad-literal": with_fields(
+        Refused(request_id="r", reason="invalid", message=""), reason="because"
+    ),
+    "long-text": with_fields(
+        Refused(request_id="r", reason="invalid", message=""), message="x" * (MAX_TEXT_CHARS + 1)
+    ),
+    "pong-of-a-negative-epoch": b"\x01" + PACK({"type": "Pong", "worker_id": "w", "epoch": -1}),
+    "pong-of-a-huge-epoch": b"\x01" + PACK({"type": "Pong", "worker_id": "w", "epoch": 2**63}),
+    "bool-as-number": b"\x01" + PACK({"type": "Pong", "worker_id": "w", "epoch": True}),
+    "huge-declared-list": b"\x01\x82\xa4type\xa8Generate\xb0prompt_token_ids\xdd\xff\xff\xff\xff",
+    "huge-declared-bytes": b"\x01\x82\xa4type\xa9KvWelcome\xa7address\xc6\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
+def test_bad_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 1.0, "1", None], ids=repr)
+def test_token_ids_out_of_range_are_refused(token: Any) -> None:
+    frame = b"\x01" + PACK(
+        {"type": "Generate", "request_id": "r", "prompt_token_ids": [token], "sampling": {}}
+    )
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_another_version_is_told_apart() -> None:
+    with pytest.raises(VersionMismatchError, match="version 2"):
+        decode(b"\x02" + encode(Ping())[1:])
+
+
+def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
+    prompt = [2**31 - 1] * (MAX_FRAME_BYTES // 5 + 1)
+    message = Generate(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams())
+    with pytest.raises(ProtocolError, match="Generate"):
+        encode(message)
+    with pytest.raises(ProtocolError, match=str(MAX_FRAME_BYTES)):
+        decode(b"\x01" + bytes(MAX_FRAME_BYTES))
+    with pytest.raises(ProtocolError, match=str(MAX_HEADER_BYTES)):
+        decode_header(bytes(MAX_HEADER_BYTES + 1))
+
+
+def test_the_largest_header_a_piece_can_have_fits() -> None:
+    header = PieceHeader(
+        job_id="j" * 64,
+        decode_epoch=2**63 - 1,
+        prefill_epoch=2**63 - 1,
+        piece=2**40 - 1,
+        positions=[2**40 - 1] * 4096,
+        checksums=[-(2**63)] * 4096,
+        nbytes=2**40 - 1,
+    )
+    assert decode_header(encode_header(header)) == header
+
+
+def test_checksums_beyond_64_signed_bits_are_refused() -> None:
+    header = msgspec.to_builtins(
+        PieceHeader(
+            job_id="j",
+            decode_epoch=1,
+            prefill_epoch=1,
+            piece=0,
+            positions=[0],
+            checksums=[0],
+            nbytes=1,
+        )
+    )
+    with pytest.raises(ProtocolError):
+        decode_header(PACK(header | {"checksums": [2**63]}))
+
+
+def test_a_hello_names_a_bounded_number_of_addresses() -> None:
+    hello = {
+        "type": "KvHello",
+        "worker_id": "w",
+        "epoch": 1,
+        "layout": {
+            "fingerprint": "f",
+            "dtype": "float32",
+            "block_size": 16,
+            "num_layers": 1,
+            "num_kv_heads": 1,
+            "head_dim": 1,
+            "block_bytes": 1,
+        },
+        "slot_bytes": 1,
+        "addresses": {f"transport-{n}": b"" for n in range(9)},
+    }
+    with pytest.raises(ProtocolError, match="addresses"):
+        decode(b"\x01" + PACK(hello))
+
+
+@given(text=st.text(alphabet=st.characters(), max_size=50).map(lambda t: t * 100))
+def test_clipped_text_always_crosses(text: str) -> None:
+    message = Refused(request_id="r", reason="invalid", message=clip_text(text))
+    assert decode(encode(message)) == message
+
+
+def test_text_that_is_no_unicode_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="Refused"):
+        encode(Refused(request_id="r", reason="invalid", message="\ud800"))
+    assert clip_text("a\ud800b") == "a?b"
+
+
+TORCH_FREE = [
+    "background",
+    "channel",
+    "config",
+    "errors",
+    "kv_cache.block_hash",
+    "prefix_index",
+    "protocol",
+    "redis_client",
+    "registry",
+    "request",
+]
+
+
+def test_the_control_plane_never_imports_torch() -> None:
+    imports = "; ".join(f"import pagewire.shared.{name}" for name in TORCH_FREE)
+    code = f"{imports}; import sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
