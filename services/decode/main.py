@@ -6,6 +6,7 @@ import asyncio
 
 from pagewire.services.decode.service import DecodeService
 from pagewire.shared.config import WorkerSettings
+from pagewire.shared.logs import configure_logging
 from pagewire.shared.worker.runtime import WorkerRuntime
 
 
@@ -15,6 +16,7 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
+    configure_logging(settings.log_level)
 
     async def main() -> int:
         return await WorkerRuntime(settings, "decode").run(DecodeService)

@@ -134,7 +134,7 @@ class DecodePeers:
                 await self._probe_once(peer, pieces)
                 seconds = time.perf_counter() - start
         except (TransferError, TimeoutError) as exc:
-            logger.warning("the KV way to %s could not be measured: %s", peer.worker_id, exc)
+            logger.warning("the KV way to %s could not be measured: %r", peer.worker_id, exc)
             return
         gbps = PROBE_PIECES * self._runtime.send_staging.slot_bytes / seconds / 1e9
         lane = peer.transport.lane(peer.worker_id)
@@ -149,9 +149,10 @@ class DecodePeers:
 
         async def one(piece: int) -> None:
             async with limit:
-                peer.probe_acks[piece] = asyncio.Event()
+                landed = peer.probe_acks[piece] = asyncio.Event()
                 await self._send_probe(peer, piece)
-                await peer.probe_acks.pop(piece).wait()
+                await landed.wait()
+                del peer.probe_acks[piece]
 
         await asyncio.gather(*(one(piece) for piece in pieces))
 
