@@ -32,6 +32,7 @@ class Answer:
 
     text: str = ""
     end: AnswerEnd = "stop"
+    token_ids: tuple[int, ...] = ()
 
 
 class AnswerSet:
@@ -93,10 +94,12 @@ class AnswerSet:
         """
         answers = [Answer() for _ in self._answers]
         pieces: list[list[str]] = [[] for _ in self._answers]
+        tokens: list[list[int]] = [[] for _ in self._answers]
         async for index, delta in self.deltas():
             pieces[index].append(delta.text)
+            tokens[index].extend(delta.token_ids)
             if delta.end is not None:
-                answers[index] = Answer("".join(pieces[index]), delta.end)
+                answers[index] = Answer("".join(pieces[index]), delta.end, tuple(tokens[index]))
         return answers
 
     def close(self) -> None:
@@ -141,8 +144,10 @@ class _Merge:
     async def _read(self, index: int, answer: AnswerStream) -> None:
         async for delta in answer:
             before = self._waiting.get(index)
-            text = delta.text if before is None else before.text + delta.text
-            self._waiting[index] = TextDelta(text, delta.end)
+            if before is not None:
+                joined = before.token_ids + delta.token_ids
+                delta = TextDelta(before.text + delta.text, delta.end, joined)
+            self._waiting[index] = delta
             self._arrived.set()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:

@@ -45,7 +45,7 @@ async def complete(request: Request) -> Response:
 
     def make_format(model: str, asked: GenerationInput) -> Format:
         echoes = [prompt.echo for prompt in asked.prompts for _ in range(asked.n)]
-        return CompletionFormat(model, echoes, asked.include_usage)
+        return CompletionFormat(model, echoes, asked.include_usage, asked.return_token_ids)
 
     return await _generate(request, read_completion, make_format)
 
@@ -55,7 +55,7 @@ async def chat(request: Request) -> Response:
     """Answer a conversation."""
 
     def make_format(model: str, asked: GenerationInput) -> Format:
-        return ChatFormat(model, asked.n, asked.include_usage)
+        return ChatFormat(model, asked.n, asked.include_usage, asked.return_token_ids)
 
     return await _generate(request, read_chat, make_format)
 

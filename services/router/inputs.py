@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -46,6 +46,7 @@ class GenerationInput:
     Attributes:
         prompts: at least one; each is answered `n` times.
         stops: strings that end an answer and are not part of it.
+        return_token_ids: the answer carries its token ids beside its text.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -53,6 +54,7 @@ class GenerationInput:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    return_token_ids: bool
 
     @property
     def num_answers(self) -> int:
@@ -103,6 +105,7 @@ def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
         stops=tuple(body.stop or ()),
         stream=bool(body.stream),
         include_usage=bool(options is not None and options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
     )
 
 
@@ -198,7 +201,8 @@ def _check_chars(num_chars: int, max_model_len: int, param: str) -> None:
         )
 
 
-class _TextPart(msgspec.Struct, tag_field="type", tag="text"):
+class _TextPart(msgspec.Struct):
+    type: Literal["text"]
     text: str
 
 

@@ -24,16 +24,22 @@ class CompletionFormat:
     Args:
         echoes: text in front of each answer.
         with_usage: whether a stream ends with a chunk that carries the usage.
+        with_tokens: whether choices carry their token ids, as `token_ids`.
     """
 
-    def __init__(self, model: str, echoes: Sequence[str], with_usage: bool) -> None:
-        self._echoes, self._with_usage = list(echoes), with_usage
+    def __init__(
+        self, model: str, echoes: Sequence[str], with_usage: bool, with_tokens: bool = False
+    ) -> None:
+        self._echoes, self._with_usage, self._with_tokens = list(echoes), with_usage, with_tokens
         self._head = _head("cmpl-", "text_completion", model)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         """Return the response to a request without streaming."""
         choices = [
-            _completion_choice(index, self._echoes[index] + answer.text, answer.end)
+            {
+                **_completion_choice(index, self._echoes[index] + answer.text, answer.end),
+                **_tokens(answer, self._with_tokens),
+            }
             for index, answer in enumerate(answers)
         ]
         return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
@@ -42,9 +48,11 @@ class CompletionFormat:
         """Return the event of a piece; empty if there is nothing to tell."""
         echo, self._echoes[index] = self._echoes[index], ""
         text = echo + delta.text
-        if not text and delta.end is None:
+        tokens = _tokens(delta, self._with_tokens)
+        if not text and not tokens and delta.end is None:
             return b""
-        return _event(self._head, [_completion_choice(index, text, delta.end)], self._with_usage)
+        choice = {**_completion_choice(index, text, delta.end), **tokens}
+        return _event(self._head, [choice], self._with_usage)
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
@@ -52,10 +60,12 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """Responses of `/v1/chat/completions`."""
+    """Responses of `/v1/chat/completions`; arguments as of `CompletionFormat`."""
 
-    def __init__(self, model: str, num_choices: int, with_usage: bool) -> None:
-        self._with_usage = with_usage
+    def __init__(
+        self, model: str, num_choices: int, with_usage: bool, with_tokens: bool = False
+    ) -> None:
+        self._with_usage, self._with_tokens = with_usage, with_tokens
         self._unbegun = set(range(num_choices))
         self._head = _head("chatcmpl-", "chat.completion", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
@@ -68,6 +78,7 @@ class ChatFormat:
                 "message": {"role": "assistant", "content": answer.text, "refusal": None},
                 "logprobs": None,
                 "finish_reason": answer.end,
+                **_tokens(answer, self._with_tokens),
             }
             for index, answer in enumerate(answers)
         ]
@@ -79,13 +90,15 @@ class ChatFormat:
         if index in self._unbegun:
             self._unbegun.discard(index)
             content = {"role": "assistant", "content": delta.text}
-        if not content and delta.end is None:
+        tokens = _tokens(delta, self._with_tokens)
+        if not content and not tokens and delta.end is None:
             return b""
         choice = {
             "index": index,
             "delta": content,
             "logprobs": None,
             "finish_reason": delta.end,
+            **tokens,
         }
         return _event(self._chunk_head, [choice], self._with_usage)
 
@@ -126,6 +139,10 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 def _completion_choice(index: int, text: str, end: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+
+
+def _tokens(part: Answer | TextDelta, wanted: bool) -> dict[str, list[int]]:
+    return {"token_ids": list(part.token_ids)} if wanted and part.token_ids else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class GenerationBody(BaseModel):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -34,10 +34,12 @@ class TextDelta:
     Attributes:
         text: may be empty.
         end: why the answer ends here, None if it goes on.
+        token_ids: that came with it; their text may come later.
     """
 
     text: str
     end: AnswerEnd | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class TextAssembler:
@@ -61,17 +63,17 @@ class TextAssembler:
         in whatever groups they come.
         """
         pieces = []
-        for token_id in token_ids:
+        for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
             pieces.append(self._matcher.push(self._detokenizer.push([token_id])))
             if self._matcher.matched:
-                return TextDelta("".join(pieces), "stop")
+                return TextDelta("".join(pieces), "stop", tuple(token_ids[:count]))
         if end is not None:
             pieces.append(self._matcher.push(self._detokenizer.flush()))
             if self._matcher.matched:
                 end = "stop"
             pieces.append(self._matcher.flush())
-        return TextDelta("".join(pieces), end)
+        return TextDelta("".join(pieces), end, tuple(token_ids))
 
 
 class AnswerStream:

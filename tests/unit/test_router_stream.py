@@ -1,0 +1,186 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.services.router.mailbox import MAX_TAKEN_TOKENS, Lost, Mailbox
+from pagewire.services.router.stream import AnswerStream, TextAssembler, TextDelta
+from pagewire.shared.errors import RequestFailedError
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.protocol import Refused, TokenOutput
+from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tests.support.aio import run_async
+
+TOKENIZER = Tokenizer.from_dir(demo_model_path())
+PROMPT = TOKENIZER.encode("Once upon a time")
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+class ScriptedSource:
+    """Gives outputs one after another, and remembers how it was closed."""
+
+    def __init__(self, *outputs: TokenOutput) -> None:
+        self._outputs = iter(outputs)
+        self.closed: list[str] = []
+
+    async def __anext__(self) -> TokenOutput:
+        try:
+            return next(self._outputs)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def close(self, ending: str = "abort") -> None:
+        self.closed.append(ending)
+
+
+def output(*token_ids: int, **fields: object) -> TokenOutput:
+    return TokenOutput(request_id="r", token_ids=list(token_ids), **fields)
+
+
+def answer_of(source: ScriptedSource, *stops: str) -> AnswerStream:
+    return AnswerStream(source, TextAssembler(TOKENIZER, PROMPT, stops))
+
+
+async def deltas(answer: AnswerStream) -> list[TextDelta]:
+    return [delta async for delta in answer]
+
+
+@pytest.mark.parametrize(
+    "text", [" there was a river.", " naïve café — 東京 🌍🚀 done", "\n\tcode {\n}\n", " e\u0301"]
+)
+def test_pieces_join_to_the_text_and_never_cut_a_character(text):
+    token_ids = ids(text)
+    assembler = TextAssembler(TOKENIZER, PROMPT, [])
+    pieces = [
+        assembler.push([token_id], "length" if i == len(token_ids) - 1 else None).text
+        for i, token_id in enumerate(token_ids)
+    ]
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert assembler.num_tokens == len(token_ids)
+
+
+@given(st.data())
+def test_the_grouping_of_tokens_changes_neither_text_nor_count(data):
+    token_ids = ids(" The river — 東京 🌍 — was wide, and the STOP sign was red. STOP")
+    stops = data.draw(st.sampled_from([[], ["STOP"], ["wide, and"], ["京 "], ["zzz"], ["ed. S"]]))
+
+    def run(sizes: list[int]) -> tuple[str, str | None, int]:
+        assembler = TextAssembler(TOKENIZER, PROMPT, stops)
+        text, at, end = "", 0, None
+        for size in sizes:
+            at += size
+            last = at >= len(token_ids)
+            delta = assembler.push(token_ids[at - size : at], "length" if last else None)
+            text, end = text + delta.text, delta.end
+            if end is not None:
+                break
+        return text, end, assembler.num_tokens
+
+    sizes, left = [], len(token_ids)
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    assert run(sizes) == run([1] * len(token_ids))
+
+
+def test_a_stop_string_across_tokens_ends_the_answer_and_the_request():
+    token_ids = ids(" One two three four five six")
+    source = ScriptedSource(*[output(token_id) for token_id in token_ids])
+    answer = answer_of(source, "ee four")
+    found = run_async(deltas(answer))
+    assert "".join(delta.text for delta in found) == " One two thr"
+    assert [delta.end for delta in found if delta.end] == ["stop"]
+    assert source.closed == ["stop"]
+    assert answer.num_tokens < len(token_ids)
+
+
+def test_a_stop_string_at_the_very_end_wins_over_length():
+    source = ScriptedSource(output(*ids(" red. STOP"), finish_reason="length"))
+    found = run_async(deltas(answer_of(source, "STOP")))
+    assert [(delta.text, delta.end) for delta in found] == [(" red. ", "stop")]
+
+
+def test_what_only_seemed_to_begin_a_stop_string_comes_in_the_end():
+    source = ScriptedSource(output(*ids(" red. STO")), output(finish_reason="stop"))
+    found = run_async(deltas(answer_of(source, "STOP")))
+    assert "".join(delta.text for delta in found) == " red. STO"
+    assert found[-1].end == "stop"
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_such():
+    token_ids = ids("🌍")
+    assert len(token_ids) > 1
+    source = ScriptedSource(output(*token_ids[:-1], finish_reason="length"))
+    assert "\N{REPLACEMENT CHARACTER}" in run_async(deltas(answer_of(source)))[0].text
+
+
+def test_cached_tokens_are_those_of_the_first_output():
+    source = ScriptedSource(
+        output(5, cached_tokens=32), output(6, cached_tokens=48, finish_reason="stop")
+    )
+    answer = answer_of(source)
+    run_async(deltas(answer))
+    assert answer.cached_tokens == 32
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_worker_that_gives_up_fails_the_answer(reason):
+    source = ScriptedSource(output(5), output(finish_reason=reason, error="/secret/path"))
+    with pytest.raises(RequestFailedError):
+        run_async(deltas(answer_of(source)))
+
+
+def test_a_mailbox_joins_what_a_slow_reader_has_not_taken():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        mailbox.put_output(output(1, cached_tokens=16))
+        mailbox.put_output(output(2))
+        assert await mailbox.take(1) == output(1, 2, cached_tokens=16)
+        mailbox.put_output(output(3, finish_reason="length"))
+        assert await mailbox.take(1) == output(3, cached_tokens=16, finish_reason="length")
+
+    run_async(scenario())
+
+
+def test_a_mailbox_hands_out_a_long_backlog_in_parts():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        tokens = list(range(MAX_TAKEN_TOKENS + 10))
+        for token in tokens:
+            mailbox.put_output(output(token))
+        mailbox.put_output(output(finish_reason="stop"))
+        first, second = await mailbox.take(1), await mailbox.take(1)
+        assert (first.token_ids, first.finish_reason) == (tokens[:MAX_TAKEN_TOKENS], None)
+        assert (second.token_ids, second.finish_reason) == (tokens[MAX_TAKEN_TOKENS:], "stop")
+
+    run_async(scenario())
+
+
+def test_a_loss_comes_after_the_tokens_before_it_and_the_first_end_counts():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        mailbox.put_output(output(1))
+        mailbox.put_end(Lost("died"))
+        mailbox.put_end(Refused(request_id="r", reason="draining", message="late"))
+        assert await mailbox.take(1) == output(1)
+        assert await mailbox.take(1) == Lost("died")
+
+    run_async(scenario())
+
+
+def test_an_empty_mailbox_times_out_and_wakes_its_reader():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        with pytest.raises(TimeoutError):
+            await mailbox.take(0.01)
+        reader = asyncio.create_task(mailbox.take(5))
+        await asyncio.sleep(0)
+        mailbox.put_output(output(7))
+        assert (await reader).token_ids == [7]
+
+    run_async(scenario())
