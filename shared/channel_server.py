@@ -75,12 +75,18 @@ class ControlServer:
         self._last_seen: dict[bytes, float] = {}
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
         self._next_warning = 0.0
+        self._probe: asyncio.TimerHandle | None = None
         # libzmq has one authentication endpoint a context: each server has a context of its own.
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._zap: ZapHandler | None = None
         self._link: LoopSocket | None = None
         self._monitor: LoopSocket | None = None
         self._ticker: Ticker | None = None
+
+    @property
+    def denied_clients(self) -> int:
+        """Clients turned away because they do not hold the cluster's key."""
+        return 0 if self._zap is None else self._zap.denied
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -133,6 +139,8 @@ class ControlServer:
         """Stop listening and forget all clients, without reporting them lost. Idempotent."""
         if self._ticker is not None:
             self._ticker.close()
+        if self._probe is not None:
+            self._probe.cancel()
         if self._monitor is not None and self._link is not None and not self._link.closed:
             self._link.socket.disable_monitor()
             self._monitor.close()
@@ -211,9 +219,12 @@ class ControlServer:
 
     def _on_disconnect(self, event: int) -> None:
         # libzmq does not say who left, and drops the route shortly after the event.
-        asyncio.get_running_loop().call_later(_PROBE_DELAY_S, self._probe_peers)
+        if self._probe is None:
+            loop = asyncio.get_running_loop()
+            self._probe = loop.call_later(_PROBE_DELAY_S, self._probe_peers)
 
     def _probe_peers(self) -> None:
+        self._probe = None
         if self._link is not None and not self._link.closed:
             for peer in list(self._last_seen):
                 self._send_known(peer, self._pong)

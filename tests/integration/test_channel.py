@@ -234,6 +234,38 @@ def test_a_peer_without_a_key_gets_nothing() -> None:
     run_async(scenario())
 
 
+def test_knowing_the_servers_public_key_is_not_enough() -> None:
+    async def scenario() -> None:
+        public, secret = zmq.curve_keypair()
+        async with serving() as server:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 0
+                stranger.curve_serverkey = KEYS.public
+                stranger.curve_publickey, stranger.curve_secretkey = public, secret
+                stranger.connect(server.endpoint)
+                stranger.send(encode(Cancel(request_id="x")))
+                await eventually(lambda: server.control.denied_clients > 0)
+            assert server.received == []
+            await check_service(server)
+
+    run_async(scenario())
+
+
+def test_strangers_that_come_and_go_disturb_nobody() -> None:
+    def knock(port: int) -> None:
+        for _ in range(300):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+    async def scenario() -> None:
+        async with serving() as server, connected(server.endpoint) as client:
+            await asyncio.to_thread(knock, int(server.endpoint.rsplit(":", 1)[1]))
+            client.control.post(ack(1))
+            await eventually(lambda: len(server.received) == 1)
+            assert client.lost == server.lost == []
+
+    run_async(scenario())
+
+
 def test_pickles_and_noise_on_the_port_do_nothing(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
