@@ -1,0 +1,181 @@
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pagewire.shared.errors import ChannelError
+from pagewire.shared.protocol import (
+    Cancel,
+    ControlMessage,
+    KvWelcome,
+    Ping,
+    decode,
+    encode,
+)
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.control import (
+    WAIT_S,
+    ack,
+    check_service,
+    connected,
+    lone_client,
+    raw_peer,
+    serving,
+)
+from pagewire.tests.support.control_peer import remote_peer
+
+
+def test_a_failing_handler_is_logged_and_the_next_message_handled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with serving() as server, connected(server.endpoint) as client:
+
+            def fail_on_first(peer: str, message: ControlMessage) -> None:
+                if message == ack(0):
+                    raise RuntimeError("a bug in the handler")
+
+            server.handler = fail_on_first
+            client.control.post(ack(0))
+            client.control.post(ack(1))
+            await eventually(lambda: len(server.received) == 2)
+
+    with caplog.at_level(logging.ERROR):
+        run_async(scenario())
+    assert "a bug in the handler" in caplog.text
+
+
+def test_a_client_that_leaves_is_reported_once_and_soon() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            async with connected(server.endpoint) as client:
+                client.control.post(Cancel(request_id="last-word"))
+            start = time.monotonic()
+            await eventually(lambda: server.lost)
+            assert time.monotonic() - start < 1
+            assert server.received == [(client.control.client_id, Cancel(request_id="last-word"))]
+            await asyncio.sleep(0.3)
+            assert server.lost == [client.control.client_id]
+            assert not server.control.post(client.control.client_id, ack(1))
+            assert client.lost == []
+
+    run_async(scenario())
+
+
+def test_a_server_that_closes_is_reported_once_and_soon() -> None:
+    async def scenario() -> None:
+        async with serving() as server, connected(server.endpoint) as client:
+            await server.control.close()
+            start = time.monotonic()
+            await eventually(lambda: client.lost)
+            assert time.monotonic() - start < 1
+            assert not client.control.alive
+            with pytest.raises(ChannelError, match="not connected"):
+                client.control.post(ack(1))
+            await asyncio.sleep(0.3)
+            assert len(client.lost) == 1
+
+    run_async(scenario())
+
+
+def test_a_restarted_server_has_another_epoch_and_the_old_connection_is_lost() -> None:
+    async def scenario() -> None:
+        async with serving(epoch=1) as server:
+            port = int(server.endpoint.rsplit(":", 1)[1])
+            async with connected(server.endpoint) as client:
+                await server.control.close()
+                async with serving(port=port, epoch=2) as reborn:
+                    await eventually(lambda: client.lost)
+                    again = lone_client(reborn.endpoint)
+                    assert (await again.connect(WAIT_S)).epoch == 2
+                    again.close()
+
+    run_async(scenario())
+
+
+def test_a_killed_server_process_is_noticed_at_once() -> None:
+    async def scenario(endpoint: str, kill: Callable[[], None]) -> None:
+        async with connected(endpoint, lease_s=10) as client:
+            kill()
+            await eventually(lambda: client.lost, timeout=1)
+
+    with remote_peer("server", "the cluster's secret", "3") as remote:
+        run_async(scenario(remote.read_line(), remote.kill))
+
+
+def test_a_frozen_server_process_is_noticed_after_the_lease() -> None:
+    async def scenario(endpoint: str, freeze: Callable[[], None]) -> None:
+        async with connected(endpoint, lease_s=0.5) as client:
+            freeze()
+            start = time.monotonic()
+            await eventually(lambda: client.lost)
+            assert 0.3 < time.monotonic() - start < 3
+            assert "silent" in client.lost[0]
+
+    with remote_peer("server", "the cluster's secret", "3") as remote:
+        run_async(scenario(remote.read_line(), remote.freeze))
+
+
+def test_a_frozen_client_process_is_forgotten_and_told_so() -> None:
+    async def scenario() -> None:
+        async with serving(lease_s=0.5) as server:
+            with remote_peer("client", "the cluster's secret", server.endpoint) as remote:
+                assert await asyncio.to_thread(remote.read_line) == "ready"
+                remote.freeze()
+                await eventually(lambda: server.lost)
+                remote.thaw()
+                assert (await asyncio.to_thread(remote.read_line)).startswith("lost: ")
+
+    run_async(scenario())
+
+
+def test_a_forgotten_client_that_goes_on_talking_is_told_and_not_served() -> None:
+    async def scenario() -> None:
+        async with serving(lease_s=0.3) as server, raw_peer(server.endpoint) as silent:
+            silent.send(encode(Cancel(request_id="one")))
+            await eventually(lambda: server.lost == ["raw"])
+            silent.send(encode(Cancel(request_id="two")))
+            assert await asyncio.to_thread(silent.poll, 2000)
+            assert decode(silent.recv()).epoch == 0
+            assert len(server.received) == 1
+            assert server.lost == ["raw"]
+
+    run_async(scenario())
+
+
+def test_a_client_that_does_not_read_is_lost_with_bounded_memory() -> None:
+    message = KvWelcome(worker_id="w", epoch=1, address=bytes(1 << 14))
+
+    async def scenario() -> None:
+        async with (
+            serving(lease_s=60) as server,
+            raw_peer(server.endpoint, receive_queue=1) as reader,
+        ):
+            reader.send(encode(Ping()))
+            await eventually(lambda: server.control.peers == ("raw",))
+            posted = 0
+            while server.control.post("raw", message):
+                posted += 1
+                assert posted < 20_000
+                if posted % 100 == 0:
+                    await asyncio.sleep(0)
+            await eventually(lambda: server.lost == ["raw"])
+            await check_service(server)
+
+    run_async(scenario(), timeout=60)
+
+
+def test_a_client_whose_queue_is_full_says_so_and_never_blocks() -> None:
+    async def scenario(endpoint: str, freeze: Callable[[], None]) -> None:
+        async with connected(endpoint, lease_s=60) as client:
+            freeze()
+            with pytest.raises(ChannelError, match="full"):
+                for number in range(1_000_000):
+                    client.control.post(
+                        KvWelcome(worker_id="w", epoch=number, address=bytes(1 << 12))
+                    )
+
+    with remote_peer("server", "the cluster's secret", "3") as remote:
+        run_async(scenario(remote.read_line(), remote.freeze), timeout=60)

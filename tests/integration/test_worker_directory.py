@@ -1,0 +1,144 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pagewire.shared.registry import (
+    CardPublisher,
+    Registry,
+    WorkerCard,
+    WorkerDirectory,
+    WorkerLoad,
+)
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.cards import card, ids, registry_at
+from pagewire.tests.support.redis_server import RedisServer
+
+
+class Watched:
+    """A directory and what it told its listeners."""
+
+    def __init__(self, registry: Registry, **options: Any) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        self.directory = WorkerDirectory(
+            registry,
+            poll_s=0.05,
+            on_join=lambda c: self.events.append(("join", c.worker_id, c.epoch)),
+            on_leave=lambda c: self.events.append(("leave", c.worker_id, c.epoch)),
+            **options,
+        )
+
+    def ids(self) -> list[str]:
+        return ids(self.directory.workers())
+
+
+@asynccontextmanager
+async def watching(registry: Registry, **options: Any) -> AsyncIterator[Watched]:
+    watched = Watched(registry, **options)
+    await watched.directory.start()
+    try:
+        yield watched
+    finally:
+        await watched.directory.close()
+
+
+def test_the_directory_follows_joins_restarts_and_deaths(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with registry_at(redis_server.url, lease_s=0.4) as registry:
+            await registry.publish(card("a"))
+            async with watching(registry) as watched:
+                assert watched.ids() == ["a"]
+                assert watched.directory.redis_ok
+                await registry.publish(card("p", role="prefill"))
+                await registry.publish(card("a", epoch=2))
+                await eventually(lambda: ("join", "a", 2) in watched.events)
+                assert ids(watched.directory.workers("prefill")) == ["p"]
+                assert ids(watched.directory.workers("decode")) == ["a"]
+                assert watched.directory.get("a") == card("a", epoch=2)
+                await registry.publish(card("a", epoch=1))  # a zombie
+                await asyncio.sleep(0.15)
+                assert watched.directory.get("a") == card("a", epoch=2)
+                await eventually(lambda: watched.ids() == [])
+                assert watched.directory.get("a") is None
+                assert watched.events[:3] == [("join", "a", 1), *watched.events[1:3]]
+                assert sorted(watched.events[1:]) == [
+                    ("join", "a", 2),
+                    ("join", "p", 1),
+                    ("leave", "a", 1),
+                    ("leave", "a", 2),
+                    ("leave", "p", 1),
+                ]
+
+    run_async(scenario())
+
+
+def test_the_directory_sees_changed_loads(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with registry_at(redis_server.url) as registry:
+            await registry.publish(card("a"))
+            async with watching(registry) as watched:
+                busy = card("a", load=WorkerLoad(running=7))
+                await registry.publish(busy)
+                await eventually(lambda: watched.directory.workers() == (busy,))
+                assert watched.events == [("join", "a", 1)]
+
+    run_async(scenario())
+
+
+def test_a_flushed_redis_costs_no_worker(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with registry_at(redis_server.url, lease_s=1.0) as registry:
+            publisher = CardPublisher(registry, lambda: card("a"), heartbeat_s=0.2)
+            await publisher.start()
+            async with watching(registry) as watched:
+                for _ in range(3):
+                    await asyncio.to_thread(redis_server.client().flushall)
+                    await asyncio.sleep(0.3)
+                    assert watched.ids() == ["a"]
+                assert watched.events == [("join", "a", 1)]
+            await publisher.close()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
+def test_without_redis_the_last_view_stays_for_the_grace_time(
+    redis_server: RedisServer, fault: str
+) -> None:
+    async def scenario() -> None:
+        async with registry_at(redis_server.url, lease_s=0.5) as registry:
+            await registry.publish(card("a"))
+            async with watching(registry, grace_s=1.5) as watched:
+                redis_server.freeze() if fault == "frozen" else redis_server.kill()
+                await eventually(lambda: not watched.directory.redis_ok)
+                await asyncio.sleep(0.3)
+                assert watched.ids() == ["a"]
+                await eventually(lambda: watched.ids() == [])
+                redis_server.thaw() if fault == "frozen" else redis_server.start()
+                await registry.publish(card("a", epoch=2))
+                await eventually(lambda: watched.ids() == ["a"])
+                assert watched.directory.redis_ok
+                assert watched.events == [("join", "a", 1), ("leave", "a", 1), ("join", "a", 2)]
+
+    run_async(scenario())
+
+
+def test_a_failing_listener_does_not_stop_the_directory(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: WorkerCard) -> None:
+        raise RuntimeError("a bug in a listener")
+
+    async def scenario() -> None:
+        async with registry_at(redis_server.url) as registry:
+            directory = WorkerDirectory(registry, poll_s=0.05, on_join=fail)
+            await registry.publish(card("a"))
+            await directory.start()
+            await registry.publish(card("b"))
+            await eventually(lambda: ids(directory.workers()) == ["a", "b"])
+            await directory.close()
+
+    run_async(scenario())
+    assert caplog.text.count("a listener of the worker directory failed") == 2

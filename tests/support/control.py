@@ -1,0 +1,122 @@
+"""Both ends of a control channel in this process, and what they reported."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import zmq
+
+from pagewire.shared.channel import ClusterKeys, ControlClient, ControlServer, make_client_id
+from pagewire.shared.protocol import (
+    Cancel,
+    ControlMessage,
+    PieceAck,
+)
+from pagewire.tests.support.aio import eventually
+
+KEYS = ClusterKeys.derive("the cluster's secret")
+WAIT_S = 5.0
+
+
+@dataclass
+class Server:
+    """A server under test and what it reported."""
+
+    received: list[tuple[str, ControlMessage]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    handler: Callable[[str, ControlMessage], None] | None = None
+    control: ControlServer | None = None
+    endpoint: str = ""
+
+    def on_message(self, peer: str, message: ControlMessage) -> None:
+        self.received.append((peer, message))
+        if self.handler is not None:
+            self.handler(peer, message)
+
+
+@dataclass
+class Client:
+    """A client under test and what it reported."""
+
+    received: list[ControlMessage] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    control: ControlClient | None = None
+
+    def on_message(self, message: ControlMessage) -> None:
+        self.received.append(message)
+        self.arrived.set()
+
+
+@asynccontextmanager
+async def serving(
+    port: int = 0, epoch: int = 7, lease_s: float = 5.0, heartbeat_s: float = 0.1
+) -> AsyncIterator[Server]:
+    server = Server()
+    server.control = ControlServer(
+        "127.0.0.1",
+        port,
+        KEYS,
+        "worker-0",
+        epoch,
+        server.on_message,
+        server.lost.append,
+        lease_s=lease_s,
+        heartbeat_s=heartbeat_s,
+    )
+    server.endpoint = await server.control.start()
+    try:
+        yield server
+    finally:
+        await server.control.close()
+
+
+@asynccontextmanager
+async def connected(
+    endpoint: str, name: str = "client", lease_s: float = 5.0, heartbeat_s: float = 0.1
+) -> AsyncIterator[Client]:
+    client = Client()
+    client.control = ControlClient(
+        endpoint,
+        KEYS,
+        make_client_id(name),
+        client.on_message,
+        client.lost.append,
+        lease_s=lease_s,
+        heartbeat_s=heartbeat_s,
+    )
+    try:
+        await client.control.connect(WAIT_S)
+        yield client
+    finally:
+        client.control.close()
+
+
+def lone_client(endpoint: str, keys: ClusterKeys = KEYS) -> ControlClient:
+    return ControlClient(endpoint, keys, make_client_id("lone"), lambda m: None, lambda r: None)
+
+
+@asynccontextmanager
+async def raw_peer(endpoint: str, *, keys: ClusterKeys | None = KEYS, receive_queue: int = 100):
+    """A bare DEALER, to say what `ControlClient` never would."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        if keys is not None:
+            keys.secure_client(dealer)
+        dealer.linger = 0
+        dealer.rcvhwm = receive_queue
+        dealer.routing_id = b"raw"
+        dealer.connect(endpoint)
+        yield dealer
+
+
+async def check_service(server: Server) -> None:
+    """A normal client still gets its answers."""
+    count = len(server.received)
+    async with connected(server.endpoint, "normal") as client:
+        client.control.post(Cancel(request_id="still-alive"))
+        await eventually(lambda: len(server.received) > count)
+
+
+def ack(number: int) -> PieceAck:
+    return PieceAck(job_id="job", piece=number)

@@ -1,0 +1,64 @@
+"""Prefix indexes on a test's own Redis."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
+from pagewire.shared.prefix_index import (
+    IndexPublisher,
+    PrefixIndex,
+)
+from pagewire.shared.redis_client import connect_redis
+
+TAG = "0123abcd"
+HASHER = BlockHasher("secret", "model", "float32", 4)
+EPOCH = 1_790_000_000_000_000_001  # greater than 2**53
+
+
+def blocks(count: int, start: int = 0) -> list[BlockHash]:
+    """The hashes of a prompt's blocks; another start is another prompt."""
+    return HASHER.hash_prompt(range(start, start + 4 * count))
+
+
+def entry_key(block_hash: BlockHash) -> bytes:
+    return f"pagewire:{TAG}:b:".encode() + block_hash
+
+
+@asynccontextmanager
+async def index_at(url: str, lookup_timeout_s: float = 1.0) -> AsyncIterator[PrefixIndex]:
+    client = await connect_redis(url)
+    index = PrefixIndex(client, TAG, lookup_timeout_s)
+    try:
+        yield index
+    finally:
+        await index.close()
+        await client.aclose()
+
+
+@asynccontextmanager
+async def publishing(
+    index: PrefixIndex,
+    worker_id: str = "w",
+    epoch: int = EPOCH,
+    snapshot: Callable[[], Collection[BlockHash]] = tuple,
+    **options: Any,
+) -> AsyncIterator[IndexPublisher]:
+    publisher = IndexPublisher(index, worker_id, epoch, snapshot, flush_interval_s=0.01, **options)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        await publisher.close()
+
+
+async def until_found(
+    index: PrefixIndex, hashes: list[BlockHash], expected: dict[str, int], **epochs: int
+) -> None:
+    """Wait until a lookup answers so."""
+    deadline = time.monotonic() + 8
+    while (found := await index.lookup(hashes, epochs or {"w": EPOCH})) != expected:
+        assert time.monotonic() < deadline, f"{found} instead of {expected}"
+        await asyncio.sleep(0.02)
