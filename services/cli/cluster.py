@@ -65,8 +65,11 @@ class ClusterContext:
     echo: bool = False
 
     def say(self, message: str) -> None:
-        """Print a message as it is."""
-        self.console.print(message, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        """Print a message as it is, as long as there is a terminal to print to."""
+        try:
+            self.console.print(message, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        except OSError:  # closed under us: serving goes on, and so does stopping
+            self.console.quiet = True
 
     @property
     def url(self) -> str:
@@ -172,7 +175,7 @@ async def _wait_until_ready(
 
 
 def _missing(context: ClusterContext, health: Health) -> int:
-    return len(set(context.options.worker_names) - {service.id for service in health.services})
+    return len(set(context.options.worker_names) - health.ready_epochs.keys())
 
 
 async def _look(
@@ -182,8 +185,7 @@ async def _look(
     health = await fetch_health(client, context.url)
     epochs: dict[str, int | None] = {}
     if health is not None:
-        epochs = {service.id: service.epoch for service in health.services}
-        epochs["router"] = None
+        epochs = {**health.ready_epochs, "router": None}
     if store.spec is not None and await redis_process.is_answering(store.url):
         epochs[store.spec.name] = None
     supervisor.mark_ready(epochs)
@@ -200,14 +202,19 @@ def _stop_on_signals(
         if stop.is_set():
             supervisor.hurry()
         else:
-            context.say("stopping (once more to kill)")
             stop.set()
+            context.say("stopping (once more to kill)")
 
     loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
+    heard = [each for each in STOP_SIGNALS if not _is_under_nohup(each)]
+    for number in heard:
         loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
-        for number in STOP_SIGNALS:
+        for number in heard:
             loop.remove_signal_handler(number)
+
+
+def _is_under_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -23,11 +23,12 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One worker that the router knows to be alive."""
+    """One worker that the router knows to be alive; it may be draining or unreachable."""
 
     id: str
     role: str
     epoch: int | None = None
+    state: str = "ready"
     links: list[Link] = []
 
 
@@ -37,6 +38,11 @@ class Health(msgspec.Struct, frozen=True):
     ok: bool = False
     model: str = ""
     services: list[Service] = []
+
+    @property
+    def ready_epochs(self) -> dict[str, int | None]:
+        """The epochs of the workers that take requests, by id."""
+        return {each.id: each.epoch for each in self.services if each.state == "ready"}
 
     @property
     def missing_links(self) -> int:

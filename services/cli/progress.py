@@ -23,6 +23,14 @@ STYLES = {
 }
 
 
+class ServerConsole(Console):
+    """A console whose reader may go away, as in `pagewire up | head`, without ending us."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent, where rich would exit."""
+        self.quiet = True
+
+
 class ProgressDisplay:
     """Shows the states of children until its context ends."""
 

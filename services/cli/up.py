@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from pagewire.services.cli import options
 from pagewire.services.cli.cluster import ClusterContext, run_cluster
 from pagewire.services.cli.cluster_plan import ClusterOptions
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.machine import inspect_machine, require_free_port
+from pagewire.services.cli.progress import ServerConsole
 from pagewire.services.cli.run_dir import make_log_dir
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
@@ -96,6 +96,6 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         secret=router.cluster_secret.get_secret_value(),
         redis_url=router.redis_url if "redis_url" in router.model_fields_set else None,
         log_dir=make_log_dir(params["log_dir"]),
-        console=Console(),
+        console=ServerConsole(),
         echo=params["verbose"],
     )

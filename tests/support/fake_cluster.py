@@ -27,12 +27,11 @@ LINK = {"peer": "prefill-0", "transport": "zmq", "lane": "tcp", "gb_per_s": 1.5}
 
 def up(state: Path, port: int, redis_url: str | None = None) -> None:
     """Run the cluster with this script's services in the real ones' place."""
-    from rich.console import Console
-
     from pagewire.services.cli import cluster_plan
     from pagewire.services.cli.cluster import ClusterContext, run_cluster
     from pagewire.services.cli.errors import one_line_errors
     from pagewire.services.cli.machine import Machine
+    from pagewire.services.cli.progress import ServerConsole
 
     def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         role, name = ("router", port) if command == "router" else ("worker", options["worker_id"])
@@ -47,7 +46,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         secret="0" * 64,
         redis_url=redis_url,
         log_dir=logs,
-        console=Console(),
+        console=ServerConsole(),
     )
     (state / "supervisor.pid").write_text(str(os.getpid()))
     with one_line_errors():

@@ -28,7 +28,7 @@ HEALTHY = Health(
     ok=True,
     model="demo",
     services=[
-        Service("decode-0", "decode", 7, [Link("prefill-0", "ucx", "cuda_ipc", 371.26)]),
+        Service("decode-0", "decode", 7, links=[Link("prefill-0", "ucx", "cuda_ipc", 371.26)]),
         Service("prefill-0", "prefill", 8),
     ],
 )
@@ -216,6 +216,13 @@ def test_missing_links_are_counted_by_pair() -> None:
     assert HEALTHY.missing_links == 0
     second = Service("prefill-1", "prefill")
     assert Health(services=[*HEALTHY.services, second]).missing_links == 1
+
+
+def test_only_workers_that_take_requests_are_ready() -> None:
+    states = [Service("a", "decode", 1), Service("b", "decode", 2, "unreachable")]
+    assert Health(services=[*states, Service("c", "prefill", 3, "draining")]).ready_epochs == {
+        "a": 1
+    }
 
 
 @pytest.mark.parametrize(
