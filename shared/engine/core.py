@@ -175,8 +175,8 @@ class EngineCore:
         """Append a sampled token to its sequence, or drop it if the sequence has ended."""
         sequence = part.sequence
         sequence.num_in_flight_tokens -= 1
-        if sequence.is_finished:
-            return
+        if sequence.is_finished or (sequence.prefill_only and part.is_stale):
+            return  # what a prefill job is for is its blocks: without them it runs again
         self._register(part)
         first = len(sequence.token_ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
         sequence.token_ids.append(token)

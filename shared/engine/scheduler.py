@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool
 from pagewire.shared.request import RequestStatus
@@ -105,6 +105,9 @@ class Scheduler:
     Attributes:
         on_admitted: told of a sequence that got its blocks for the first time.
         on_reserved: told of a sequence whose blocks now wait for another worker's KV.
+
+    Raises:
+        ConfigError: the longest sequence needs more blocks than there are.
     """
 
     limits: SchedulerLimits
@@ -120,7 +123,18 @@ class Scheduler:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
+        longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self._block_size
+        if longest > pool_tokens:
+            # Such a sequence would wait for ever for more blocks than there are.
+            raise ConfigError(
+                f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
+                f"of {self._block_size}: lower --max-model-len or raise --num-blocks"
+            )
         self._free_slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
+
+    @property
+    def _block_size(self) -> int:
+        return self.hasher.block_size
 
     # Requests come and go
 
@@ -131,11 +145,10 @@ class Scheduler:
             InvalidRequestError: it could never run here.
             OverloadedError: the queue is full.
         """
-        longest = min(self.limits.max_model_len, self.pool.num_blocks * self.hasher.block_size)
-        if not 1 <= len(sequence.token_ids) < longest:
+        if not 1 <= len(sequence.token_ids) < self.limits.max_model_len:
             raise InvalidRequestError(
                 f"a prompt of {len(sequence.token_ids)} tokens does not fit: "
-                f"between 1 and {longest - 1} are possible here",
+                f"between 1 and {self.limits.max_model_len - 1} are possible here",
                 "prompt",
             )
         if len(self.waiting) >= self.limits.max_waiting:
@@ -168,6 +181,7 @@ class Scheduler:
         """Let a reserved sequence run: its prompt's KV has arrived, its first token is known."""
         sequence.transition(RequestStatus.RUNNING)
         del self.reserved[sequence.request_id]
+        sequence.remote_prefill = False  # if it is preempted, it is computed again here
         sequence.num_computed_tokens = len(sequence.token_ids)
         self.register_blocks(sequence, 0, sequence.num_computed_tokens)
         sequence.token_ids.append(first_token)
@@ -213,7 +227,7 @@ class Scheduler:
 
     def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks that tokens `start .. end - 1` filled findable: their KV is written."""
-        size = self.hasher.block_size
+        size = self._block_size
         if start // size == end // size:
             return
         sequence.extend_hashes(self.hasher)
@@ -275,7 +289,7 @@ class Scheduler:
         self.waiting.popleft()
         self.pool.acquire(cached)
         sequence.block_ids = [*cached, *self.pool.allocate(missing)]
-        sequence.num_computed_tokens = len(cached) * self.hasher.block_size
+        sequence.num_computed_tokens = len(cached) * self._block_size
         sequence.slot = self._free_slots.pop()
         sequence.decodes_from_slot = False
         first_time = sequence.num_cached_tokens is None
@@ -298,7 +312,7 @@ class Scheduler:
         """Cached blocks of a sequence, at least one token short of all it has."""
         if not self.pool.enable_caching:
             return []
-        most = (len(sequence.token_ids) - 1) // self.hasher.block_size
+        most = (len(sequence.token_ids) - 1) // self._block_size
         return self.pool.lookup(sequence.block_hashes[:most])
 
     def _book(self, part: ScheduledTokens) -> None:
@@ -322,7 +336,7 @@ class Scheduler:
     # What a sequence holds
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.hasher.block_size)
+        return -(-num_tokens // self._block_size)
 
     def _give_up_slot(self, sequence: Sequence) -> None:
         if sequence.slot is not None:

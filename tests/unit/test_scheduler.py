@@ -1,0 +1,533 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.scheduler import Scheduler, SchedulerLimits
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
+from pagewire.shared.kv_cache.block_hash import BlockHasher
+from pagewire.shared.kv_cache.block_pool import BlockPool
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
+
+# A simulation: sequences of all kinds come and go at random over a pool far too small for them.
+
+Fate = Literal["arrives", "falls back", "falls back behind its first token"]
+FATES: tuple[Fate, ...] = ("arrives", "falls back", "falls back behind its first token")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the simulation: when it comes, what it is, what happens to it."""
+
+    at: int
+    prompt: list[int]
+    max_tokens: int
+    stop: frozenset[int]
+    seed: int
+    resumed: int
+    kind: Literal["local", "remote", "prefill only"]
+    fate: Fate
+    delay: int
+    abort_after: int | None
+
+
+@dataclass(frozen=True)
+class World:
+    """The engine of a simulation and its requests."""
+
+    block_size: int
+    num_blocks: int
+    budget: int
+    max_num_seqs: int
+    watermark: int
+    local_prefill_tokens: int
+    max_model_len: int
+    caching: bool
+    overlap: bool
+    arrivals: list[Arrival]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Engines under pressure: what runs at once needs more blocks than there are."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    num_blocks = draw(st.integers(3, 14))
+    capacity = block_size * num_blocks
+    return World(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        budget=draw(st.integers(1, 12)),
+        max_num_seqs=draw(st.integers(1, 6)),
+        watermark=draw(st.integers(0, 3)),
+        local_prefill_tokens=draw(st.sampled_from([0, 3])),
+        max_model_len=draw(st.sampled_from([1024, 1024, 13])),
+        caching=draw(st.booleans()),
+        overlap=draw(st.booleans()),
+        arrivals=draw(st.lists(arrivals(capacity), min_size=3, max_size=9)),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
+    return Arrival(
+        at=draw(st.integers(0, 20)),
+        prompt=draw(prompts(capacity)),
+        max_tokens=draw(st.integers(1, 30)),
+        stop=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({3})])),
+        seed=draw(st.integers(0, 1)),
+        resumed=draw(st.sampled_from([0, 0, 0, 1, 4])),
+        kind=draw(st.sampled_from(["local", "local", "local", "remote", "remote", "prefill only"])),
+        fate=draw(st.sampled_from(FATES)),
+        delay=draw(st.integers(0, 6)),
+        abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
+    )
+
+
+@st.composite
+def prompts(draw: st.DrawFn, capacity: int) -> list[int]:
+    """Few different beginnings, so that many share cached blocks; some are too long."""
+    percent = draw(st.sampled_from([1, 10, 25, 25, 40, 40, 60, 90, 110]))
+    length = max(1, capacity * percent // 100 + draw(st.integers(-1, 1)))
+    tail = draw(st.lists(st.integers(0, 2), max_size=4))[:length]
+    return [draw(st.integers(0, 1))] * (length - len(tail)) + tail
+
+
+@dataclass
+class Life:
+    """One request on its way through the simulated engine."""
+
+    arrival: Arrival
+    sequence: Sequence
+    expected: list[int]
+    got: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    reserved_at: int | None = None
+    finished_at: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+
+class Simulation:
+    """Turns an engine's loop and plays everybody around it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.core, self.device = make_core(
+            num_blocks=world.num_blocks,
+            block_size=world.block_size,
+            max_num_seqs=world.max_num_seqs,
+            max_num_batched_tokens=world.budget,
+            max_model_len=world.max_model_len,
+            watermark_blocks=world.watermark,
+            local_prefill_tokens=world.local_prefill_tokens,
+            caching=world.caching,
+            overlap=world.overlap,
+        )
+        self.core.scheduler.on_reserved = self.on_reserved
+        self.lives: dict[str, Life] = {}
+        self.to_come = sorted(enumerate(world.arrivals), key=lambda item: item[1].at)
+        self.now = 0
+
+    def run(self) -> None:
+        while self.to_come or not all(life.is_over for life in self.lives.values()):
+            self.turn()
+            assert self.now < 4000, "no end in sight"
+        for _ in range(8):  # held blocks are forgotten, steps in flight are read
+            self.turn()
+
+    def turn(self) -> None:
+        self.let_arrive()
+        for life in list(self.lives.values()):
+            self.tend(life)
+        outputs, _worked = self.core.step()
+        for output in outputs:
+            life = self.lives[output.request_id]
+            assert not life.is_over, "an output behind the last one"
+            life.got.extend(output.token_ids)
+            life.finish_reason = output.finish_reason
+            assert len(output.token_ids) <= 1
+        self.core.scheduler.check_integrity()
+        self.check_slots()
+        for sequence in self.core.scheduler.held.values():
+            assert self.device.content(sequence) == sequence.token_ids[:-1]
+        self.now += 1
+
+    def let_arrive(self) -> None:
+        while self.to_come and self.to_come[0][1].at <= self.now:
+            number, arrival = self.to_come.pop(0)
+            sequence = self.make(number, arrival)
+            limit = self.core.scheduler.limits.max_model_len
+            expected = generate(sequence, limit)[sequence.num_resumed_tokens :]
+            life = Life(arrival, sequence, expected)
+            try:
+                self.core.add(sequence)
+            except InvalidRequestError:
+                assert not 1 <= len(sequence.token_ids) < limit
+            else:
+                self.lives[sequence.request_id] = life
+
+    def make(self, number: int, arrival: Arrival) -> Sequence:
+        plain = make_sequence(
+            f"r{number}",
+            arrival.prompt,
+            max_tokens=arrival.max_tokens,
+            stop=arrival.stop,
+            seed=arrival.seed,
+            remote_prefill=arrival.kind == "remote",
+            prefill_only=arrival.kind == "prefill only",
+        )
+        if plain.prefill_only or not arrival.prompt:
+            return plain
+        # What another worker delivered before it died: never all that there is.
+        outputs = generate(plain, self.core.scheduler.limits.max_model_len)
+        resumed = outputs[: min(arrival.resumed, len(outputs) - 1)] if outputs else []
+        plain.token_ids.extend(resumed)
+        plain.num_resumed_tokens = len(resumed)
+        return plain
+
+    def on_reserved(self, sequence: Sequence) -> None:
+        assert len(sequence.block_ids) * self.world.block_size >= len(sequence.token_ids)
+        assert len(sequence.token_ids) - sequence.num_computed_tokens > (
+            self.world.local_prefill_tokens
+        )
+        self.lives[sequence.request_id].reserved_at = self.now
+
+    def tend(self, life: Life) -> None:
+        """Play the client and the workers around a request."""
+        arrival, sequence = life.arrival, life.sequence
+        if life.is_over:
+            if life.finished_at is None:
+                life.finished_at = self.now
+            if self.now - life.finished_at >= min(arrival.delay, 5):
+                self.core.scheduler.forget(sequence.request_id)
+            return
+        if arrival.abort_after is not None and self.now - arrival.at >= arrival.abort_after:
+            self.core.abort(sequence.request_id)
+            life.finish_reason = "abort"
+            return
+        if sequence.status is not RequestStatus.RESERVED or life.reserved_at is None:
+            return
+        if self.now - life.reserved_at >= arrival.delay:
+            self.end_reservation(life)
+
+    def end_reservation(self, life: Life) -> None:
+        sequence, fate = life.sequence, life.arrival.fate
+        first = life.expected[0]
+        if fate == "falls back":
+            self.core.fall_back(sequence, None)
+            return
+        life.got.append(first)  # delivered by whoever computed it
+        if fate == "arrives":
+            self.device.write_prompt(sequence)
+            self.core.activate(sequence, first)
+        else:
+            self.core.fall_back(sequence, first)
+
+    def check_slots(self) -> None:
+        scheduler = self.core.scheduler
+        used = [s.slot for s in scheduler.holders() if s.slot is not None]
+        assert sorted([*used, *scheduler._free_slots]) == list(range(self.world.max_num_seqs))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(world=worlds())
+def test_every_sequence_ends_with_its_own_tokens(world: World) -> None:
+    simulation = Simulation(world)
+    simulation.run()
+    for life in simulation.lives.values():
+        if life.finish_reason == "abort":
+            assert life.got == life.expected[: len(life.got)]
+        else:
+            assert life.got == life.expected
+            stopped = life.expected[-1] in life.sequence.stop_token_ids
+            assert life.finish_reason == (
+                "stop" if stopped and not life.sequence.prefill_only else "length"
+            )
+        assert life.sequence.num_in_flight_tokens == 0
+        assert life.sequence.block_ids == []
+    scheduler = simulation.core.scheduler
+    assert scheduler.pool.counts().used == 0
+    assert list(scheduler.holders()) == []
+    assert not simulation.core.has_work
+
+
+# Single cases, each of which once went wrong somewhere or looks as if it could.
+
+
+def drain(core: EngineCore, turns: int = 400) -> dict[str, list[int]]:
+    """Turn the loop until nothing is left to do; returns all tokens by request."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(turns):
+        outputs, worked = core.step()
+        core.scheduler.check_integrity()
+        for output in outputs:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if not worked and not core.has_work:
+            return tokens
+    pytest.fail(f"not done within {turns} steps")
+
+
+def step(core: EngineCore, times: int = 1) -> None:
+    for _ in range(times):
+        core.step()
+        core.scheduler.check_integrity()
+
+
+def running(core: EngineCore) -> list[str]:
+    return [sequence.request_id for sequence in core.scheduler.running]
+
+
+def fill_reservation(device: FakeDevice, core: EngineCore, sequence: Sequence) -> None:
+    """Let a reserved sequence's KV and first token arrive."""
+    device.write_prompt(sequence)
+    core.activate(sequence, generate(sequence, core.scheduler.limits.max_model_len)[0])
+
+
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+
+
+@pytest.mark.parametrize("length", [0, 32, 33])
+def test_prompt_that_can_never_run_is_refused(length: int) -> None:
+    core, _ = make_core(num_blocks=8, block_size=4)
+    with pytest.raises(InvalidRequestError, match=f"{length} tokens does not fit") as caught:
+        core.add(make_sequence("a", [1] * length))
+    assert caught.value.param == "prompt"
+    assert not core.has_work and core.get("a") is None
+
+
+def test_full_queue_is_overload() -> None:
+    core, _ = make_core(max_waiting=2)
+    for name in "ab":
+        core.add(make_sequence(name, [1]))
+    with pytest.raises(OverloadedError):
+        core.add(make_sequence("c", [1]))
+    assert core.get("c") is None
+    assert set(drain(core)) == {"a", "b"}
+
+
+def test_sequences_longer_than_the_pool_are_ruled_out() -> None:
+    pool, hasher = BlockPool(8), BlockHasher("secret", "fake", "int", 4)
+    limits = SchedulerLimits(
+        max_num_seqs=1, max_num_batched_tokens=8, max_model_len=33, max_waiting=1
+    )
+    with pytest.raises(ConfigError, match="33 tokens"):
+        Scheduler(limits, pool, hasher)
+
+
+@BOTH
+@pytest.mark.parametrize("max_model_len", [32, 30], ids=["whole-pool", "less"])
+def test_sequence_that_outgrows_everything_ends_by_length(
+    overlap: bool, max_model_len: int
+) -> None:
+    core, device = make_core(
+        num_blocks=8, block_size=4, max_model_len=max_model_len, overlap=overlap
+    )
+    sequence = make_sequence("a", [1] * 5, max_tokens=1000)
+    expected = generate(sequence, max_model_len)
+    core.add(sequence)
+    assert drain(core)["a"] == expected
+    assert len(sequence.token_ids) == max_model_len
+    assert sequence.status is RequestStatus.FINISHED_LENGTH
+    assert sum(tokens for tokens, _ in device.batches) == max_model_len - 1  # and no step more
+
+
+@BOTH
+def test_watermark_never_keeps_a_lone_sequence_out(overlap: bool) -> None:
+    core, _ = make_core(num_blocks=8, block_size=4, watermark_blocks=8, overlap=overlap)
+    for name in "abc":
+        core.add(make_sequence(name, [1] * 31, max_tokens=5))
+    assert {name: len(tokens) for name, tokens in drain(core).items()} == dict.fromkeys("abc", 1)
+
+
+def test_watermark_holds_blocks_back_for_those_running() -> None:
+    core, _ = make_core(num_blocks=8, block_size=4, watermark_blocks=2)
+    core.add(make_sequence("a", [1] * 16))
+    core.add(make_sequence("b", [0] * 12))
+    step(core)
+    assert running(core) == ["a"]
+
+
+def test_decode_rows_come_before_chunks_and_chunks_take_what_is_left() -> None:
+    core, device = make_core(num_blocks=32, max_num_batched_tokens=8)
+    core.add(make_sequence("talks", [1] * 3, max_tokens=20))
+    step(core)
+    core.add(make_sequence("long", [0] * 20))
+    step(core, 3)
+    assert device.batches == [(3, 1), (8, 2), (8, 2), (7, 2)]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4, 5], ids=["at-once", "at-border", "behind-border"])
+@BOTH
+def test_blocks_are_taken_only_when_a_token_needs_them(overlap: bool, max_tokens: int) -> None:
+    core, device = make_core(overlap=overlap)
+    core.add(make_sequence("a", [1] * 8, max_tokens=max_tokens))
+    drain(core)
+    assert device.longest_table == 2 + (max_tokens > 1)
+
+
+@BOTH
+def test_stop_token_is_seen_late_and_the_token_too_many_dropped(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap)
+    plain = make_sequence("a", [1, 2, 3], max_tokens=40)
+    tokens = generate(plain, 1000)
+    stop = tokens[5]
+    until = tokens[: tokens.index(stop) + 1]
+    sequence = make_sequence("a", [1, 2, 3], max_tokens=40, stop=frozenset({stop}))
+    core.add(sequence)
+    assert drain(core)["a"] == until
+    assert sequence.token_ids == [1, 2, 3, *until]
+    assert sequence.status is RequestStatus.FINISHED_STOPPED
+    assert len(device.batches) == len(until) + overlap
+
+
+def test_preempted_sequence_keeps_the_token_in_flight() -> None:
+    core, _ = make_core(num_blocks=6, block_size=4, overlap=True, caching=False)
+    old, young = make_sequence("old", [1] * 7, max_tokens=14), make_sequence("young", [0] * 11)
+    expected = generate(old, 24), generate(young, 24)
+    core.add(old)
+    core.add(young)
+    while young.status is not RequestStatus.PREEMPTED:
+        in_flight, known = young.num_in_flight_tokens, list(young.token_ids)
+        outputs, _ = core.step()
+    assert in_flight == 1
+    assert len(young.token_ids) == len(known) + 1
+    assert young.token_ids[-1] in [token for o in outputs for token in o.token_ids]
+    rest = drain(core)
+    assert (old.token_ids[7:], young.token_ids[11:]) == expected
+    assert rest["young"] == expected[1][-len(rest["young"]) :]
+
+
+def test_preempted_sequences_come_back_oldest_first() -> None:
+    core, _ = make_core(num_blocks=7, block_size=1, caching=False)
+    core.add(make_sequence("a", [1] * 3))
+    core.add(make_sequence("b", [1] * 2))
+    core.add(make_sequence("c", [1] * 2))
+    core.add(make_sequence("d", [1]))
+    step(core, 3)
+    assert running(core) == ["a"]
+    assert [sequence.request_id for sequence in core.scheduler.waiting] == ["b", "c", "d"]
+    assert core.scheduler.num_preemptions == 2
+    assert set(drain(core)) == set("abcd")
+
+
+@BOTH
+def test_activated_sequence_can_be_preempted_and_is_computed_here(overlap: bool) -> None:
+    core, device = make_core(num_blocks=6, block_size=4, overlap=overlap, caching=False)
+    local = make_sequence("local", [1] * 7, max_tokens=14)
+    remote = make_sequence("remote", [0] * 11, max_tokens=5, remote_prefill=True)
+    expected = generate(local, 24), generate(remote, 24)
+    core.add(local)
+    core.add(remote)
+    step(core)
+    assert remote.status is RequestStatus.RESERVED
+    fill_reservation(device, core, remote)
+    drain(core)
+    assert core.scheduler.num_preemptions >= 1
+    assert (local.token_ids[7:], remote.token_ids[11:]) == expected
+
+
+@BOTH
+def test_reservations_that_hold_everything_only_delay_those_running(overlap: bool) -> None:
+    core, device = make_core(num_blocks=6, block_size=4, overlap=overlap)
+    local = make_sequence("local", [1] * 4, max_tokens=12)
+    remote = make_sequence("remote", [0] * 19, max_tokens=2, remote_prefill=True)
+    expected = generate(local, 24)
+    core.add(local)
+    core.add(remote)
+    step(core, 10)
+    assert local.status is RequestStatus.PREEMPTED
+    fill_reservation(device, core, remote)
+    drain(core)
+    assert local.token_ids[4:] == expected
+
+
+def test_prefill_job_preempted_behind_its_step_does_not_end_without_blocks() -> None:
+    core, device = make_core(num_blocks=6, block_size=4, overlap=True, caching=False)
+    core.add(make_sequence("talks", [1] * 7, max_tokens=4))
+    step(core)
+    job = make_sequence("job", [0] * 15, prefill_only=True)
+    core.add(job)
+    drain(core)
+    assert core.scheduler.num_preemptions == 1
+    assert job.status is RequestStatus.FINISHED_LENGTH
+    assert device.content(job) == job.token_ids[:15]
+    assert core.scheduler.pool.counts().used == 4
+    core.abort("job")
+    assert core.scheduler.pool.counts().used == 0
+
+
+@BOTH
+def test_slot_and_blocks_of_an_aborted_sequence_go_to_the_next(overlap: bool) -> None:
+    core, _ = make_core(num_blocks=3, block_size=4, max_num_seqs=1, overlap=overlap)
+    first = make_sequence("a", [1] * 8, max_tokens=4)
+    second = make_sequence("b", [0] * 8, max_tokens=4)
+    expected = generate(second, 12)
+    core.add(first)
+    core.add(second)
+    step(core, 2)
+    core.abort("a")
+    assert drain(core) == {"b": expected}
+    assert first.num_in_flight_tokens == 0
+
+
+@pytest.mark.parametrize(("length", "cached"), [(12, 8), (13, 12), (3, 0), (4, 0), (5, 4)])
+@BOTH
+def test_all_of_a_known_prompt_is_cached_but_its_last_token(
+    overlap: bool, length: int, cached: int
+) -> None:
+    core, device = make_core(overlap=overlap)
+    first, second = (make_sequence(name, [1] * length) for name in "ab")
+    core.add(first)
+    drain(core)
+    device.batches.clear()
+    core.add(second)
+    drain(core)
+    assert second.num_cached_tokens == cached
+    assert device.batches[0] == (length - cached, 1)
+    assert second.token_ids == first.token_ids
+
+
+def test_blocks_of_a_running_sequence_are_found_as_soon_as_they_are_written() -> None:
+    core, _ = make_core(num_blocks=16, block_size=4, max_num_batched_tokens=8)
+    core.add(make_sequence("a", [1] * 20))
+    step(core)
+    shares = make_sequence("b", [1] * 20)
+    core.add(shares)
+    while shares.num_cached_tokens is None:
+        step(core)
+    assert shares.num_cached_tokens == 16
+    drain(core)
+
+
+def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
+    core, _ = make_core(block_size=4, local_prefill_tokens=4)
+    core.add(make_sequence("a", [1] * 13))
+    drain(core)
+    short = make_sequence("short", [1] * 16, remote_prefill=True)
+    long = make_sequence("long", [1] * 17, remote_prefill=True)
+    core.add(short)
+    core.add(long)
+    step(core)
+    assert short.num_cached_tokens == long.num_cached_tokens == 12
+    assert running(core) == ["short"]
+    assert list(core.scheduler.reserved) == ["long"]
+
+
+def test_queued_tokens_are_those_that_nobody_has_prefilled() -> None:
+    core, _ = make_core(max_num_seqs=1, max_num_batched_tokens=4)
+    core.add(make_sequence("a", [1] * 10))
+    core.add(make_sequence("b", [1] * 6))
+    assert core.scheduler.num_queued_tokens == 16
+    step(core)
+    assert core.scheduler.num_queued_tokens == 12
+    step(core, 2)
+    assert core.scheduler.num_queued_tokens == 6
