@@ -29,6 +29,7 @@ from pagewire.shared.protocol import (
     Refused,
     TokenBatch,
     TokenOutput,
+    clip_text,
 )
 from pagewire.shared.worker.runtime import WorkerRuntime
 
@@ -116,7 +117,7 @@ class DecodeService:
             Refused(
                 request_id=request_id,
                 reason="overloaded" if overloaded else "invalid",
-                message=str(error)[:2048],
+                message=clip_text(str(error)),
                 param=error.param if isinstance(error, InvalidRequestError) else None,
             ),
         )

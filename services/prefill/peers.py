@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagewire.shared.errors import LayoutMismatchError, TransferError
-from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone
+from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
 from pagewire.shared.registry import LinkInfo
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.worker.layout import check_layout
@@ -55,7 +55,7 @@ class DecodePeers:
         except TransferError as exc:
             logger.warning("no KV way to %s: %s", hello.worker_id, exc)
             answer = KvWelcome(
-                worker_id=runtime.worker_id, epoch=runtime.epoch, error=str(exc)[:2048]
+                worker_id=runtime.worker_id, epoch=runtime.epoch, error=clip_text(str(exc))
             )
             runtime.server.post(peer_id, answer)
             return

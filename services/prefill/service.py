@@ -31,6 +31,7 @@ from pagewire.shared.protocol import (
     PrefillDone,
     PrefillFailed,
     ProbeDone,
+    clip_text,
 )
 from pagewire.shared.worker.runtime import WorkerRuntime
 
@@ -231,7 +232,7 @@ class PrefillService:
     def _fail(self, job: PrefillJob, reason: str) -> None:
         if self._is_live(job):
             logger.warning("job %s failed: %s", job.job_id, reason)
-            self._post(job.peer_id, PrefillFailed(job_id=job.job_id, reason=reason[:2048]))
+            self._post(job.peer_id, PrefillFailed(job_id=job.job_id, reason=clip_text(reason)))
             self._end(job)
 
     def _end(self, job: PrefillJob) -> None:

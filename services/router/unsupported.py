@@ -35,7 +35,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "regex": (None,),
     "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
-    "return_token_ids": _OFF,
     "skip_special_tokens": (None, True),
     "structured_outputs": (None,),
     "truncate_prompt_tokens": (None,),
