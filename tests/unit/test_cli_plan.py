@@ -17,7 +17,7 @@ CPU_ONLY = Machine(cores=8, gpus=())
 
 
 def plan(machine: Machine = CPU_ONLY, **options: object) -> dict[str, ChildSpec]:
-    specs = plan_services(ClusterOptions(**options), machine, SHARED)  # type: ignore[arg-type]
+    specs = plan_services(ClusterOptions(**options), machine, SHARED)
     return {spec.name: spec for spec in specs}
 
 
