@@ -48,13 +48,13 @@ def prompts(llm: LLM) -> list[list[int]]:
 def truth(prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens by Hugging Face's own implementation."""
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # go on behind it, as `ignore_eos` does
     tokens = []
     for prompt in prompts:
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=MAX_TOKENS,
-            min_new_tokens=MAX_TOKENS,
             do_sample=False,
             pad_token_id=0,
         )

@@ -163,7 +163,9 @@ async def complete_all(
                 answer: dict[str, Any] = response.json()
                 return answer
 
-        return list(await asyncio.gather(*(one(body) for body in bodies)))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(body)) for body in bodies]
+    return [task.result() for task in tasks]
 
 
 def _free_port() -> int:

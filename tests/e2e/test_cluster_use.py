@@ -1,0 +1,143 @@
+"""The cluster as its users meet it: the printed curl line, the OpenAI client, the prefix cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+MODEL = "pagewire-demo"
+LONG_TEXT = "The with statement is used to wrap the execution of a block. " * 40
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster("--prefill", "2", "--decode", "1", "--device", "cpu") as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_the_printed_curl_line_answers(cluster: LocalCluster) -> None:
+    line = next(line for line in cluster.lines if line.startswith("curl "))
+    done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["choices"][0]["message"]["content"].strip()
+
+
+def test_the_ready_box_names_workers_and_measured_transport(cluster: LocalCluster) -> None:
+    assert "prefill-0" in cluster.output
+    assert "decode-0" in cluster.output
+    ways = re.findall(r"(prefill-\d) -> decode-0: (\w+) \(.+?\), ([\d.]+) GB/s", cluster.output)
+    assert {name for name, _, _ in ways} == {"prefill-0", "prefill-1"}
+    assert all(float(speed) > 0 for _, _, speed in ways)
+
+
+def test_openai_client_streams_a_chat_answer(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": LONG_TEXT + "What is a lambda?"}]
+    whole = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=24, temperature=0
+    )
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage, chunks = "", None, 0
+    for chunk in stream:
+        chunks += 1
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+    assert text == whole.choices[0].message.content
+    assert chunks > 5
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_metrics_name_the_kv_bytes_that_crossed(
+    cluster: LocalCluster, client: openai.OpenAI
+) -> None:
+    def received() -> float:
+        return sum(
+            value
+            for name, value in cluster.metrics().items()
+            if name.startswith("pagewire_kv_transfer_bytes_total{")
+            and 'direction="received"' in name
+            and 'transport="ucx"' in name
+            and 'worker="decode-0"' in name
+        )
+
+    before = received()
+    client.completions.create(model=MODEL, prompt="A new text. " + LONG_TEXT, max_tokens=2)
+    assert received() > before
+
+
+def test_the_second_time_a_long_prompt_is_cached(
+    cluster: LocalCluster, client: openai.OpenAI
+) -> None:
+    def computed() -> dict[str, float]:
+        return {
+            name: value
+            for name, value in cluster.metrics().items()
+            if name.startswith("pagewire_prompt_tokens_computed_total")
+        }
+
+    prompt = "Twice the same long prompt. " + LONG_TEXT
+    first = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0)
+    before = computed()
+    second = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert first.choices[0].text == second.choices[0].text
+    length = second.usage.prompt_tokens
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert length - 16 <= cached < length
+    if before:  # the tail alone was computed, whoever did it
+        assert sum(computed().values()) - sum(before.values()) <= 16
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "no-such", "prompt": "x"}, 404, "model"),
+        ({"model": MODEL, "prompt": [5] * 4096}, 400, "prompt"),
+        ({"model": MODEL, "prompt": "x", "temperature": -1}, 400, "temperature"),
+        ({"model": MODEL, "prompt": "x", "max_tokens": "ten"}, 400, "max_tokens"),
+        ({"model": MODEL, "prompt": [99999]}, 400, "prompt"),
+    ],
+    ids=["unknown-model", "too-long", "negative", "not-a-number", "token-out-of-range"],
+)
+def test_bad_input_names_the_field(
+    cluster: LocalCluster, body: dict[str, Any], status: int, param: str
+) -> None:
+    response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["message"]
+
+
+def test_nothing_is_left_behind(cluster: LocalCluster) -> None:
+    cluster.wait_idle(workers=3)
