@@ -16,9 +16,12 @@ from typing import Protocol
 from pagewire.shared.engine.model_runner import Executor, PendingTokens
 from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens, Scheduler
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.request import FinishReason, RequestStatus
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3  # in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class EngineCore:
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _in_flight: tuple[ScheduledBatch, PendingTokens] | None = None
     _outputs: list[StepOutput] = field(default_factory=list)
+    _failed_steps: int = 0
 
     def __post_init__(self) -> None:
         self.scheduler.on_admitted = self._count_admission
@@ -89,11 +93,15 @@ class EngineCore:
         """Take a sequence into the queue.
 
         Raises:
-            InvalidRequestError, OverloadedError: see `Scheduler.add`.
+            InvalidRequestError: the name is in use, or see `Scheduler.add`.
+            OverloadedError: see `Scheduler.add`.
         """
+        request_id = sequence.request_id
+        if request_id in self._sequences or request_id in self.scheduler.held:
+            raise InvalidRequestError(f"there is a request {request_id} already", "request_id")
         sequence.arrival_s = self.clock()
         self.scheduler.add(sequence)
-        self._sequences[sequence.request_id] = sequence
+        self._sequences[request_id] = sequence
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""
@@ -101,29 +109,25 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """End a sequence wherever it is and free all of it; unknown ids are fine."""
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.scheduler.finish(sequence, RequestStatus.FINISHED_ABORTED)
+            self._end(sequence, RequestStatus.FINISHED_ABORTED)
         self.scheduler.forget(request_id)
-
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """End a sequence because of an error and say so in the outputs."""
-        if self._sequences.pop(sequence.request_id, None) is not None:
-            self.scheduler.finish(sequence, RequestStatus.FINISHED_ERROR)
-            self._outputs.append(
-                StepOutput(sequence.request_id, [], finish_reason="error", error=error)
-            )
 
     @property
     def has_work(self) -> bool:
         """Whether a further step could change anything."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._in_flight)
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.waiting or self._in_flight or self._outputs)
 
     def step(self) -> tuple[list[StepOutput], bool]:
         """Launch the next step and postprocess the one before (without overlap: the same).
 
         Returns:
             The outputs, and whether there was anything to do.
+
+        Raises:
+            Exception: whatever the executor raises, when step after step fails.
         """
         batch = self.scheduler.schedule()
         launched = self._launch(batch) if batch is not None else None
@@ -145,9 +149,9 @@ class EngineCore:
                 part.sequence.first_scheduled_s = now
         try:
             pending = self.executor.execute(batch)
-        except Exception:
-            logger.exception("a step failed to launch; its %d requests fail", batch.num_tokens)
-            self._fail_batch(batch)
+        except Exception as exc:
+            logger.exception("a step failed to launch, and with it its requests")
+            self._fail_batch(batch, exc)
             return None
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum(part.length for part in batch.prefills)
@@ -156,10 +160,11 @@ class EngineCore:
     def _postprocess(self, batch: ScheduledBatch, pending: PendingTokens) -> None:
         try:
             tokens = pending.wait()
-        except Exception:
-            logger.exception("a step failed; its requests fail")
-            self._fail_batch(batch)
+        except Exception as exc:
+            logger.exception("a step failed, and with it its requests")
+            self._fail_batch(batch, exc)
             return
+        self._failed_steps = 0
         for part in batch.prefills:
             if not part.samples:
                 self._register(part)
@@ -183,8 +188,7 @@ class EngineCore:
         self.stats.tokens_generated += 1
         status = self._end_of(sequence, token)
         if status is not None:
-            self.scheduler.finish(sequence, status)
-            self._sequences.pop(sequence.request_id, None)
+            self._end(sequence, status)
         self._outputs.append(self._output_of(sequence, token, first, status))
 
     def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
@@ -244,15 +248,36 @@ class EngineCore:
 
     def _finish_silently(self, sequence: Sequence, status: RequestStatus) -> None:
         """End a sequence whose last token was delivered by somebody else."""
-        self.scheduler.finish(sequence, status)
-        self._sequences.pop(sequence.request_id, None)
+        self._end(sequence, status)
         self._outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
-    def _fail_batch(self, batch: ScheduledBatch) -> None:
+    def _end(self, sequence: Sequence, status: RequestStatus) -> None:
+        self.scheduler.finish(sequence, status)
+        del self._sequences[sequence.request_id]
+
+    def _fail_batch(self, batch: ScheduledBatch, error: Exception) -> None:
+        """Fail a step's requests.
+
+        Raises:
+            Exception: the error, if one step after another fails. A lost device fails them all,
+                and only a new process gets it back.
+        """
         for part in batch:
             if part.samples:
                 part.sequence.num_in_flight_tokens -= 1
-            self.fail(part.sequence, "the model step failed")
+            if not part.sequence.is_finished:
+                self._fail(part.sequence)
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise error
+
+    def _fail(self, sequence: Sequence) -> None:
+        self._end(sequence, RequestStatus.FINISHED_ERROR)
+        self._outputs.append(
+            StepOutput(
+                sequence.request_id, [], finish_reason="error", error="the model step failed"
+            )
+        )
 
     def _count_admission(self, sequence: Sequence) -> None:
         self.stats.prefix_queries += len(sequence.token_ids)
