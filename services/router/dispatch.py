@@ -28,6 +28,7 @@ from pagewire.shared.errors import (
     InvalidRequestError,
     NoWorkerError,
     OverloadedError,
+    PagewireError,
     RequestFailedError,
 )
 from pagewire.shared.protocol import Generate, Refused, TokenOutput
@@ -35,7 +36,7 @@ from pagewire.shared.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 5
+MAX_MOVES = 3  # a request that kills its workers must not kill all
 MOVE_WAIT_S = 10.0  # for a worker to come back, if there is no other
 RETRY_S = 0.1
 
@@ -80,19 +81,15 @@ class TokenStream:
             NoWorkerError: no worker is alive.
             RequestFailedError: it failed, or no token came in time.
         """
-        while not self._ended:
-            if self._attempt is None:
-                await self._start()
-                continue
-            attempt = self._attempt
-            event = await self._next_event(attempt)
-            if isinstance(event, TokenOutput):
-                return self._take(event)
-            self._end_attempt()
-            if isinstance(event, Refused):
-                self._on_refused(attempt.link.worker_id, event)
-            elif (end := self._on_lost(event)) is not None:
-                return end
+        try:
+            while not self._ended:
+                if self._attempt is None:
+                    await self._start()
+                elif (output := await self._advance(self._attempt)) is not None:
+                    return output
+        except PagewireError:
+            self.close("error")
+            raise
         raise StopAsyncIteration
 
     def close(self, ending: Ending = "abort") -> None:
@@ -110,6 +107,17 @@ class TokenStream:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.end(cancel)
+
+    async def _advance(self, attempt: Attempt) -> TokenOutput | None:
+        """Return the next tokens, or None if the attempt has ended and another is due."""
+        event = await self._next_event(attempt)
+        if isinstance(event, TokenOutput):
+            return self._take(event)
+        self._end_attempt()
+        if isinstance(event, Refused):
+            self._on_refused(attempt.link.worker_id, event)
+            return None
+        return self._on_lost(event)
 
     async def _next_event(self, attempt: Attempt) -> TokenOutput | Refused | Lost:
         timeout = self._dispatcher.request_timeout_s
@@ -250,9 +258,16 @@ class Dispatcher:
         """Let sequences enter, all or none. The caller closes each.
 
         Raises:
+            InvalidRequestError: they are more than can ever be in the system.
             OverloadedError: the queue is full.
         """
         requests = list(requests)
+        if len(requests) > self.max_queue:
+            raise InvalidRequestError(
+                f"n: {len(requests)} answers in one request are more than the {self.max_queue} "
+                "that this server works on at once",
+                "n",
+            )
         self.check_room(len(requests))
         streams = [TokenStream(self, ids, sampling) for ids, sampling in requests]
         self._streams.update(streams)

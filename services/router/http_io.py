@@ -122,22 +122,31 @@ class EventStream(Response):
         }
         await send(start)
         try:
-            await self._send_chunk(send, self._form.chunk(*self._first))
             async with aclosing(self._rest) as rest:
+                await self._send_chunk(send, self._form.chunk(*self._first))
                 async for index, delta in rest:
                     await self._send_chunk(send, self._form.chunk(index, delta))
-            tail = self._form.last(self._answers.usage)
+            await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
+        except ClientGoneError as exc:
+            logger.info("a stream ended early: %s", exc)
+            return  # without the end of the body: the server closes the connection
         except PagewireError as exc:
             error = describe(exc)
             if error.status >= SERVER_ERROR:
                 logger.warning("a stream ended with an error: %s", exc)
-            tail = error_event(error.body()) + DONE
-        await self._send_chunk(send, tail, last=True)
+            await self._send_chunk(send, error_event(error.body()) + DONE, last=True)
 
     async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
-        if chunk or last:
+        if not chunk and not last:
+            return
+        message: Message = {"type": "http.response.body", "body": chunk, "more_body": not last}
+        try:
             async with asyncio.timeout(self._send_timeout_s):
-                await send({"type": "http.response.body", "body": chunk, "more_body": not last})
+                await send(message)
+        except TimeoutError as exc:
+            raise ClientGoneError(
+                f"the client took nothing for {self._send_timeout_s:g} s"
+            ) from exc
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

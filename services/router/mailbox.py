@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from pagewire.shared.protocol import Refused, TokenOutput
 
+MAX_TAKEN_TOKENS = 256  # at once: a reader's backlog must not hold up the event loop
+
 
 @dataclass(frozen=True, slots=True)
 class Lost:
@@ -18,18 +20,23 @@ class Lost:
 class Mailbox:
     """Collects a request's events for one reader.
 
-    Tokens that a slow reader has not taken are joined into one output, so that it holds no more
-    than the answer's tokens. An end (refusal, loss) comes after the tokens before it.
+    Tokens that a slow reader has not taken are joined, so that it holds no more than the answer's
+    tokens. An end without a finish reason (refusal, loss) comes after the tokens before it.
     """
 
     def __init__(self) -> None:
-        self._output: TokenOutput | None = None
+        self._tokens: list[int] = []
+        self._last: TokenOutput | None = None
+        self._cached_tokens: int | None = None
         self._end: Refused | Lost | None = None
         self._arrived = asyncio.Event()
 
     def put_output(self, output: TokenOutput) -> None:
         """Add what a step gave."""
-        self._output = output if self._output is None else _joined(self._output, output)
+        self._tokens += output.token_ids
+        self._last = output
+        if output.cached_tokens is not None:
+            self._cached_tokens = output.cached_tokens
         self._arrived.set()
 
     def put_end(self, end: Refused | Lost) -> None:
@@ -45,24 +52,24 @@ class Mailbox:
             TimeoutError: nothing arrived in time.
         """
         while True:
-            if self._output is not None:
-                output, self._output = self._output, None
-                return output
+            if self._last is not None:
+                return self._take_output(self._last)
             if self._end is not None:
                 return self._end
             self._arrived.clear()
             async with asyncio.timeout(timeout):
                 await self._arrived.wait()
 
-
-def _joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    cached = first.cached_tokens if second.cached_tokens is None else second.cached_tokens
-    return TokenOutput(
-        request_id=second.request_id,
-        token_ids=first.token_ids + second.token_ids,
-        finish_reason=second.finish_reason,
-        cached_tokens=cached,
-        prefill_worker=second.prefill_worker or first.prefill_worker,
-        error=second.error,
-        timings=second.timings or first.timings,
-    )
+    def _take_output(self, last: TokenOutput) -> TokenOutput:
+        tokens = self._tokens[:MAX_TAKEN_TOKENS]
+        del self._tokens[:MAX_TAKEN_TOKENS]
+        is_all = not self._tokens
+        if is_all:
+            self._last = None
+        return TokenOutput(
+            request_id=last.request_id,
+            token_ids=tokens,
+            finish_reason=last.finish_reason if is_all else None,
+            cached_tokens=self._cached_tokens,
+            error=last.error,
+        )

@@ -32,8 +32,9 @@ def run(settings: RouterSettings) -> int:
         ConfigError: the port is in use, the model cannot be read, Redis refuses.
     """
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    # Each request is in the metrics; the server's own lines would only repeat them.
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Each request is in the metrics; these libraries' own lines would only repeat them.
+    for name in ("uvicorn", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))
 

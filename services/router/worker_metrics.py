@@ -83,7 +83,7 @@ class WorkerScraper:
         merged: dict[str, Metric] = {}
         for card, text in zip(cards, texts, strict=True):
             try:
-                _merge(merged, card, text)
+                merge_families(merged, card, text)
             except ValueError as exc:
                 self._failed(card, exc)
         return list(merged.values())
@@ -153,7 +153,7 @@ def _card_families(cards: Sequence[WorkerCard]) -> Iterator[Metric]:
         yield family
 
 
-def _merge(merged: dict[str, Metric], card: WorkerCard, text: str) -> None:
+def merge_families(merged: dict[str, Metric], card: WorkerCard, text: str) -> None:
     """Add a worker's families to those of the others.
 
     Raises:

@@ -1,0 +1,275 @@
+"""Decode workers that die, freeze, refuse, drain or are restarted."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from pagewire.services.router import dispatch
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, SECRET, LiveRouter, live_router
+from pagewire.tests.support.redis_server import RedisServer
+
+TOKENIZER = Tokenizer.from_dir(demo_model_path())
+TEXT = " One, two, three, four, five, six, seven, eight, nine, ten — 東京 🌍 — and on it goes."
+ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
+
+Workers = list[FakeDecodeWorker]
+Scenario = Callable[[LiveRouter, Workers], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+def with_workers(redis_url: str, count: int, scenario: Scenario, **settings: Any) -> None:
+    async def main() -> None:
+        async with live_router(redis_url, **settings) as router, AsyncExitStack() as stack:
+            workers = [
+                await stack.enter_async_context(
+                    FakeDecodeWorker(redis_url, SECRET, f"decode-{i}", answer=ANSWER, step_s=0.01)
+                )
+                for i in range(count)
+            ]
+            await router.ready(count)
+            await scenario(router, workers)
+            dispatcher = router.service.dispatcher
+            await eventually(lambda: dispatcher.num_running + dispatcher.num_waiting == 0)
+
+    run_async(main())
+
+
+def text_of(lines: list[str]) -> str:
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events.pop() == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+async def stream_until(
+    router: LiveRouter, count: int, then: Callable[[], Awaitable[None]], **body: Any
+) -> str:
+    """Stream an answer; after some events do something; return the whole text."""
+    asked = {"model": MODEL, "prompt": "Count", "max_tokens": 200, "stream": True, **body}
+    lines: list[str] = []
+    async with router.http.stream("POST", "/v1/completions", json=asked) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line:
+                lines.append(line)
+            if len(lines) == count:
+                await then()
+                count = -1
+    return text_of(lines)
+
+
+def the_busy(workers: Workers) -> tuple[FakeDecodeWorker, Workers]:
+    (busy,) = [worker for worker in workers if worker.active]
+    return busy, [worker for worker in workers if worker is not busy]
+
+
+def test_a_stream_goes_on_at_another_worker_with_the_same_tokens(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        async def kill() -> None:
+            busy, _ = the_busy(workers)
+            await busy.die()
+
+        assert await stream_until(router, 6, kill) == TEXT
+        requests = [request for worker in workers for request in worker.generated]
+        before, after = sorted(requests, key=lambda request: len(request.output_token_ids))
+        assert before.prompt_token_ids == after.prompt_token_ids
+        assert before.sampling == after.sampling
+        assert before.sampling.seed is not None
+        assert before.request_id != after.request_id
+        assert before.output_token_ids == []
+        given = after.output_token_ids
+        assert 4 <= len(given) < len(ANSWER)
+        assert given == ANSWER[: len(given)]
+        assert await router.metric("pagewire_request_moves_total") == 1
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_usage_after_a_move_is_that_of_one_answer(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        for worker in workers:
+            worker.cached_tokens = 1
+        pending = asyncio.create_task(router.complete(prompt=[5] * 9, max_tokens=200))
+        await eventually(lambda: any(w.active for w in workers))
+        busy, (other,) = the_busy(workers)
+        await asyncio.sleep(0.1)
+        other.cached_tokens = 9
+        await busy.die()
+        body = (await pending).json()
+        assert body["choices"][0]["text"] == TEXT
+        assert body["usage"]["completion_tokens"] == len(ANSWER)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_a_request_that_waits_for_its_first_token_is_moved(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        for worker in workers:
+            worker.hold.clear()
+        pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=200))
+        await eventually(lambda: any(w.active for w in workers))
+        busy, (other,) = the_busy(workers)
+        await busy.die()
+        await eventually(lambda: other.active == 1)
+        other.hold.set()
+        assert (await pending).json()["choices"][0]["text"] == TEXT
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_all_streams_of_a_dead_worker_go_on(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        async def nothing() -> None:
+            return
+
+        streams = [asyncio.create_task(stream_until(router, -1, nothing, n=1)) for _ in range(20)]
+        await eventually(lambda: sum(w.active for w in workers) == 20)
+        assert all(w.active for w in workers)  # a burst spreads
+        await asyncio.sleep(0.1)
+        await workers[0].die()
+        assert await asyncio.gather(*streams) == [TEXT] * 20
+
+    with_workers(redis_url, 3, scenario)
+
+
+def test_a_single_worker_that_comes_back_takes_its_requests_up_again(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        async with AsyncExitStack() as stack:
+
+            async def restart() -> None:
+                await workers[0].die()
+                again = FakeDecodeWorker(
+                    redis_url, SECRET, "decode-0", answer=ANSWER, epoch=2, step_s=0.01
+                )
+                await stack.enter_async_context(again)
+
+            assert await stream_until(router, 6, restart) == TEXT
+
+    with_workers(redis_url, 1, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_worker_that_does_not_come_back_is_a_503(redis_url, monkeypatch, stream):
+    monkeypatch.setattr(dispatch, "MOVE_WAIT_S", 0.3)
+
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        workers[0].hold.clear()
+        pending = asyncio.create_task(router.complete(prompt="Hi", stream=stream))
+        await eventually(lambda: workers[0].active == 1)
+        await workers[0].die()
+        response = await pending
+        assert response.status_code == 503
+        assert "Retry-After" in response.headers
+
+    with_workers(redis_url, 1, scenario)
+
+
+def test_a_request_that_kills_its_workers_does_not_kill_all(redis_url, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_MOVES", 1)
+
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        for worker in workers:
+            worker.hold.clear()
+        pending = asyncio.create_task(router.complete(prompt="Hi"))
+        for alive in (3, 2):
+            await eventually(lambda: any(w.active for w in workers))
+            busy, _ = the_busy(workers)
+            await busy.die()
+            await router.ready(alive)
+        response = await pending
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+
+    with_workers(redis_url, 4, scenario)
+
+
+def test_a_full_worker_is_passed_over_and_all_full_is_a_429(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        workers[0].refuse = "overloaded"
+        for _ in range(6):
+            assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+        assert len(workers[1].generated) == 6
+        workers[1].refuse = "overloaded"
+        for stream in (False, True):
+            response = await router.complete(prompt="Hi", stream=stream)
+            assert response.status_code == 429
+            assert "Retry-After" in response.headers
+        workers[0].refuse = workers[1].refuse = None
+        assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_what_a_worker_finds_impossible_is_a_400(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        workers[0].refuse = "invalid"
+        response = await router.complete(prompt="Hi")
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "scripted"
+
+    with_workers(redis_url, 1, scenario)
+
+
+def test_a_draining_worker_finishes_but_gets_nothing_new(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=200))
+        await eventually(lambda: any(w.active for w in workers))
+        busy, (other,) = the_busy(workers)
+        busy.put_card(state="draining")
+        busy.refuse = "draining"
+        for _ in range(4):  # before and after the router has seen the card
+            assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+        await router.ready(1)
+        assert (await pending).json()["choices"][0]["text"] == TEXT
+        assert len(other.generated) == 4
+        other.put_card(state="draining")
+        await router.ready(0)
+        assert (await router.complete(prompt="Hi")).status_code == 503
+        assert (await router.http.get("/health")).status_code == 503
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_a_restart_under_the_same_name_is_a_new_worker(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        old = workers[0]
+        async with FakeDecodeWorker(redis_url, SECRET, "decode-0", answer=ANSWER, epoch=7) as new:
+            await old.die()
+            await eventually(
+                lambda: [link.epoch for link in router.service.dispatcher.links] == [7]
+            )
+            assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+            assert len(new.generated) == 1
+
+    with_workers(redis_url, 1, scenario)
+
+
+def test_a_worker_whose_card_is_gone_loses_its_requests(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        for worker in workers:
+            worker.hold.clear()
+        pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=200))
+        await eventually(lambda: any(w.active for w in workers))
+        busy, (other,) = the_busy(workers)
+        await busy.stop_renewing()
+        other.hold.set()
+        assert (await pending).json()["choices"][0]["text"] == TEXT
+        assert [link.worker_id for link in router.service.dispatcher.links] == [
+            other.card.worker_id
+        ]
+        await eventually(lambda: busy.active == 0)
+
+    with_workers(redis_url, 2, scenario)

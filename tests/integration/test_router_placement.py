@@ -1,0 +1,229 @@
+"""Where requests go: by cached prefix, load and policy, with Redis and without."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from pagewire.shared.kv_cache.block_hash import BlockHasher
+from pagewire.shared.prefix_index import PrefixIndex
+from pagewire.shared.redis_client import cluster_tag, connect_redis
+from pagewire.shared.registry import WorkerLoad
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import LAYOUT, FakeDecodeWorker, prefill_card
+from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
+from pagewire.tests.support.redis_server import RedisServer
+
+HASHER = BlockHasher(SECRET, LAYOUT.fingerprint, LAYOUT.dtype, LAYOUT.block_size)
+LONG = [7] * 200
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+class Cluster:
+    def __init__(self, router: LiveRouter, decodes: list[FakeDecodeWorker]) -> None:
+        self.router, self.decodes = router, decodes
+
+    async def ask(self, prompt: list[int]) -> tuple[str, list[str]]:
+        """Which workers a prompt is placed at: the decode worker, and the prefill workers."""
+        before = {d.card.worker_id: len(d.generated) for d in self.decodes}
+        response = await self.router.complete(prompt=prompt, max_tokens=1)
+        assert response.status_code == 200, response.text
+        (chosen,) = [d for d in self.decodes if len(d.generated) > before[d.card.worker_id]]
+        return chosen.card.worker_id, chosen.generated[-1].prefill_workers
+
+
+def with_cluster(
+    redis: RedisServer,
+    scenario: Callable[[Cluster], Awaitable[None]],
+    decodes: int = 2,
+    prefills: int = 2,
+    **settings: Any,
+) -> None:
+    async def main() -> None:
+        async with live_router(redis.url, **settings) as router, AsyncExitStack() as stack:
+            running = [
+                await stack.enter_async_context(FakeDecodeWorker(redis.url, SECRET, f"decode-{i}"))
+                for i in range(decodes)
+            ]
+            for i in range(prefills):
+                await stack.enter_async_context(prefill_card(redis.url, SECRET, f"prefill-{i}"))
+            await router.ready(decodes)
+            directory = router.service.directory
+            await eventually(lambda: len(directory.workers("prefill")) == prefills)
+            await scenario(Cluster(router, running))
+
+    run_async(main())
+
+
+async def publish(redis: RedisServer, worker_id: str, tokens: list[int], epoch: int = 1) -> None:
+    """Write to the index, as a worker does, that it has cached a prompt."""
+    client = await connect_redis(redis.url)
+    index = PrefixIndex(client, cluster_tag(SECRET))
+    await index.publish(worker_id, epoch, HASHER.hash_prompt(tokens), [])
+    await client.aclose()
+
+
+def test_a_prompt_goes_where_its_prefix_is_cached(redis):
+    async def scenario(cluster: Cluster) -> None:
+        for number in range(6):
+            prompt = [number + 10] * 200
+            decode, prefill = f"decode-{number % 2}", f"prefill-{number // 2 % 2}"
+            await publish(redis, decode, prompt)
+            await publish(redis, prefill, prompt)
+            chosen, prefills = await cluster.ask(prompt)
+            assert (chosen, prefills[0]) == (decode, prefill)
+            assert len(prefills) == 2
+
+    with_cluster(redis, scenario)
+
+
+def test_entries_of_an_earlier_run_do_not_count(redis):
+    async def scenario(cluster: Cluster) -> None:
+        await publish(redis, "prefill-0", LONG, epoch=99)
+        await publish(redis, "prefill-1", LONG[:32], epoch=1)
+        assert (await cluster.ask(LONG))[1][0] == "prefill-1"
+
+    with_cluster(redis, scenario)
+
+
+def test_the_second_of_two_equal_prompts_follows_the_first(redis):
+    async def scenario(cluster: Cluster) -> None:
+        for number in range(8):
+            prompt = [number + 10] * 1000
+            first = await cluster.ask(prompt)
+            second = await cluster.ask(prompt)
+            assert first[1][0] == second[1][0]
+            assert first[0] == second[0]
+
+    with_cluster(redis, scenario)
+
+
+def test_a_burst_of_different_prompts_spreads(redis):
+    async def scenario(cluster: Cluster) -> None:
+        for decode in cluster.decodes:
+            decode.hold.clear()
+        pending = [
+            asyncio.create_task(cluster.router.complete(prompt=[n + 10] * 160, max_tokens=1))
+            for n in range(12)
+        ]
+        await eventually(lambda: sum(d.active for d in cluster.decodes) == 12)
+        assert [d.active for d in cluster.decodes] == [6, 6]
+        firsts = [g.prefill_workers[0] for d in cluster.decodes for g in d.generated]
+        assert firsts.count("prefill-0") == firsts.count("prefill-1") == 6
+        for decode in cluster.decodes:
+            decode.hold.set()
+        assert {r.status_code for r in await asyncio.gather(*pending)} == {200}
+
+    with_cluster(redis, scenario)
+
+
+def test_load_on_the_cards_counts(redis):
+    async def scenario(cluster: Cluster) -> None:
+        busy, idle = cluster.decodes
+        busy.put_card(load=WorkerLoad(used_blocks=60, total_blocks=64))
+        directory = cluster.router.service.directory
+        await eventually(lambda: directory.get("decode-0").load.used_blocks == 60)
+        for number in range(5):
+            assert (await cluster.ask([number + 10] * 40))[0] == idle.card.worker_id
+
+    with_cluster(redis, scenario)
+
+
+def test_round_robin_takes_workers_in_turn(redis):
+    async def scenario(cluster: Cluster) -> None:
+        await publish(redis, "decode-0", LONG)
+        chosen = [(await cluster.ask(LONG))[0] for _ in range(4)]
+        assert chosen == ["decode-0", "decode-1"] * 2
+
+    with_cluster(redis, scenario, policy="round_robin")
+
+
+def test_without_prefill_workers_the_decode_worker_is_told_of_none(redis):
+    async def scenario(cluster: Cluster) -> None:
+        assert (await cluster.ask(LONG))[1] == []
+
+    with_cluster(redis, scenario, prefills=0)
+
+
+def test_draining_prefill_workers_are_not_named(redis):
+    async def scenario(cluster: Cluster) -> None:
+        async with prefill_card(redis.url, SECRET, "prefill-9", state="draining"):
+            directory = cluster.router.service.directory
+            await eventually(lambda: directory.get("prefill-9") is not None)
+            assert "prefill-9" not in (await cluster.ask(LONG))[1]
+
+    with_cluster(redis, scenario)
+
+
+@pytest.mark.parametrize("trouble", ["killed", "frozen"])
+def test_without_redis_requests_answer_by_load_alone(redis, trouble):
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.ask(LONG)
+        if trouble == "killed":
+            redis.kill()
+        else:
+            redis.freeze()
+        service = cluster.router.service
+        await eventually(lambda: not service.directory.redis_ok)
+        for decode in cluster.decodes:
+            decode.hold.clear()
+        async with asyncio.timeout(5):
+            pending = [
+                asyncio.create_task(cluster.router.complete(prompt=[n + 10] * 200, max_tokens=1))
+                for n in range(20)
+            ]
+            await eventually(lambda: sum(d.active for d in cluster.decodes) == 20)
+            assert [d.active for d in cluster.decodes] == [10, 10]
+            for decode in cluster.decodes:
+                decode.hold.set()
+            assert {r.status_code for r in await asyncio.gather(*pending)} == {200}
+        health = await cluster.router.http.get("/health")
+        assert (health.status_code, health.json()["redis"]) == (200, "down")
+        # Longer than any lease: the control channel says that they are alive.
+        await asyncio.sleep(1.5)
+        assert (await cluster.router.complete(prompt=LONG, max_tokens=1)).status_code == 200
+        if trouble == "killed":
+            redis.start()
+        else:
+            redis.thaw()
+        await eventually(lambda: service.directory.redis_ok)
+        assert (await cluster.router.complete(prompt=LONG, max_tokens=1)).status_code == 200
+
+    with_cluster(redis, scenario)
+
+
+def test_a_dead_worker_is_noticed_without_redis(redis):
+    async def scenario(cluster: Cluster) -> None:
+        redis.kill()
+        dead, alive = cluster.decodes
+        await dead.die()
+        await cluster.router.ready(1)
+        assert (await cluster.ask(LONG))[0] == alive.card.worker_id
+
+    with_cluster(redis, scenario)
+
+
+def test_a_flushed_or_garbled_redis_costs_only_hits(redis):
+    async def scenario(cluster: Cluster) -> None:
+        with redis.client() as client:
+            tag = cluster_tag(SECRET)
+            for damage in (
+                client.flushall,
+                lambda: client.set(f"pagewire:{tag}:workers", b"\x00garbage"),
+                lambda: client.set(f"pagewire:{tag}:worker:decode-0", b"\xff" * 100),
+                lambda: client.sadd(f"pagewire:{tag}:workers", "nobody", b"\xff\xfe"),
+            ):
+                damage()
+                for _ in range(5):
+                    response = await cluster.router.complete(prompt=LONG, max_tokens=1)
+                    assert response.status_code == 200
+                    await asyncio.sleep(0.05)
+
+    with_cluster(redis, scenario)

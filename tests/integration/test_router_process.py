@@ -1,0 +1,160 @@
+"""The router as a process: its start, its end, and what it says when it cannot start."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, SECRET
+from pagewire.tests.support.redis_server import RedisServer
+
+WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def router_process(redis_url: str, port: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "router"]
+    arguments = ["--redis-url", redis_url, "--port", str(port), "--served-model-name", MODEL]
+    process = subprocess.Popen(
+        [*command, *arguments, *options],
+        env={"PATH": "/usr/bin:/bin", "PAGEWIRE_CLUSTER_SECRET": SECRET},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def health(http: httpx.AsyncClient, status: int) -> None:
+    """Wait until /health answers with a status."""
+    for _ in range(200):
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get("/health")).status_code == status:
+                return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"no {status} from /health")
+
+
+def refusal(redis_url: str, port: int, *options: str) -> str:
+    """The one line with which a router ends that cannot start."""
+    with router_process(redis_url, port, *options) as process:
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 2, stderr
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1, stderr
+    return lines[0]
+
+
+def test_it_starts_without_workers_and_ends_at_once_without_streams(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port) as process:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+                await health(http, 503)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 10) == 0
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_lets_streams_finish(redis_url, name):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port) as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 100, step_s=0.01) as worker,
+            ):
+                await health(http, 200)
+                asked = {"model": MODEL, "prompt": "Hi", "stream": True, "max_tokens": 100}
+                async with http.stream("POST", "/v1/completions", json=asked) as response:
+                    lines = response.aiter_lines()
+                    await anext(lines)
+                    process.send_signal(getattr(signal, name))
+                    rest = [line async for line in lines if line]
+                assert rest[-1] == "data: [DONE]"
+                choice = json.loads(rest[-2].removeprefix("data: "))["choices"][0]
+                assert choice["finish_reason"] == "length"
+                assert worker.cancelled == []
+                assert await asyncio.to_thread(process.wait, 10) == 0
+
+    run_async(scenario())
+
+
+def test_a_killed_router_leaves_its_workers_free(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port) as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 9999, step_s=0.01) as worker,
+            ):
+                await health(http, 200)
+                asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 1000}
+                pending = asyncio.create_task(http.post("/v1/completions", json=asked))
+                await eventually(lambda: worker.active == 1)
+                process.kill()
+                await eventually(lambda: worker.active == 0)
+                with pytest.raises(httpx.TransportError):
+                    await pending
+
+    run_async(scenario())
+
+
+def test_a_port_in_use_is_one_line(redis_url):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = refusal(redis_url, port)
+    assert str(port) in line
+    assert "--port" in line
+
+
+def test_a_host_that_is_not_ours_is_one_line(redis_url):
+    assert "203.0.113.1" in refusal(redis_url, free_port(), "--host", "203.0.113.1")
+
+
+def test_a_redis_that_is_not_there_or_refuses_is_one_line():
+    line = refusal(f"redis://127.0.0.1:{free_port()}/0", free_port())
+    assert "Redis" in line
+    with RedisServer(password="right") as server:
+        line = refusal(server.url.replace("right", "wrong"), free_port())
+    assert "refuses" in line
+    assert "wrong" not in line
+
+
+def test_a_model_that_is_not_there_or_damaged_is_one_line(redis_url, tmp_path: Path):
+    line = refusal(redis_url, free_port(), "--model", str(tmp_path / "nothing"))
+    assert str(tmp_path / "nothing") in line
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
+    assert "tokenizer.json" in refusal(redis_url, free_port(), "--model", str(tmp_path))

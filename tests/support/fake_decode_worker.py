@@ -1,0 +1,193 @@
+"""A decode worker without an engine: real sockets, a real card in Redis, scripted tokens."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from pagewire.shared.channel import ClusterKeys, ControlServer
+from pagewire.shared.protocol import (
+    BlockLayout,
+    Cancel,
+    ControlMessage,
+    Generate,
+    Refused,
+    Role,
+    Timings,
+    TokenBatch,
+    TokenOutput,
+)
+from pagewire.shared.redis_client import cluster_tag, connect_redis
+from pagewire.shared.registry import CardPublisher, LinkInfo, Registry, WorkerCard, WorkerLoad
+
+HEARTBEAT_S = 0.1
+LEASE_S = 1.0
+LAYOUT = BlockLayout(
+    fingerprint="fake",
+    dtype="float32",
+    block_size=16,
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=16,
+    block_bytes=8192,
+)
+
+
+class FakeDecodeWorker:
+    """Answers every request with the same tokens, a step apart.
+
+    Attributes:
+        answer: the tokens of every answer; a moved request goes on where it was.
+        step_s: pause before each token.
+        hold: while cleared, no tokens are sent.
+        refuse: reason to refuse every request with, if any.
+        generated: requests that came, in order.
+        cancelled: ids of those that were cancelled.
+        card: published with the next heartbeat if replaced.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        secret: str,
+        worker_id: str = "decode-0",
+        *,
+        answer: list[int] | None = None,
+        step_s: float = 0.0,
+        epoch: int = 1,
+        role: Role = "decode",
+        **card: Any,
+    ) -> None:
+        self.answer = answer or list(range(100, 116))
+        self.step_s = step_s
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.refuse: str | None = None
+        self.error: str | None = None
+        self.cached_tokens = 0
+        self.generated: list[Generate] = []
+        self.cancelled: list[str] = []
+        self._redis_url, self._secret = redis_url, secret
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stack = AsyncExitStack()
+        self._server = ControlServer(
+            "127.0.0.1",
+            0,
+            ClusterKeys.derive(secret),
+            worker_id,
+            epoch,
+            self._on_message,
+            self._on_peer_lost,
+            lease_s=LEASE_S,
+            heartbeat_s=HEARTBEAT_S,
+        )
+        fields: dict[str, Any] = {
+            "worker_id": worker_id,
+            "role": role,
+            "epoch": epoch,
+            "endpoint": "",
+            "metrics_endpoint": "http://127.0.0.1:9",
+            "model": "fake",
+            "layout": LAYOUT,
+            "max_model_len": 1 << 20,
+            "kv_transports": ["zmq"],
+            "load": WorkerLoad(free_blocks=64, total_blocks=64),
+        }
+        self.card = WorkerCard(**(fields | card))
+
+    @property
+    def active(self) -> int:
+        """Requests that still run."""
+        return len(self._tasks)
+
+    async def __aenter__(self) -> "FakeDecodeWorker":
+        endpoint = await self._server.start()
+        self._stack.push_async_callback(self._stop_serving)
+        self.card = msgspec.structs.replace(self.card, endpoint=endpoint)
+        redis = await connect_redis(self._redis_url)
+        self._stack.push_async_callback(redis.aclose)
+        registry = Registry(redis, cluster_tag(self._secret), LEASE_S)
+        publisher = CardPublisher(registry, lambda: self.card, HEARTBEAT_S)
+        await publisher.start()
+        self._stack.push_async_callback(publisher.close)
+        self._publisher = publisher
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def die(self) -> None:
+        """Stop serving at once; the card stays, as it would for a lease after a crash."""
+        await self._stop_serving()
+
+    async def stop_renewing(self) -> None:
+        """Withdraw the card but serve on, as a worker does whose engine stands still."""
+        await self._publisher.close()
+
+    def put_card(self, **changes: Any) -> None:
+        """Change what the worker tells of itself."""
+        self.card = msgspec.structs.replace(self.card, **changes)
+
+    async def _stop_serving(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+        await self._server.close()
+
+    def _on_message(self, peer_id: str, message: ControlMessage) -> None:
+        if isinstance(message, Cancel):
+            self.cancelled.append(message.request_id)
+            if (task := self._tasks.pop(message.request_id, None)) is not None:
+                task.cancel()
+        elif isinstance(message, Generate):
+            self.generated.append(message)
+            if self.refuse is not None:
+                refused = Refused(
+                    request_id=message.request_id, reason=self.refuse, message="scripted"
+                )
+                self._server.post(peer_id, refused)
+            else:
+                self._tasks[message.request_id] = asyncio.create_task(
+                    self._generate(peer_id, message)
+                )
+
+    def _on_peer_lost(self, peer_id: str) -> None:
+        for request_id in list(self._tasks):
+            self.cancelled.append(request_id)
+            self._tasks.pop(request_id).cancel()
+
+    async def _generate(self, peer_id: str, request: Generate) -> None:
+        first = len(request.output_token_ids)
+        tokens = self.answer[: request.sampling.max_tokens]
+        for position in range(first, len(tokens)):
+            await asyncio.sleep(self.step_s)
+            await self.hold.wait()
+            is_last = position == len(tokens) - 1
+            reason = "length" if len(tokens) == request.sampling.max_tokens else "stop"
+            output = TokenOutput(
+                request_id=request.request_id,
+                token_ids=[tokens[position]],
+                cached_tokens=self.cached_tokens if position == first else None,
+                finish_reason=reason if is_last else None,
+                timings=Timings(queue_s=0.01, prefill_s=0.02) if is_last else None,
+            )
+            if self.error is not None:
+                output = TokenOutput(
+                    request_id=request.request_id, finish_reason="error", error=self.error
+                )
+            self._server.post(peer_id, TokenBatch(outputs=[output]))
+            if output.finish_reason is not None:
+                break
+        self._tasks.pop(request.request_id, None)
+
+
+def prefill_card(redis_url: str, secret: str, worker_id: str, **card: Any) -> FakeDecodeWorker:
+    """A prefill worker as the router sees it: a card."""
+    return FakeDecodeWorker(redis_url, secret, worker_id, role="prefill", **card)
+
+
+def link(peer: str, gbps: float = 0.0) -> LinkInfo:
+    """A KV way to a peer."""
+    return LinkInfo(peer=peer, transport="zmq", lane="tcp", gbps=gbps)

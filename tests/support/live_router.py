@@ -1,0 +1,86 @@
+"""A router in the test's own event loop, on a real port."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from pagewire.services.router.app import create_app
+from pagewire.services.router.service import RouterService
+from pagewire.shared.config import RouterSettings
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S
+
+SECRET = "the cluster's secret"
+MODEL = "pagewire-demo"
+
+
+@dataclass
+class LiveRouter:
+    """A running router and a client of it."""
+
+    service: RouterService
+    url: str
+    http: httpx.AsyncClient
+
+    async def ready(self, workers: int = 1) -> "LiveRouter":
+        """Wait until the router can use so many decode workers."""
+        await eventually(lambda: len(self.service.placer.decode_cards()) == workers)
+        return self
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, **body})
+
+    async def chat(self, text: str = "Hello", **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        return await self.http.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": messages, **body}
+        )
+
+    async def metric(self, sample: str) -> float:
+        """The value of a sample in /metrics, named as there."""
+        text = (await self.http.get("/metrics")).text
+        lines = [line for line in text.splitlines() if line.startswith(sample + " ")]
+        assert len(lines) == 1, (sample, text)
+        return float(lines[0].rpartition(" ")[2])
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRouter]:
+    """Run a router; at the end nothing of it is left."""
+    chosen = RouterSettings(
+        **(
+            {
+                "cluster_secret": SECRET,
+                "redis_url": redis_url,
+                "heartbeat_s": HEARTBEAT_S,
+                "lease_s": LEASE_S,
+                "served_model_name": MODEL,
+            }
+            | settings
+        )
+    )
+    service = await RouterService.connect(chosen)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = _Server(uvicorn.Config(create_app(service), log_config=None, lifespan="on", ws="none"))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        await eventually(lambda: server.started or task.done())
+        async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http:
+            yield LiveRouter(service, url, http)
+    finally:
+        server.should_exit = True
+        await asyncio.wait([task], timeout=10)
+        task.result()

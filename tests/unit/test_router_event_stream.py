@@ -1,0 +1,127 @@
+"""The ASGI side of a stream, with a server and a client of the test's own."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from pagewire.services.router.answers import Usage
+from pagewire.services.router.http_io import EventStream
+from pagewire.services.router.responses import CompletionFormat
+from pagewire.services.router.stream import TextDelta
+from pagewire.shared.errors import NoWorkerError
+from pagewire.tests.support.aio import run_async
+
+
+class Answers:
+    usage = Usage(1, 2, 0)
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Client:
+    """Takes the first `takes` messages and then nothing; leaves when told to."""
+
+    def __init__(self, takes: int = 1000) -> None:
+        self.taken: list[dict] = []
+        self.left = asyncio.Event()
+        self._takes = takes
+
+    async def send(self, message: dict) -> None:
+        if len(self.taken) >= self._takes:
+            await asyncio.Event().wait()
+        self.taken.append(message)
+
+    async def receive(self) -> dict:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.taken)
+
+
+async def words(*texts: str, error: Exception | None = None) -> AsyncGenerator:
+    for text in texts:
+        yield 0, TextDelta(text)
+    if error is not None:
+        raise error
+    yield 0, TextDelta("", "stop")
+
+
+def stream(answers: Answers, rest: AsyncGenerator, timeout: float = 5) -> EventStream:
+    form = CompletionFormat("m", [""], with_usage=False)
+    return EventStream(answers, form, (0, TextDelta("first")), rest, timeout)
+
+
+def test_a_stream_ends_with_done_and_closes_its_answers():
+    async def scenario() -> None:
+        answers, client = Answers(), Client()
+        await stream(answers, words("a", "b"))({}, client.receive, client.send)
+        assert answers.closed
+        assert client.text.endswith(b"data: [DONE]\n\n")
+        assert client.taken[0]["status"] == 200
+        assert [m["more_body"] for m in client.taken[1:]] == [True] * 4 + [False]
+
+    run_async(scenario())
+
+
+def test_a_client_that_takes_nothing_is_given_up():
+    async def scenario() -> None:
+        answers, client = Answers(), Client(takes=2)
+        async with asyncio.timeout(3):
+            await stream(answers, words("a"), timeout=0.1)({}, client.receive, client.send)
+        assert answers.closed
+        assert len(client.taken) == 2
+
+    run_async(scenario())
+
+
+def test_a_client_that_leaves_while_it_is_sent_to_ends_the_stream():
+    async def scenario() -> None:
+        answers, client = Answers(), Client(takes=2)
+        task = asyncio.create_task(stream(answers, words("a"))({}, client.receive, client.send))
+        await asyncio.sleep(0.01)
+        assert not answers.closed
+        client.left.set()
+        await asyncio.wait_for(task, 1)
+        assert answers.closed
+
+    run_async(scenario())
+
+
+def test_an_error_in_mid_stream_is_an_event():
+    async def scenario() -> None:
+        answers, client = Answers(), Client()
+        rest = words("a", error=NoWorkerError("10.0.0.1 died"))
+        await stream(answers, rest)({}, client.receive, client.send)
+        assert answers.closed
+        assert b'"error":{"message":"No worker' in client.text
+        assert b"10.0.0.1" not in client.text
+        assert not client.taken[-1]["more_body"]
+
+    run_async(scenario())
+
+
+def test_a_bug_in_mid_stream_reaches_the_server_and_closes_the_answers(caplog):
+    async def scenario() -> None:
+        answers, client = Answers(), Client()
+        with pytest.raises(ZeroDivisionError):
+            await stream(answers, words(error=ZeroDivisionError()))({}, client.receive, client.send)
+        assert answers.closed
+
+    run_async(scenario())
+
+
+def test_cancelling_the_server_closes_the_answers():
+    async def scenario() -> None:
+        answers, client = Answers(), Client(takes=1)
+        task = asyncio.create_task(stream(answers, words("a"))({}, client.receive, client.send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert answers.closed
+
+    run_async(scenario())

@@ -1,0 +1,389 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.services.router.errors import ContextLengthError, describe
+from pagewire.services.router.inputs import read_chat, read_completion
+from pagewire.services.router.served_model import ServedModel
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
+
+MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
+CONTEXT = 512
+
+
+def completion(**body: Any):
+    return read_completion(encoded({"model": "m", "prompt": "Hi", **body}), MODEL, CONTEXT)
+
+
+def chat(**body: Any):
+    messages = [{"role": "user", "content": "Hi"}]
+    return read_chat(encoded({"model": "m", "messages": messages, **body}), MODEL, CONTEXT)
+
+
+def encoded(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def refusal(call, **body: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        call(**body)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b'{"model": "m", "prompt": "Hi", "temperature": NaN}',
+        b'{"model": "m", "prompt": "Hi", "temperature": Infinity}',
+        b'{"model": "m", "prompt": "Hi", "temperature": 1e999}',
+        b'{"model": "m", "prompt": "Hi", "n": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+    ids=lambda raw: repr(raw[:40]),
+)
+def test_a_body_that_is_no_json_object_is_refused(raw):
+    for read in (read_completion, read_chat):
+        with pytest.raises(InvalidRequestError) as caught:
+            read(raw, MODEL, CONTEXT)
+        assert describe(caught.value).status == 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", 0),
+        ("max_tokens", -3),
+        ("temperature", "hot"),
+        ("temperature", -0.1),
+        ("temperature", 1e9),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_p", "all"),
+        ("top_k", -2),
+        ("top_k", 2.5),
+        ("top_k", 2**40),
+        ("seed", "x"),
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("n", 0),
+        ("n", 17),
+        ("n", 10**9),
+        ("n", 1e9),
+        ("n", "2"),
+        ("stop", 5),
+        ("stop", ["x"] * 17),
+        ("stop", ["x"] * 10_000),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [10**6]),
+        ("stop_token_ids", [1] * 65),
+        ("ignore_eos", "yes"),
+        ("stream", "true"),
+        ("stream_options", 1),
+        ("model", 5),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
+    for call in (completion, chat):
+        error = refusal(call, **{field: value})
+        assert error.param.partition("[")[0] == field
+        assert field in error.message
+        assert len(error.message) < 300
+
+
+def test_a_wrong_item_is_named_by_its_index():
+    assert refusal(completion, stop=["a", ""]).param == "stop[1]"
+    assert refusal(completion, stop=["a", "b" * 257]).param == "stop[1]"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 0),
+        ("logprobs", 3),
+        ("best_of", 2),
+        ("suffix", "end"),
+        ("prompt_logprobs", 1),
+        ("min_tokens", 4),
+        ("min_p", 0.1),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 1}),
+        ("logit_bias", {str(i): 1 for i in range(10_000)}),
+        ("response_format", {"type": "json_object"}),
+        ("kv_transfer_params", {"remote": "10.0.0.1"}),
+        ("cache_salt", "tenant"),
+        ("priority", 1),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
+    error = refusal(completion, **{field: value})
+    assert (error.param, error.message) == (field, f"{field} is not supported")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 2),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("modalities", ["text", "audio"]),
+        ("chat_template", "{{ x }}"),
+        ("continue_final_message", True),
+        ("echo", True),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_not_supported_in_chat_is_refused_by_name(field, value):
+    error = refusal(chat, **{field: value})
+    assert (error.param, error.message) == (field, f"{field} is not supported")
+
+
+def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted():
+    assert chat(
+        logprobs=False,
+        top_logprobs=0,
+        frequency_penalty=0.0,
+        presence_penalty=0,
+        logit_bias={},
+        response_format={"type": "text"},
+        tools=None,
+        tool_choice="none",
+        user="somebody",
+        metadata={"a": "b"},
+        unheard_of=[1, 2],
+        n=None,
+        stop=None,
+        stream=None,
+        temperature=None,
+        seed=None,
+    )
+    assert completion(logprobs=None, best_of=1, suffix="", echo=None)
+
+
+def test_defaults_of_a_completion():
+    (prompt,) = completion().prompts
+    sampling = prompt.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert (sampling.seed, sampling.max_tokens, prompt.echo) == (None, 16, "")
+
+
+def test_every_parameter_reaches_the_worker():
+    asked = completion(
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        seed=-7,
+        max_tokens=9,
+        stop_token_ids=[3, 4],
+        ignore_eos=True,
+        stop="END",
+        n=3,
+    )
+    sampling = asked.prompts[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
+    assert (sampling.seed, sampling.max_tokens) == (-7, 9)
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((3, 4), True)
+    assert (asked.stops, asked.n) == (("END",), 3)
+
+
+def test_chat_takes_the_rest_of_the_context_unless_told_otherwise():
+    prompt = chat().prompts[0]
+    assert len(prompt.token_ids) + prompt.sampling.max_tokens == CONTEXT
+    assert chat(max_tokens=7).prompts[0].sampling.max_tokens == 7
+    assert chat(max_tokens=7, max_completion_tokens=9).prompts[0].sampling.max_tokens == 9
+
+
+def test_a_short_rest_of_the_context_shortens_only_the_default():
+    ids = [5] * (CONTEXT - 4)
+    assert completion(prompt=ids).prompts[0].sampling.max_tokens == 4
+    assert completion(prompt=ids, max_tokens=4).prompts[0].sampling.max_tokens == 4
+    for prompt, max_tokens in ((ids, 5), ([5] * CONTEXT, None), ([5] * (CONTEXT + 1), 1)):
+        error = refusal(completion, prompt=prompt, max_tokens=max_tokens)
+        assert isinstance(error, ContextLengthError)
+        assert error.param == "prompt"
+        assert str(CONTEXT) in error.message
+        assert describe(error).code == "context_length_exceeded"
+
+
+def test_a_conversation_longer_than_the_context_is_refused():
+    messages = [{"role": "user", "content": "word " * 2000}]
+    error = refusal(chat, messages=messages)
+    assert isinstance(error, ContextLengthError)
+    assert error.param == "messages"
+
+
+def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
+    error = refusal(completion, prompt="x" * 10_000_000)
+    assert isinstance(error, ContextLengthError)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("Hi", 1),
+        (["Hi", "there"], 2),
+        ([5, 6, 7], 1),
+        ([[5, 6], [7]], 2),
+        (["x"] * 64, 64),
+    ],
+    ids=["text", "texts", "ids", "id lists", "64"],
+)
+def test_all_forms_of_a_prompt(prompt, count):
+    assert len(completion(prompt=prompt).prompts) == count
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        5,
+        {},
+        [],
+        [[]],
+        [[5], []],
+        ["a", 5],
+        [5, "a"],
+        [True],
+        [5.0],
+        [["a"]],
+        [None],
+        ["x"] * 65,
+        [-1],
+        [5, 10**6],
+        [[5], [-1]],
+        [{}] * 100_000,
+    ],
+    ids=lambda prompt: repr(prompt)[:30],
+)
+def test_wrong_prompts_are_refused(prompt):
+    assert refusal(completion, prompt=prompt).param == "prompt"
+
+
+def test_a_token_at_the_vocabularys_end_is_taken_and_one_past_it_is_not():
+    assert completion(prompt=[MODEL.vocab_size - 1])
+    assert refusal(completion, prompt=[MODEL.vocab_size]).param == "prompt"
+
+
+def test_a_missing_prompt_or_model_is_named():
+    for read, body, field in (
+        (read_completion, {"model": "m"}, "prompt"),
+        (read_chat, {"model": "m"}, "messages"),
+        (read_completion, {"prompt": "Hi"}, "model"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            read(encoded(body), MODEL, CONTEXT)
+        assert (caught.value.param, caught.value.message) == (field, f"{field} is required")
+
+
+def test_another_models_name_is_not_found():
+    with pytest.raises(ModelNotFoundError):
+        completion(model="gpt-4o")
+
+
+def test_echo_repeats_the_text_or_the_text_of_the_ids():
+    assert completion(echo=True).prompts[0].echo == "Hi"
+    ids = MODEL.tokenizer.encode("Hi there", add_special_tokens=False)
+    assert completion(prompt=ids, echo=True).prompts[0].echo == "Hi there"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": {}},
+        {"role": "user", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": ""}]},
+        {"role": "user", "content": ["Hi"]},
+        {"role": "user", "content": [{"text": "Hi"}]},
+        {"role": "user", "content": [{"type": "text", "text": 5}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "assistant", "content": None},
+    ],
+    ids=str,
+)
+def test_a_message_that_is_empty_or_no_text_is_refused(message):
+    good = {"role": "user", "content": "Hi"}
+    assert refusal(chat, messages=[good, message]).param == "messages[1].content"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("Hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "Hi"}], "messages[0].role"),
+        ([{"role": "tool", "content": "Hi"}], "messages[0].role"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x"}] * 5000, "messages"),
+    ],
+    ids=["empty", "text", "number", "no role", "tool", "tool calls", "too many"],
+)
+def test_wrong_lists_of_messages_are_refused(messages, param):
+    assert refusal(chat, messages=messages).param == param
+
+
+def test_text_parts_are_joined_and_developers_are_the_system():
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    joined = chat(messages=[{"role": "developer", "content": parts}])
+    plain = chat(messages=[{"role": "system", "content": "Hello"}])
+    assert joined.prompts[0].token_ids == plain.prompts[0].token_ids
+
+
+def test_usage_in_streams_is_asked_for_with_a_stream():
+    options = {"include_usage": True}
+    assert chat(stream=True, stream_options=options).include_usage
+    assert not chat(stream=True, stream_options={}).include_usage
+    assert refusal(chat, stream_options=options).param == "stream_options"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+FIELDS = [
+    "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k",
+    "stream", "stream_options", "stop_token_ids", "echo", "logprobs", "tools", "response_format",
+]  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_no_body_breaks_the_reader(fields):
+    base = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    for read in (read_completion, read_chat):
+        try:
+            asked = read(encoded(base | fields), MODEL, CONTEXT)
+        except InvalidRequestError as exc:
+            assert describe(exc).status == 400
+        else:
+            assert asked.num_answers <= 64 * 16

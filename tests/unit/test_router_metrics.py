@@ -1,0 +1,115 @@
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from pagewire.services.router.metrics import RouterMetrics
+from pagewire.services.router.worker_metrics import merge_families, render
+from pagewire.shared.protocol import Timings, TokenOutput
+from pagewire.shared.registry import WorkerCard
+from pagewire.tests.support.fake_decode_worker import LAYOUT
+
+
+def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(name, {"model_name": "m", **labels})
+    assert found is not None, name
+    return found
+
+
+def output(count: int, **fields: object) -> TokenOutput:
+    return TokenOutput(request_id="r", token_ids=[1] * count, **fields)
+
+
+def test_ten_requests_of_ten_tokens():
+    metrics, ended = RouterMetrics("m"), []
+    for _ in range(10):
+        meter = metrics.meter(20, on_end=lambda: ended.append(1))
+        meter.on_output(output(1, cached_tokens=16))
+        for _ in range(8):
+            meter.on_output(output(1))
+        meter.on_output(
+            output(1, finish_reason="length", timings=Timings(queue_s=0.5, prefill_s=0.25))
+        )
+        meter.end("abort")  # too late to count
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 10
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 10
+    assert value(metrics, "vllm:prompt_tokens_total") == 200
+    assert value(metrics, "vllm:generation_tokens_total") == 100
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 200
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 160
+    assert value(metrics, "vllm:request_queue_time_seconds_sum") == 5
+    assert value(metrics, "vllm:request_prefill_time_seconds_sum") == 2.5
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 10
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
+    assert len(ended) == 10
+
+
+def test_several_tokens_at_once_are_several_gaps():
+    metrics = RouterMetrics("m")
+    meter = metrics.meter(1, on_end=lambda: None)
+    meter.on_output(output(3))
+    meter.on_output(output(4))
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 1
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 6
+
+
+def test_a_sequence_ends_once():
+    metrics, ended = RouterMetrics("m"), []
+    meter = metrics.meter(1, on_end=lambda: ended.append(1))
+    meter.end("abort")
+    meter.end("stop")
+    assert ended == [1]
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+
+
+def card(worker_id: str) -> WorkerCard:
+    return WorkerCard(
+        worker_id=worker_id,
+        role="decode",
+        epoch=1,
+        endpoint="tcp://127.0.0.1:1",
+        metrics_endpoint="http://127.0.0.1:1",
+        model="m",
+        layout=LAYOUT,
+        max_model_len=100,
+    )
+
+
+def worker_page(received: int) -> str:
+    registry = CollectorRegistry()
+    transfer = Counter(
+        "pagewire_kv_transfer_bytes", "KV", ["direction", "transport"], registry=registry
+    )
+    transfer.labels("received", "ucx").inc(received)
+    Counter("python_gc", "not ours", registry=registry).inc()
+    return generate_latest(registry).decode()
+
+
+def test_workers_families_are_relayed_with_their_names():
+    merged: dict = {}
+    for worker_id, received in (("decode-0", 10), ("decode-1", 20)):
+        merge_families(merged, card(worker_id), worker_page(received))
+    text = render(RouterMetrics("m").registry, merged.values()).decode()
+    family = "pagewire_kv_transfer_bytes_total"
+    assert text.count(f"# TYPE {family} counter") == 1
+    for worker_id, received in (("decode-0", 10.0), ("decode-1", 20.0)):
+        labels = f'direction="received",role="decode",transport="ucx",worker="{worker_id}"'
+        assert f"{family}{{{labels}}} {received}" in text
+    assert "python_gc" not in text
+    assert "pagewire_kv_transfer_bytes_created" not in text
+
+
+def test_the_routers_own_families_win():
+    registry = CollectorRegistry()
+    Counter("pagewire_request_moves", "of a worker", registry=registry).inc(7)
+    merged: dict = {}
+    merge_families(merged, card("w"), generate_latest(registry).decode())
+    text = render(RouterMetrics("m").registry, merged.values()).decode()
+    assert "pagewire_request_moves_total 0.0" in text
+    assert "pagewire_request_moves_total{" not in text
+
+
+@pytest.mark.parametrize("page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8"])
+def test_nonsense_is_a_value_error(page):
+    with pytest.raises(ValueError):
+        merge_families({}, card("w"), page)

@@ -1,0 +1,173 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.services.router.load_ledger import LoadLedger
+from pagewire.services.router.policy import (
+    MAX_PREFILL_WORKERS,
+    Candidate,
+    PrefixPolicy,
+    Prompt,
+    RoundRobinPolicy,
+)
+from pagewire.shared.errors import NoWorkerError
+
+IDS = [f"w{i}" for i in range(6)]
+BLOCK = 16
+
+
+def candidates(**loads: int) -> list[Candidate]:
+    return [Candidate(worker_id, load) for worker_id, load in loads.items()]
+
+
+def place(prompt: Prompt, decodes: list[Candidate], prefills: list[Candidate], seed: int = 0):
+    return PrefixPolicy(random.Random(seed)).place(prompt, decodes, prefills)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Prompt, list[Candidate], list[Candidate]]:
+    loads = st.dictionaries(st.sampled_from(IDS), st.integers(0, 500), max_size=6)
+    decodes = draw(loads.filter(bool))
+    prefills = {f"p{name}": load for name, load in draw(loads).items()}
+    num_tokens = draw(st.integers(1, 2000))
+    hit = st.integers(0, num_tokens // BLOCK)
+    hits = draw(st.dictionaries(st.sampled_from([*decodes, *prefills]), hit))
+    return Prompt(num_tokens, BLOCK, hits), candidates(**decodes), candidates(**prefills)
+
+
+@given(situations())
+def test_every_decode_worker_is_named_once_and_prefill_workers_up_to_the_bound(situation):
+    prompt, decodes, prefills = situation
+    placement = place(prompt, decodes, prefills)
+    assert sorted(placement.decode_workers) == sorted(c.worker_id for c in decodes)
+    assert len(set(placement.prefill_workers)) == len(placement.prefill_workers)
+    assert len(placement.prefill_workers) == min(len(prefills), MAX_PREFILL_WORKERS)
+
+
+@given(situations(), st.randoms(use_true_random=False))
+def test_no_worker_is_better_in_both_load_and_cache_than_the_chosen(situation, rng):
+    prompt, decodes, prefills = situation
+    placement = PrefixPolicy(rng).place(prompt, decodes, prefills)
+    for chosen_ids, group in (
+        (placement.decode_workers, decodes),
+        (placement.prefill_workers, prefills),
+    ):
+        by_id = {c.worker_id: c for c in group}
+        for chosen in chosen_ids[:1]:
+            for other in by_id:
+                load_gain = by_id[chosen].load - by_id[other].load
+                hit_gain = prompt.hits.get(other, 0) - prompt.hits.get(chosen, 0)
+                # A better cache may not save anything of a prompt's last, always computed token.
+                saves = prompt.uncached_tokens(chosen) - prompt.uncached_tokens(other)
+                assert not (load_gain > 0 and hit_gain >= 0)
+                assert not (load_gain >= 0 and saves >= BLOCK)
+
+
+@given(situations(), st.integers(1, 1000))
+def test_more_load_never_attracts(situation, extra):
+    prompt, decodes, prefills = situation
+    chosen = place(prompt, decodes, prefills).decode_workers[0]
+    heavier = [
+        c if c.worker_id == chosen else Candidate(c.worker_id, c.load + extra) for c in decodes
+    ]
+    assert place(prompt, heavier, prefills, seed=1).decode_workers[0] == chosen
+
+
+def test_a_cached_prefix_attracts_both_kinds():
+    prompt = Prompt(160, BLOCK, {"d1": 8, "p1": 9})
+    placement = place(prompt, candidates(d0=0, d1=0), candidates(p0=0, p1=0))
+    assert placement.decode_workers == ("d1", "d0")
+    assert placement.prefill_workers == ("p1", "p0")
+
+
+def test_load_outweighs_a_small_hit():
+    prompt = Prompt(160, BLOCK, {"d1": 2, "p1": 2})
+    placement = place(prompt, candidates(d0=0, d1=50), candidates(p0=0, p1=500))
+    assert placement.decode_workers[0] == "d0"
+    assert placement.prefill_workers[0] == "p0"
+
+
+def test_ties_are_broken_at_random():
+    prompt = Prompt(10, BLOCK, {})
+    policy = PrefixPolicy(random.Random(0))
+    placements = [
+        policy.place(prompt, candidates(d0=1, d1=1, d2=1), candidates(p0=0, p1=0))
+        for _ in range(300)
+    ]
+    firsts = [p.decode_workers[0] for p in placements]
+    assert all(firsts.count(d) > 60 for d in ("d0", "d1", "d2"))
+    assert {p.prefill_workers[0] for p in placements} == {"p0", "p1"}
+
+
+def test_a_burst_of_equal_prefixes_stays_together_until_its_queue_is_long():
+    ledger, policy = LoadLedger(settle_s=60), PrefixPolicy(random.Random(0))
+    chosen = []
+    for number in range(8):
+        hits = {chosen[0]: 64} if number else {}
+        prompt = Prompt(1054, BLOCK, hits)
+        loads = candidates(p0=ledger.pending("p0"), p1=ledger.pending("p1"))
+        placement = policy.place(prompt, candidates(d0=0), loads)
+        chosen.append(placement.prefill_workers[0])
+        ledger.add(chosen[-1], prompt.uncached_tokens(chosen[-1]))
+    assert len(set(chosen[:6])) == 1
+
+
+def test_different_prompts_spread_evenly():
+    ledger, policy = LoadLedger(settle_s=60), PrefixPolicy(random.Random(0))
+    chosen = []
+    for _ in range(9):
+        prompt = Prompt(500, BLOCK, {})
+        loads = candidates(**{p: ledger.pending(p) for p in ("p0", "p1", "p2")})
+        chosen.append(policy.place(prompt, candidates(d0=0), loads).prefill_workers[0])
+        ledger.add(chosen[-1], 500)
+    assert sorted(chosen) == ["p0"] * 3 + ["p1"] * 3 + ["p2"] * 3
+
+
+def test_round_robin_takes_each_in_turn():
+    policy = RoundRobinPolicy()
+    prompt = Prompt(160, BLOCK, {"d1": 10})
+    placements = [
+        policy.place(prompt, candidates(d0=99, d1=0), candidates(p0=0, p1=0, p2=0))
+        for _ in range(6)
+    ]
+    assert [p.decode_workers[0] for p in placements] == ["d0", "d1"] * 3
+    assert [p.prefill_workers[0] for p in placements] == ["p0", "p1", "p2"] * 2
+
+
+@pytest.mark.parametrize("policy", [PrefixPolicy(random.Random(0)), RoundRobinPolicy()])
+def test_without_a_decode_worker_there_is_no_placement(policy):
+    with pytest.raises(NoWorkerError):
+        policy.place(Prompt(1, BLOCK, {}), [], candidates(p0=0))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_recent_placements_count_until_a_card_must_show_them():
+    clock = Clock()
+    ledger = LoadLedger(settle_s=2, clock=clock)
+    ledger.add("w0", 5)
+    clock.now = 1.5
+    ledger.add("w0", 7)
+    ledger.add("w1", 1)
+    assert (ledger.pending("w0"), ledger.pending("w1")) == (12, 1)
+    clock.now = 3
+    assert ledger.pending("w0") == 7
+    assert ledger.pending("w0", cards_arrive=False) == 12
+
+
+def test_finished_placements_count_no_more():
+    ledger = LoadLedger(settle_s=2, clock=Clock())
+    entries = [ledger.add("w0", amount) for amount in (1, 2, 4)]
+    ledger.remove(entries[1])
+    ledger.remove(entries[1])
+    assert ledger.pending("w0") == 5
+    ledger.remove(entries[0])
+    ledger.remove(entries[2])
+    assert ledger.pending("w0") == 0

@@ -1,0 +1,140 @@
+import json
+
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from starlette.exceptions import HTTPException
+
+from pagewire.services.router.answers import Answer, Usage, seeded
+from pagewire.services.router.errors import BodyTooLargeError, ContextLengthError, describe
+from pagewire.services.router.responses import DONE, ChatFormat, CompletionFormat, model_card
+from pagewire.services.router.served_model import ServedModel
+from pagewire.services.router.stream import TextDelta
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import (
+    ChannelError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    RequestFailedError,
+)
+from pagewire.shared.request import SamplingParams
+
+USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
+
+
+def events(raw: bytes) -> list[dict]:
+    lines = raw.decode().split("\n\n")
+    assert lines.pop() == ""
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+
+
+def test_a_completion_is_what_openais_client_reads():
+    form = CompletionFormat("m", ["", "Echo"], with_usage=False)
+    raw = form.whole([Answer("one", "stop"), Answer(" two", "length")], USAGE)
+    parsed = Completion.model_validate_json(raw, strict=True)
+    assert [c.text for c in parsed.choices] == ["one", "Echo two"]
+    assert [c.finish_reason for c in parsed.choices] == ["stop", "length"]
+    assert parsed.usage.total_tokens == 10
+    assert parsed.usage.prompt_tokens_details.cached_tokens == 4
+    assert parsed.id.startswith("cmpl-")
+
+
+def test_a_chat_answer_is_what_openais_client_reads():
+    raw = ChatFormat("m", 1, with_usage=False).whole([Answer("Hello", "stop")], USAGE)
+    parsed = ChatCompletion.model_validate_json(raw, strict=True)
+    assert parsed.choices[0].message.content == "Hello"
+    assert parsed.choices[0].message.role == "assistant"
+    assert parsed.id.startswith("chatcmpl-")
+
+
+def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
+    form = ChatFormat("m", 2, with_usage=False)
+    deltas = [(0, TextDelta("A")), (1, TextDelta("")), (0, TextDelta("", "stop"))]
+    chunks = [ChatCompletionChunk.model_validate(e) for d in deltas for e in events(form.chunk(*d))]
+    assert [c.choices[0].delta.role for c in chunks] == ["assistant", "assistant", None]
+    assert [c.choices[0].delta.content for c in chunks] == ["A", "", None]
+    assert [c.choices[0].finish_reason for c in chunks] == [None, None, "stop"]
+    assert len({c.id for c in chunks}) == 1
+    assert form.last(USAGE) == DONE
+
+
+def test_a_piece_without_text_is_no_event():
+    chat, completion = ChatFormat("m", 1, False), CompletionFormat("m", [""], False)
+    chat.chunk(0, TextDelta("x"))
+    assert chat.chunk(0, TextDelta("")) == b""
+    assert completion.chunk(0, TextDelta("")) == b""
+
+
+def test_an_echo_comes_once_and_first():
+    form = CompletionFormat("m", ["Echo", ""], with_usage=False)
+    deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]
+    texts = [e["choices"][0]["text"] for d in deltas for e in events(form.chunk(*d))]
+    assert texts == ["Echo", " a", "b"]
+
+
+def test_usage_is_null_until_the_last_chunk():
+    form = ChatFormat("m", 1, with_usage=True)
+    (chunk,) = events(form.chunk(0, TextDelta("x")))
+    (last,) = events(form.last(USAGE))
+    assert chunk["usage"] is None
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 3
+    assert form.last(USAGE).endswith(DONE)
+
+
+def test_a_model_card_is_what_openais_client_reads():
+    model = ServedModel.load(RouterSettings(served_model_name="m"))
+    card = Model.model_validate(model_card(model, 99), strict=True)
+    assert (card.id, card.object, card.model_extra["max_model_len"]) == ("m", "model", 99)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequestError("bad", "n"), 400, "invalid_request_error", None),
+        (ContextLengthError("long"), 400, "invalid_request_error", "context_length_exceeded"),
+        (ModelNotFoundError("who", "model"), 404, "invalid_request_error", "model_not_found"),
+        (BodyTooLargeError("big"), 413, "invalid_request_error", "request_too_large"),
+        (OverloadedError("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (NoWorkerError("x"), 503, "server_error", "no_worker_available"),
+        (RequestFailedError("x"), 500, "server_error", "internal_error"),
+        (ChannelError("x"), 500, "server_error", "internal_error"),
+        (ZeroDivisionError("x"), 500, "server_error", "internal_error"),
+        (HTTPException(404), 404, "invalid_request_error", "not_found"),
+        (HTTPException(405), 405, "invalid_request_error", "method_not_allowed"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_every_exception_has_openais_error_object(error, status, kind, code):
+    found = describe(error)
+    assert found.status == status
+    body = json.loads(found.body())["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert (body["type"], body["code"]) == (kind, code)
+
+
+@pytest.mark.parametrize(
+    "error_type", [RequestFailedError, NoWorkerError, OverloadedError, ChannelError, ValueError]
+)
+def test_what_happened_inside_is_not_told(error_type):
+    secret = "tcp://10.0.0.1:4000 /root/model.py line 5"
+    assert secret not in describe(error_type(secret)).body().decode()
+
+
+def test_overload_and_absence_say_when_to_try_again():
+    assert describe(OverloadedError("x", retry_after_s=3.4)).headers == {"Retry-After": "3"}
+    assert describe(OverloadedError("x", retry_after_s=0.1)).headers == {"Retry-After": "1"}
+    assert int(describe(NoWorkerError("x")).headers["Retry-After"]) >= 1
+
+
+def test_choices_have_seeds_of_their_own_that_follow_from_the_first():
+    sampling = SamplingParams(seed=42)
+    seeds = [seeded(sampling, choice).seed for choice in range(16)]
+    assert seeds[0] == 42
+    assert len(set(seeds)) == 16
+    assert seeds == [seeded(sampling, choice).seed for choice in range(16)]
+    for choice in range(16):
+        seeded(sampling, choice).validate()
+    assert seeded(SamplingParams(), 3).seed is None

@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.services.router.stop_strings import StopMatcher
+
+TEXT = st.text("abc", max_size=30)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
+
+
+def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Character by character: what a reader that looks at every prefix of the text would do."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stops)
+    out = "".join([matcher.push(piece) for piece in pieces])
+    if not matcher.matched:
+        out += matcher.flush()
+    return out, matcher.matched
+
+
+@given(TEXT, STOPS, st.data())
+def test_text_ends_before_the_first_complete_stop_however_it_is_cut(text, stops, data):
+    pieces, rest = [], text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    assert run(pieces, stops) == expected(text, stops)
+
+
+@given(TEXT, STOPS)
+def test_only_what_may_begin_a_stop_is_held_back(text, stops):
+    matcher = StopMatcher(stops)
+    out = ""
+    for character in text:
+        out += matcher.push(character)
+        if matcher.matched:
+            return
+    tail = matcher.flush()
+    assert out + tail == text
+    assert tail == "" or any(stop.startswith(tail) and stop != tail for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "text", "matched"),
+    [
+        (["Hello ", "wor", "ld"], ["world"], "Hello ", True),
+        (["Hello ", "wor", "m"], ["world"], "Hello worm", False),
+        (["a\n", "\n", "b"], ["\n\n"], "a", True),
+        (["xaab"], ["aab", "ab"], "x", True),
+        (["xab"], ["abc", "b"], "xa", True),
+        (["stop"], ["stop"], "", True),
+        (["anything"], [], "anything", False),
+        (["ab", "ab", "abc"], ["ababc"], "ab", True),
+    ],
+)
+def test_examples(pieces, stops, text, matched):
+    assert run(pieces, stops) == (text, matched)
+
+
+def test_nothing_comes_after_a_match():
+    matcher = StopMatcher(["b"])
+    assert matcher.push("ab") == "a"
+    assert matcher.push("more") == ""
+    assert matcher.flush() == ""
