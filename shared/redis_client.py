@@ -81,7 +81,8 @@ async def redis_call(reply: Awaitable[T], timeout: float) -> T:
 
 
 def _explain(where: str, exc: Exception, timeout: float) -> str:
-    if isinstance(exc, AuthenticationError | ResponseError):
+    # A wrong password is a ConnectionError, from an AuthenticationError.
+    if isinstance(exc, ResponseError) or isinstance(exc.__cause__ or exc, AuthenticationError):
         reason = str(exc).splitlines()[0]
         return (
             f"Redis at {where} refuses: {reason}; "
