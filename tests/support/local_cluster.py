@@ -86,19 +86,13 @@ class LocalCluster:
         return code
 
     def worker_pid(self, name: str) -> int:
-        """Return the process id of a worker, found by its command line among our children."""
-        pids = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            ours = f"--worker-id\0{name}\0".encode() in b"\0".join(words)
-            if ours and self.directory.name.encode() in b"\0".join([*words, environment]):
-                pids.append(int(entry.name))
+        """Return the process id of a worker: our descendant with its name on the command line."""
+        words = f"--worker-id\0{name}\0".encode()
+        pids = [
+            pid
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if words in _command_line(pid) and self.process.pid in _ancestors(pid)
+        ]
         assert len(pids) == 1, f"{name}: {pids}"
         return pids[0]
 
@@ -166,6 +160,25 @@ async def complete_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(body)) for body in bodies]
     return [task.result() for task in tasks]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def _ancestors(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(status.rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
 
 
 def _free_port() -> int:
