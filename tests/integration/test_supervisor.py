@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import redis
@@ -33,6 +33,7 @@ class Up:
         *arguments: str,
         orders: dict[str, str] | None = None,
         path: str | None = None,
+        stdout: int | None = None,
     ) -> None:
         self.state = state
         for name, text in (orders or {}).items():
@@ -43,7 +44,7 @@ class Up:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [*command, *arguments],
-                stdout=out,
+                stdout=out if stdout is None else stdout,
                 stderr=err,
                 env={**os.environ, "PATH": path} if path is not None else None,
             )
@@ -76,19 +77,15 @@ class Up:
 
 
 class StartCluster(Protocol):
-    def __call__(
-        self, *arguments: str, orders: dict[str, str] | None = None, path: str | None = None
-    ) -> Up: ...
+    def __call__(self, *arguments: str, **options: Any) -> Up: ...
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartCluster]:
     clusters: list[Up] = []
 
-    def start_one(
-        *arguments: str, orders: dict[str, str] | None = None, path: str | None = None
-    ) -> Up:
-        clusters.append(Up(tmp_path, *arguments, orders=orders, path=path))
+    def start_one(*arguments: str, **options: Any) -> Up:
+        clusters.append(Up(tmp_path, *arguments, **options))
         return clusters[-1]
 
     yield start_one
@@ -145,6 +142,22 @@ def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
     cluster.wait_for("prefill-0 is ready again")
     assert cluster.pid_of("prefill-0") != first
     assert "decode-0 died" not in cluster.stdout
+
+
+def test_reader_that_goes_away_does_not_end_the_cluster(start: StartCluster) -> None:
+    """As in `pagewire up | head`."""
+    read_end, write_end = os.pipe()
+    cluster = start(stdout=write_end)
+    os.close(write_end)
+    os.close(read_end)
+    alive = [cluster.state / f"{name}.alive" for name in ("prefill-0", "decode-0")]
+    wait_until(lambda: all(file.exists() for file in alive), 20)
+    first = cluster.pid_of("prefill-0")
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: cluster.pid_of("prefill-0") != first, 20)
+    assert cluster.stop(signal.SIGTERM) == 0
+    assert cluster.left_over() == []
+    assert cluster.stderr == ""
 
 
 def test_refused_configuration_ends_everything_with_one_line(start: StartCluster) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from pagewire.services.cli.cluster_plan import ClusterOptions, plan_services, service_argv
-from pagewire.services.cli.machine import Machine, require_free_port, visible_gpus
+from pagewire.services.cli.machine import (
+    Machine,
+    inspect_machine,
+    require_free_port,
+    visible_gpus,
+)
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.shared.errors import ConfigError
 
@@ -112,6 +118,34 @@ def test_options_that_were_not_given_are_not_passed_on() -> None:
 )
 def test_visible_gpus(count: int, visible: str | None, names: tuple[str, ...]) -> None:
     assert visible_gpus(count, visible) == names
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus"),
+    [
+        ("echo 'GPU 0: NVIDIA H200 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-b)'", 2),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", 0),
+    ],
+    ids=["two-gpus", "broken-driver"],
+)
+def test_gpus_are_counted_without_cuda(
+    script: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine = inspect_machine()
+    assert machine.gpus == tuple(str(index) for index in range(gpus))
+    assert machine.cores >= 1
+
+
+def test_machine_without_a_driver_has_no_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert inspect_machine().gpus == ()
 
 
 def test_port_0_gives_a_free_one() -> None:
