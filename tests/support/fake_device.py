@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.model_runner import PendingChecksums, PendingTokens
 from pagewire.shared.engine.scheduler import (
@@ -26,6 +27,7 @@ from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
 from pagewire.shared.request import SamplingParams
 
 VOCAB = 7
+BYTES_PER_TOKEN = 4  # of the fake KV
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
@@ -81,6 +83,17 @@ class FakePending(PendingTokens):
         return super().wait()
 
 
+class FakeChecksums(PendingChecksums):
+    """Checksums that are not there before the device has moved the blocks."""
+
+    def __init__(self, device: FakeDevice, checksums: torch.Tensor) -> None:
+        super().__init__(checksums)
+        self._device = device
+
+    def is_done(self) -> bool:
+        return self._device.has_moved and super().is_done()
+
+
 @dataclass
 class FakeDevice:
     """Runs batches in the order in which they are launched, and checks each.
@@ -89,6 +102,7 @@ class FakeDevice:
         cells: [block][offset], the token that was run there.
         batches: (tokens, sequences) of every step.
         longest_table: most blocks that a sequence ever had in a step.
+        has_moved: whether the device is done with what it packs and unpacks.
         fail_execute, fail_wait: raised by the next step.
     """
 
@@ -98,6 +112,7 @@ class FakeDevice:
     cells: list[list[int | None]] = field(init=False)
     batches: list[tuple[int, int]] = field(default_factory=list)
     longest_table: int = 0
+    has_moved: bool = True
     fail_execute: Exception | None = None
     fail_wait: Exception | None = None
     _slots: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
@@ -130,10 +145,19 @@ class FakeDevice:
         return cells[: sequence.num_computed_tokens]
 
     def pack(self, block_ids: list[int], staging: torch.Tensor) -> PendingChecksums:
-        raise NotImplementedError
+        return FakeChecksums(self, pack_blocks(self._pool(), torch.tensor(block_ids), staging))
 
     def unpack(self, staging: torch.Tensor, block_ids: list[int]) -> PendingChecksums:
-        raise NotImplementedError
+        pool = self._pool()
+        checksums = unpack_blocks(staging, pool, torch.tensor(block_ids))
+        for block in block_ids:
+            self.cells[block] = pool[block].tolist()
+        return FakeChecksums(self, checksums)
+
+    def _pool(self) -> torch.Tensor:
+        """The cells as a pool of the real operations, [NB, BS] int32; -1 was never written."""
+        rows = [[-1 if cell is None else cell for cell in block] for block in self.cells]
+        return torch.tensor(rows, dtype=torch.int32)
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         parts = list(batch)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.services.decode.scatterer import PieceFate, PieceScatterer
+from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.protocol import PieceHeader
+from pagewire.shared.request import RequestStatus
+from pagewire.shared.transfer.staging import StagingPool, StagingSlot
+from pagewire.tests.support.fake_device import (
+    BYTES_PER_TOKEN,
+    FakeDevice,
+    generate,
+    make_core,
+    make_sequence,
+)
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
+PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
+CPU = torch.device("cpu")
+
+
+def header_of(piece: PackedPiece) -> PieceHeader:
+    return PieceHeader(
+        job_id=piece.job_id,
+        decode_epoch=1,
+        prefill_epoch=1,
+        piece=piece.piece,
+        positions=piece.positions,
+        checksums=piece.checksums,
+        nbytes=piece.nbytes,
+    )
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode engine, with pieces on their way from one to the other.
+
+    Attributes:
+        under_way: pieces that were packed and are in the decode side's staging.
+        fates: what the scatterer said, in order.
+    """
+
+    blocks_per_piece: int = 1
+    prefill: EngineCore = field(init=False)
+    prefill_device: FakeDevice = field(init=False)
+    decode: EngineCore = field(init=False)
+    decode_device: FakeDevice = field(init=False)
+    under_way: list[tuple[PieceHeader, StagingSlot]] = field(default_factory=list)
+    fates: list[tuple[str, int, PieceFate]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prefill, self.prefill_device = make_core(block_size=BLOCK_SIZE)
+        self.decode, self.decode_device = make_core(block_size=BLOCK_SIZE)
+        slot_bytes = self.blocks_per_piece * BLOCK_BYTES
+        self.send_staging = StagingPool(2, slot_bytes, CPU)
+        self.receive_staging = StagingPool(16, slot_bytes, CPU)
+        self.packer = PiecePacker(
+            self.prefill_device, self.send_staging, BLOCK_SIZE, BLOCK_BYTES, self._carry
+        )
+        self.scatterer = PieceScatterer(self.decode_device, self._on_scattered)
+        self.prefill.hooks.append(self.packer)
+        self.decode.hooks.append(self.scatterer)
+
+    def _carry(self, piece: PackedPiece) -> None:
+        slot = self.receive_staging.try_acquire()
+        assert slot is not None
+        slot.buffer[: piece.nbytes] = piece.slot.buffer[: piece.nbytes]
+        piece.slot.release()
+        self.under_way.append((header_of(piece), slot))
+
+    def _on_scattered(self, request_id: str, header: PieceHeader, fate: PieceFate) -> None:
+        self.fates.append((request_id, header.piece, fate))
+
+    def reserve(self, prompt: list[int]) -> Sequence:
+        """Reserve blocks on the decode side and have the prefill side compute them."""
+        sequence = make_sequence("request", prompt, remote_prefill=True)
+        self.decode.add(sequence)
+        self.decode.step()
+        assert sequence.status is RequestStatus.RESERVED
+        job = make_sequence("job", prompt, prefill_only=True)
+        self.prefill.add(job)
+        self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE)
+        return sequence
+
+    def compute(self) -> None:
+        """Run the job to its end, all of its pieces under way."""
+        for _ in range(12):
+            self.prefill.step()
+
+    def land(self, index: int = 0) -> PieceHeader:
+        """Let a piece that is under way be scattered."""
+        header, slot = self.under_way.pop(index)
+        self.scatterer.scatter("request", self.decode.get("request"), header, slot)
+        return header
+
+    def assert_idle(self) -> None:
+        self.send_staging.check_integrity(all_free=True)
+        self.receive_staging.check_integrity(all_free=True)
+        assert not self.scatterer.after_launch()
+
+
+def test_pieces_that_landed_make_the_sequence_run_on() -> None:
+    pair = Pair()
+    sequence = pair.reserve(PROMPT)
+    expected = generate(sequence, 64)
+    pair.compute()
+    for _ in range(3):
+        pair.land()
+    pair.decode.step()
+    assert pair.fates == [("request", piece, PieceFate.SCATTERED) for piece in range(3)]
+    pair.decode.activate(sequence, expected[0])
+    while not sequence.is_finished:
+        pair.decode.step()
+    assert sequence.token_ids == PROMPT + expected
+    pair.assert_idle()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    cached=st.integers(0, 5),
+    blocks_per_piece=st.integers(1, 4),
+    order=st.randoms(use_true_random=False),
+    damage=st.sampled_from([0.0, 0.5]),
+)
+def test_tokens_are_right_whatever_order_pieces_land_in_and_whatever_gets_damaged(
+    length: int, cached: int, blocks_per_piece: int, order: Random, damage: float
+) -> None:
+    pair = Pair(blocks_per_piece)
+    prompt = [n % 7 for n in range(length)]
+    warms = make_sequence("warms", prompt[: min(cached * BLOCK_SIZE, length)] or [0])
+    pair.decode.add(warms)
+    while not warms.is_finished:
+        pair.decode.step()
+    sequence = pair.reserve(prompt)
+    expected = generate(sequence, 64)
+    pair.compute()
+    missing = set(range(sequence.num_computed_tokens // BLOCK_SIZE, len(sequence.block_ids)))
+    for _ in range(200):
+        if not pair.under_way:
+            break
+        index = order.randrange(len(pair.under_way))
+        header, slot = pair.under_way[index]
+        is_damaged = order.random() < damage
+        if is_damaged:
+            slot.buffer[order.randrange(header.nbytes)] ^= 1 << order.randrange(8)
+        pair.land(index)
+        pair.decode.step()
+        assert pair.fates[-1][2] is (PieceFate.DAMAGED if is_damaged else PieceFate.SCATTERED)
+        if is_damaged:
+            pair.packer.send_again("job", header.piece, header.positions)
+            pair.prefill.step()
+        else:
+            missing -= set(header.positions)
+    assert not missing
+    pair.decode.activate(sequence, expected[0])
+    while not sequence.is_finished:
+        pair.decode.step()
+    assert sequence.token_ids == prompt + expected
+    pair.assert_idle()
+
+
+def end_by_abort(pair: Pair, sequence: Sequence) -> None:
+    pair.decode.abort(sequence.request_id)
+
+
+def end_by_fall_back(pair: Pair, sequence: Sequence) -> None:
+    pair.decode.fall_back(sequence, None)
+    pair.decode.step()
+    assert sequence.status is RequestStatus.RUNNING
+
+
+def end_by_running(pair: Pair, sequence: Sequence) -> None:
+    pair.decode_device.write_prompt(sequence)
+    pair.decode.activate(sequence, generate(sequence, 64)[0])
+
+
+@pytest.mark.parametrize("end", [end_by_abort, end_by_fall_back, end_by_running])
+def test_late_piece_touches_nothing(end: Callable[[Pair, Sequence], None]) -> None:
+    pair = Pair()
+    sequence = pair.reserve(PROMPT)
+    pair.compute()
+    end(pair, sequence)
+    heir = make_sequence("heir", [5] * 12)
+    pair.decode.add(heir)
+    pair.decode.step()
+    before = [list(block) for block in pair.decode_device.cells]
+    while pair.under_way:
+        pair.land()
+    assert [list(block) for block in pair.decode_device.cells] == before
+    assert [fate for _, _, fate in pair.fates] == [PieceFate.UNWANTED] * 3
+    pair.assert_idle()
+
+
+def test_piece_of_a_request_that_ends_while_it_is_scattered_is_reported_for_that_request() -> None:
+    pair = Pair()
+    sequence = pair.reserve(PROMPT)
+    pair.compute()
+    pair.decode_device.has_moved = False
+    pair.land()
+    pair.decode.abort(sequence.request_id)
+    pair.decode.step()
+    assert (pair.fates, pair.decode.hooks_busy) == ([], True)
+    assert pair.receive_staging.num_free == 16 - 3  # the device may still read the slot
+    pair.decode_device.has_moved = True
+    pair.decode.step()
+    fates = [("request", 0, PieceFate.SCATTERED)]
+    assert (pair.fates, pair.decode.hooks_busy) == (fates, False)
+    assert pair.receive_staging.num_free == 16 - 2
+
+
+@pytest.mark.parametrize("position", [0, -1], ids=["first-block", "last-block"])
+def test_wrong_checksum_in_the_header_is_damage(position: int) -> None:
+    pair = Pair(blocks_per_piece=3)
+    pair.reserve(PROMPT)
+    pair.compute()
+    header, _ = pair.under_way[0]
+    header.checksums[position] ^= 1
+    pair.land()
+    pair.decode.step()
+    assert pair.fates == [("request", 0, PieceFate.DAMAGED)]
+    pair.assert_idle()
+
+
+def test_slot_comes_back_if_scattering_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("device on fire")
+
+    pair = Pair()
+    pair.reserve(PROMPT)
+    pair.compute()
+    monkeypatch.setattr(pair.decode_device, "unpack", fail)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="on fire"):
+            pair.land()
+    pair.assert_idle()

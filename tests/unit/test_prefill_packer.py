@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.request import RequestStatus
+from pagewire.shared.transfer.staging import StagingPool
+from pagewire.tests.support.fake_device import (
+    BYTES_PER_TOKEN,
+    FakeDevice,
+    make_core,
+    make_sequence,
+)
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
+PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]  # 4 full blocks and 2 tokens
+CPU = torch.device("cpu")
+
+
+@dataclass
+class PrefillSide:
+    """A prefill engine with its packer; whoever takes a piece gives its slot back at once.
+
+    Attributes:
+        pieces: job -> (piece, positions, tokens) in the order in which they were packed.
+    """
+
+    core: EngineCore
+    device: FakeDevice
+    staging: StagingPool
+    keep_slots: bool = False
+    pieces: defaultdict[str, list[tuple[int, list[int], list[int]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    held: list[PackedPiece] = field(default_factory=list)
+    packer: PiecePacker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.packer = PiecePacker(
+            self.device, self.staging, BLOCK_SIZE, BLOCK_BYTES, self.on_packed
+        )
+        self.core.hooks.append(self.packer)
+
+    def on_packed(self, piece: PackedPiece) -> None:
+        assert piece.nbytes == len(piece.positions) * BLOCK_BYTES
+        assert len(piece.checksums) == len(piece.positions)
+        tokens = piece.slot.buffer[: piece.nbytes].view(torch.int32).tolist()
+        self.pieces[piece.job_id].append((piece.piece, piece.positions, tokens))
+        if self.keep_slots:
+            self.held.append(piece)
+        else:
+            piece.slot.release()
+
+    def start(self, job_id: str, prompt: list[int], first_block: int = 0) -> Sequence:
+        sequence = make_sequence(job_id, prompt, prefill_only=True)
+        self.core.add(sequence)
+        self.packer.start(job_id, sequence, first_block)
+        return sequence
+
+    def end(self, job_id: str) -> None:
+        self.packer.drop(job_id)
+        self.core.abort(job_id)
+
+    def positions(self, job_id: str = "job") -> list[int]:
+        return [position for _, positions, _ in self.pieces[job_id] for position in positions]
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.core.step()
+            self.core.scheduler.check_integrity()
+
+    def give_back(self) -> None:
+        self.held.pop(0).slot.release()
+
+
+def prefill_side(
+    num_slots: int = 4, blocks_per_slot: int = 2, *, keep_slots: bool = False, **engine: int
+) -> PrefillSide:
+    core, device = make_core(block_size=BLOCK_SIZE, **engine)
+    staging = StagingPool(num_slots, blocks_per_slot * BLOCK_BYTES, CPU)
+    return PrefillSide(core, device, staging, keep_slots)
+
+
+def assert_complete(side: PrefillSide, job_id: str, prompt: list[int], first_block: int) -> None:
+    """Each block from the first on came once, in order, with the prompt's tokens in it."""
+    num_blocks = -(-len(prompt) // BLOCK_SIZE)
+    assert side.positions(job_id) == list(range(first_block, num_blocks))
+    assert [piece for piece, _, _ in side.pieces[job_id]] == list(range(len(side.pieces[job_id])))
+    tokens = [token for _, _, tokens in side.pieces[job_id] for token in tokens]
+    expected = prompt[first_block * BLOCK_SIZE :]
+    assert tokens[: len(expected)] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_slots=st.integers(1, 3),
+    blocks_per_slot=st.integers(1, 3),
+    chunk=st.integers(1, 9),
+    jobs=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=4),
+    give_back_every=st.integers(1, 3),
+)
+def test_pieces_cover_every_block_once_however_scarce_slots_are(
+    num_slots: int,
+    blocks_per_slot: int,
+    chunk: int,
+    jobs: list[tuple[int, int]],
+    give_back_every: int,
+) -> None:
+    side = prefill_side(
+        num_slots, blocks_per_slot, keep_slots=True, max_num_batched_tokens=chunk, num_blocks=24
+    )
+    prompts = {
+        f"job{i}": [(i + n) % 7 for n in range(length)] for i, (length, _) in enumerate(jobs)
+    }
+    firsts = {
+        f"job{i}": min(first, (length - 1) // BLOCK_SIZE) for i, (length, first) in enumerate(jobs)
+    }
+    for job_id, prompt in prompts.items():
+        side.start(job_id, prompt, firsts[job_id])
+    for now in range(300):
+        side.turn()
+        if side.held and now % give_back_every == 0:
+            side.give_back()
+        side.staging.check_integrity()
+    for job_id, prompt in prompts.items():
+        assert_complete(side, job_id, prompt, firsts[job_id])
+        side.end(job_id)
+    side.staging.check_integrity(all_free=True)
+    assert side.core.scheduler.pool.counts().used == 0
+
+
+def test_blocks_leave_while_later_chunks_compute() -> None:
+    side = prefill_side(max_num_batched_tokens=6)
+    side.start("job", PROMPT)
+    seen = []
+    for _ in range(3):
+        side.turn()
+        seen.append(side.positions())
+    assert seen == [[0], [0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_cached_blocks_leave_with_the_first_step() -> None:
+    side = prefill_side(max_num_batched_tokens=4)
+    side.start("warms", PROMPT[:12])
+    side.turn(4)
+    side.start("job", PROMPT)
+    side.turn()
+    assert side.positions() == [0, 1, 2, 3]
+    side.turn()
+    assert_complete(side, "job", PROMPT, 0)
+
+
+def test_preempted_job_sends_no_block_twice() -> None:
+    side = prefill_side(num_blocks=7, max_num_batched_tokens=5)
+    talker = make_sequence("talks", [1] * 7, max_tokens=6)
+    side.core.add(talker)
+    side.turn(2)
+    job = side.start("job", PROMPT)
+    while job.status is not RequestStatus.PREEMPTED:
+        side.turn()
+    assert 0 < len(side.positions()) < 5
+    while not job.is_finished:
+        side.turn()
+    side.turn()
+    assert side.core.scheduler.num_preemptions == 1
+    assert_complete(side, "job", PROMPT, 0)
+
+
+def test_lost_piece_is_packed_again_under_its_number() -> None:
+    side = prefill_side()
+    side.start("job", PROMPT)
+    side.turn(2)
+    first, second, third = side.pieces["job"]
+    side.packer.send_again("job", 1, [2, 3])
+    side.turn()
+    assert side.pieces["job"] == [first, second, third, second]
+
+
+def test_lost_piece_goes_before_new_ones() -> None:
+    side = prefill_side(num_slots=1, blocks_per_slot=1, keep_slots=True)
+    side.start("job", PROMPT)
+    side.turn()
+    side.packer.send_again("job", 0, [0])
+    for _ in range(2):
+        side.give_back()
+        side.turn()
+    assert side.positions() == [0, 0, 1]
+
+
+def test_lost_piece_of_a_preempted_job_waits_for_its_blocks() -> None:
+    side = prefill_side(num_blocks=7, max_num_batched_tokens=5)
+    side.core.add(make_sequence("talks", [1] * 7, max_tokens=6))
+    side.turn(2)
+    job = side.start("job", PROMPT)
+    while job.status is not RequestStatus.PREEMPTED:
+        side.turn()
+    sent = list(side.pieces["job"])
+    side.packer.send_again("job", *sent[0][:2])
+    side.turn()
+    assert side.pieces["job"] == sent
+    while not job.is_finished:
+        side.turn()
+    side.turn()
+    again = [piece for piece in side.pieces["job"] if piece == sent[0]]
+    assert len(again) == 2
+
+
+def test_request_for_a_job_that_is_gone_is_ignored() -> None:
+    side = prefill_side()
+    side.start("job", PROMPT)
+    side.turn(2)
+    side.end("job")
+    packed = len(side.pieces["job"])
+    side.packer.send_again("job", 0, [0, 1])
+    side.turn()
+    assert len(side.pieces["job"]) == packed
+    side.staging.check_integrity(all_free=True)
+
+
+def test_slots_of_a_dropped_job_come_back_when_the_device_is_done_with_them() -> None:
+    side = prefill_side(num_slots=2)
+    side.device.has_moved = False
+    side.start("job", PROMPT)
+    side.turn()
+    assert (side.core.hooks_busy, side.staging.num_free) == (True, 0)
+    side.end("job")
+    side.turn()
+    assert side.staging.num_free == 0
+    side.device.has_moved = True
+    side.turn()
+    assert (side.core.hooks_busy, side.pieces) == (False, {})
+    side.staging.check_integrity(all_free=True)
+
+
+def test_job_without_a_slot_does_not_keep_the_loop_awake() -> None:
+    side = prefill_side(num_slots=1, keep_slots=True)
+    side.start("job", PROMPT)
+    side.turn(2)
+    assert side.staging.num_free == 0
+    assert not side.core.hooks_busy
+
+
+@pytest.mark.parametrize("where", ["fail_execute", "fail_wait"])
+def test_job_whose_step_failed_sends_nothing_more(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = prefill_side(max_num_batched_tokens=8)
+    job = side.start("job", PROMPT)
+    side.turn()
+    setattr(side.device, where, RuntimeError("device on fire"))
+    side.turn()
+    sent = len(side.positions())
+    assert job.status is RequestStatus.FINISHED_ERROR
+    side.turn(3)
+    assert len(side.positions()) == sent
+    side.end("job")
+    side.staging.check_integrity(all_free=True)
+
+
+def test_slot_comes_back_if_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("device on fire")
+
+    side = prefill_side()
+    side.start("job", PROMPT)
+    monkeypatch.setattr(side.device, "pack", fail)
+    with pytest.raises(RuntimeError, match="on fire"):
+        side.turn()
+    side.staging.check_integrity(all_free=True)
