@@ -95,7 +95,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         machine=inspect_machine(),
         secret=router.cluster_secret.get_secret_value(),
         redis_url=router.redis_url if "redis_url" in router.model_fields_set else None,
-        log_dir=make_log_dir(params["log_dir"]),
+        log_dir=make_log_dir(Path(params["log_dir"]) if params["log_dir"] else None),
         console=ServerConsole(),
         echo=params["verbose"],
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pagewire import LLM, SamplingParams
 
@@ -32,6 +35,14 @@ LLAMA_8B = {
 }
 
 
+@pytest.fixture(autouse=True)
+def free_gpu_memory() -> Iterator[None]:
+    """An engine sizes its pool by what other engines of the process have left."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def _prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     """Slices of the text that the demo model was trained on."""
     from pydoc_data import topics
@@ -54,6 +65,9 @@ def test_demo_tokens_equal_the_cpus() -> None:
         different = [i for i, (a, b) in enumerate(zip(got, truth, strict=True)) if a != b]
         assert not different, f"{options}: prompts {different}"
         assert llm.block_counts().used == 0
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
