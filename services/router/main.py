@@ -17,6 +17,7 @@ from pagewire.services.router.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def run(settings: RouterSettings) -> int:
     Raises:
         ConfigError: the port is in use, the model cannot be read, Redis refuses.
     """
+    configure_logging(settings.log_level)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     # Each request is in the metrics; these libraries' own lines would only repeat them.
     for name in ("uvicorn", "httpx"):
