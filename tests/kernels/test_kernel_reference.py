@@ -52,8 +52,8 @@ def test_decode_is_softmax_over_the_context(reference, assert_close):
     out = reference.paged_decode(x.q, *args, x.block_tables, x.seq_lens, x.scale)
     assert not out[1].any()
     for row in (0, 2, 3):
-        context = [_context(cache, x.block_tables[row], int(x.seq_lens[row])) for cache in args]
-        assert_close(out[row], _naive_attention(x.q[row], *context, x.scale).float())
+        keys, values = (_context(c, x.block_tables[row], int(x.seq_lens[row])) for c in args)
+        assert_close(out[row], _naive_attention(x.q[row], keys, values, x.scale).float())
 
 
 def test_long_chunks_are_tiled_without_a_seam(reference, assert_close):

@@ -61,7 +61,7 @@ def _parameters(model: llama.LlamaForCausalLM) -> dict[int, torch.Tensor]:
         if isinstance(item, torch.Tensor):
             found[item.data_ptr()] = item
         elif type(item).__module__.startswith("pagewire.shared.model"):
-            names = [name for name in type(item).__slots__ if name != "_cos_sin"]
+            names = [name for name in vars(type(item))["__slots__"] if name != "_cos_sin"]
             waiting.extend(getattr(item, name) for name in names)
     return found
 
