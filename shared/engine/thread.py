@@ -61,6 +61,7 @@ class EngineThread:
         self._on_outputs = on_outputs
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
+        self._is_woken = False
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
@@ -91,6 +92,7 @@ class EngineThread:
     def wake(self) -> None:
         """Have the loop look for work now, e.g. because a staging slot came free."""
         with self._wake:
+            self._is_woken = True
             self._wake.notify()
 
     def is_alive(self, max_silence_s: float) -> bool:
@@ -98,20 +100,22 @@ class EngineThread:
         return self._thread.is_alive() and time.monotonic() - self.last_turn_s < max_silence_s
 
     def _loop(self) -> None:
-        while not self._stopping:
-            self.turns += 1
-            self.last_turn_s = time.monotonic()
-            self._run_commands()
-            try:
-                outputs, worked = self.core.step()
-            except Exception:
-                logger.exception("the engine loop died")
-                raise
-            if outputs:
-                self._on_outputs(outputs)
-            self._observe(idle=not worked)
-            if not worked:
-                self._idle(BUSY_HOOK_WAIT_S if self.core.hooks_busy else IDLE_WAIT_S)
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            logger.exception("the engine's loop died")  # and so `is_alive` is false from now on
+
+    def _turn(self) -> None:
+        self.turns += 1
+        self.last_turn_s = time.monotonic()
+        self._run_commands()
+        outputs, worked = self.core.step()
+        if outputs:
+            self._on_outputs(outputs)
+        self._observe(idle=not worked)
+        if not worked:
+            self._idle(BUSY_HOOK_WAIT_S if self.core.hooks_busy else IDLE_WAIT_S)
 
     def _observe(self, idle: bool) -> None:
         """Refresh the snapshot, now and then; when idle, check the books."""
@@ -139,14 +143,13 @@ class EngineThread:
 
     def _idle(self, timeout: float) -> None:
         with self._wake:
-            if not self._commands and not self._stopping:
+            if not (self._commands or self._is_woken or self._stopping):
                 self._wake.wait(timeout)
+            self._is_woken = False
 
     def _run_commands(self) -> None:
-        while True:
+        for _ in range(len(self._commands)):  # later ones wait for the next turn
             with self._wake:
-                if not self._commands:
-                    return
                 command = self._commands.popleft()
             try:
                 command(self.core)

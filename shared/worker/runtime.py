@@ -190,7 +190,7 @@ class WorkerRuntime:
         slot_bytes = settings.staging_slot_bytes or default_slot_bytes(block_bytes)
         slots, device = settings.staging_slots, self.built.device
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
-        self.send_staging = StagingPool(sends, slot_bytes, device)
+        self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
         self.receive_staging = StagingPool(receives, slot_bytes, device)
         chosen = settings.kv_transport
         for name in available_transports() if chosen == "auto" else (chosen,):

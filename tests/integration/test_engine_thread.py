@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
+from pagewire.shared.engine.scheduler import ScheduledBatch
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.errors import OverloadedError
+from pagewire.shared.transfer.staging import StagingPool
+from pagewire.tests.support.fake_device import (
+    BYTES_PER_TOKEN,
+    FakeDevice,
+    FakePending,
+    generate,
+    make_core,
+    make_sequence,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@dataclass
+class Outputs:
+    """Collects what the engine says, and in which thread."""
+
+    said: list[StepOutput] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+
+    def __call__(self, outputs: list[StepOutput]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.said.extend(outputs)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for o in self.said if o.request_id == request_id for t in o.token_ids]
+
+    def has_ended(self, request_id: str) -> bool:
+        return any(o.finish_reason for o in self.said if o.request_id == request_id)
+
+
+def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.002)
+
+
+@contextmanager
+def started(core: EngineCore, outputs: Outputs | None = None) -> Iterator[EngineThread]:
+    engine = EngineThread(core, outputs or Outputs())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        assert engine.stop(5.0)
+
+
+@pytest.fixture
+def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle loop sleeps for ever unless it is woken."""
+    monkeypatch.setattr(thread_module, "IDLE_WAIT_S", 60.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+def test_tokens_come_out_in_the_engines_thread(overlap: bool, sleepy: None) -> None:
+    core, _ = make_core(overlap=overlap)
+    sequences = [make_sequence(f"r{n}", [n] * 5, max_tokens=9) for n in range(6)]
+    expected = {s.request_id: generate(s, 64) for s in sequences}
+    outputs = Outputs()
+    with started(core, outputs) as engine:
+        for sequence in sequences:
+            engine.submit(partial(EngineCore.add, sequence=sequence))
+        until(lambda: all(outputs.has_ended(name) for name in expected))
+    assert {name: outputs.tokens(name) for name in expected} == expected
+    assert outputs.threads == {"engine"}
+
+
+def test_commands_run_in_order_in_the_engines_thread(sleepy: None) -> None:
+    core, _ = make_core()
+    ran: list[tuple[int, str, EngineCore]] = []
+
+    def note(core: EngineCore, number: int) -> None:
+        ran.append((number, threading.current_thread().name, core))
+
+    with started(core) as engine:
+        for number in range(100):
+            engine.submit(partial(note, number=number))
+        until(lambda: len(ran) == 100)
+    assert ran == [(number, "engine", core) for number in range(100)]
+
+
+def test_command_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_core: EngineCore) -> None:
+        raise ValueError("no such thing")
+
+    core, _ = make_core()
+    done = threading.Event()
+    with started(core) as engine:
+        engine.submit(fail)
+        engine.submit(lambda _core: done.set())
+        assert done.wait(5.0)
+        assert engine.is_alive(5.0)
+    assert "no such thing" in caplog.text
+
+
+def test_command_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_module, "MAX_COMMANDS", 3)
+    core, _ = make_core()
+    blocked, go_on = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def block(_core: EngineCore) -> None:
+        blocked.set()
+        assert go_on.wait(10.0)
+
+    def note(_core: EngineCore, number: int) -> None:
+        ran.append(number)
+
+    with started(core) as engine:
+        engine.submit(block)
+        assert blocked.wait(5.0)
+        for number in range(3):
+            engine.submit(partial(note, number=number))
+        with pytest.raises(OverloadedError):
+            engine.submit(partial(note, number=3))
+        go_on.set()
+        until(lambda: ran == [0, 1, 2])
+        engine.submit(partial(note, number=4))
+        until(lambda: ran == [0, 1, 2, 4])
+
+
+def test_commands_without_end_do_not_keep_steps_from_running() -> None:
+    core, _ = make_core()
+    outputs = Outputs()
+    with started(core, outputs) as engine:
+
+        def again(_core: EngineCore) -> None:
+            engine.submit(again)
+
+        engine.submit(again)
+        engine.submit(lambda core: core.add(make_sequence("a", [1])))
+        until(lambda: outputs.has_ended("a"))
+
+
+@dataclass
+class Hook:
+    """Busy for some turns; may do something in each."""
+
+    busy_turns: int = 0
+    then: Callable[[], None] = lambda: None
+    turns: int = 0
+
+    def after_launch(self) -> bool:
+        self.turns += 1
+        self.then()
+        return self.turns < self.busy_turns
+
+
+def test_busy_hook_keeps_the_loop_turning(sleepy: None) -> None:
+    core, _ = make_core()
+    hook = Hook(busy_turns=10)
+    core.hooks.append(hook)
+    with started(core):
+        until(lambda: hook.turns == 10)
+        time.sleep(0.05)
+        assert hook.turns == 10
+
+
+def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
+    core, _ = make_core()
+    hook = Hook()
+    core.hooks.append(hook)
+    engine = EngineThread(core, Outputs())
+
+    def wake_five_times() -> None:
+        if hook.turns <= 5:
+            other = threading.Thread(target=engine.wake)
+            other.start()
+            other.join()
+
+    hook.then = wake_five_times
+    engine.start()
+    until(lambda: hook.turns == 6)
+    assert engine.stop(5.0)
+
+
+def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) -> None:
+    core, device = make_core(block_size=4)
+    pieces: list[PackedPiece] = []
+    block_bytes = 4 * BYTES_PER_TOKEN
+    staging = StagingPool(1, block_bytes, torch.device("cpu"))
+    packer = PiecePacker(device, staging, 4, block_bytes, pieces.append)
+    core.hooks.append(packer)
+    job = make_sequence("job", [1] * 14, prefill_only=True)
+
+    def start(core: EngineCore) -> None:
+        core.add(job)
+        packer.start("job", job, 0)
+
+    with started(core) as engine:
+        staging.on_free = engine.wake
+        engine.submit(start)
+        taken: list[PackedPiece] = []
+        while len(taken) < 4:
+            until(lambda: len(pieces) > len(taken))
+            taken.append(pieces[len(taken)])
+            taken[-1].slot.release()
+        until(lambda: job.is_finished)
+    assert [piece.positions for piece in taken] == [[0], [1], [2], [3]]
+
+
+def test_snapshot_follows_the_engine() -> None:
+    core, _ = make_core(max_num_seqs=1, block_size=4)
+    with started(core) as engine:
+        assert engine.snapshot.blocks.used == 0
+        job = make_sequence("job", [1] * 9, prefill_only=True)
+        engine.submit(lambda core: core.add(job))
+        engine.submit(lambda core: core.add(make_sequence("r", [1] * 9, remote_prefill=True)))
+        until(lambda: engine.snapshot.waiting == 1 and engine.snapshot.running == 0)
+        until(lambda: engine.snapshot.blocks.used == 3 + 1)  # two of the job's are shared
+        engine.submit(lambda core: core.abort("r"))
+        engine.submit(lambda core: core.abort("job"))
+        until(lambda: engine.snapshot.blocks.used == 0)
+        assert engine.snapshot.blocks.cached == 2
+        assert engine.snapshot.waiting == engine.snapshot.queued_tokens == 0
+
+
+def test_idle_loop_beats() -> None:
+    core, _ = make_core()
+    with started(core) as engine:
+        before = engine.turns
+        until(lambda: engine.turns >= before + 3)
+        assert engine.is_alive(1.0)
+
+
+class StuckPending(FakePending):
+    """Results that do not come before they are let go."""
+
+    def __init__(self, tokens: list[int], reached: threading.Event, go: threading.Event) -> None:
+        super().__init__(tokens, None)
+        self._reached, self._go = reached, go
+
+    def wait(self) -> list[int]:
+        self._reached.set()
+        assert self._go.wait(20.0)
+        return super().wait()
+
+
+@dataclass
+class StuckDevice(FakeDevice):
+    """A device that hangs until it is let go."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def execute(self, batch: ScheduledBatch) -> FakePending:
+        return StuckPending(super().execute(batch).wait(), self.reached, self.go)
+
+
+def test_stalled_loop_is_not_alive_and_does_not_stop_in_time() -> None:
+    core, device = make_core()
+    stuck = core.executor = StuckDevice(device.limits, 16, 4)
+    engine = EngineThread(core, Outputs())
+    engine.start()
+    engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))
+    assert stuck.reached.wait(5.0)
+    assert engine.is_alive(60.0)
+    until(lambda: not engine.is_alive(0.1))
+    assert not engine.stop(0.05)
+    stuck.go.set()
+    assert engine.stop(5.0)
+
+
+def test_loop_is_not_alive_before_start_nor_behind_stop() -> None:
+    core, _ = make_core()
+    engine = EngineThread(core, Outputs())
+    assert not engine.is_alive(60.0)
+    engine.start()
+    assert engine.is_alive(60.0)
+    assert engine.stop(5.0)
+    assert not engine.is_alive(60.0)
+
+
+def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    core, device = make_core()
+    outputs = Outputs()
+    engine = EngineThread(core, outputs)
+    engine.start()
+    for number in range(MAX_FAILED_STEPS):
+        assert engine.is_alive(60.0)
+        device.fail_execute = RuntimeError("device lost")
+        engine.submit(partial(EngineCore.add, sequence=make_sequence(f"r{number}", [1])))
+        if number < MAX_FAILED_STEPS - 1:
+            until(partial(outputs.has_ended, f"r{number}"))
+    until(lambda: not engine.is_alive(60.0))
+    assert "the engine's loop died" in caplog.text
+    assert engine.stop(1.0)
+
+
+def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_outputs: list[StepOutput]) -> None:
+        raise ValueError("nobody listens")
+
+    core, _ = make_core()
+    engine = EngineThread(core, fail)
+    engine.start()
+    engine.submit(lambda core: core.add(make_sequence("a", [1])))
+    until(lambda: not engine.is_alive(60.0))
+    assert "nobody listens" in caplog.text
+
+
+def test_books_that_do_not_add_up_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(thread_module, "INTEGRITY_INTERVAL_S", 0.0)
+    core, _ = make_core()
+    with started(core) as engine:
+        until(lambda: engine.turns >= 3)
+        assert engine.integrity_errors == 0
+        engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
+        until(lambda: engine.integrity_errors > 0)
+        assert engine.is_alive(5.0)
+    assert "do not add up" in caplog.text
