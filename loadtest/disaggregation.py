@@ -47,7 +47,8 @@ def write_model(directory: Path) -> None:
     """Write a model directory without weights: configuration, and one word per token id."""
     (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     words = {f"t{i}": i for i in range(LLAMA_8B["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0")  # noqa: S106 - a token of text)
+    words_model = models.WordLevel(words, unk_token="t0")  # noqa: S106 - a token of text
+    tokenizer = Tokenizer(words_model)
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
