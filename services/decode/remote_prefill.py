@@ -53,9 +53,17 @@ class RemotePrefills:
         self._runtime = runtime
         self._tell_first_token = on_first_token
         self._by_job: dict[str, DecodeRequest] = {}
-        self._scatterer = PieceScatterer(runtime.built.runner, runtime.in_loop(self._on_scattered))
+        self._scatterer = PieceScatterer(
+            runtime.built.runner,
+            runtime.built.core.scheduler,
+            runtime.in_loop(self._on_scattered),
+        )
         runtime.built.core.hooks.append(self._scatterer)
         self._links = PrefillLinks(runtime, runtime.directory, self._on_message, self._on_link_lost)
+
+    def reserve(self, request_id: str) -> None:
+        """Note that a request's blocks are reserved. Call it in the engine's thread."""
+        self._scatterer.reserve(request_id)
 
     def start(self) -> None:
         """Keep links to prefill workers, take pieces."""

@@ -1,7 +1,9 @@
 """Scatters pieces that landed into the blocks reserved for them, between the engine's steps.
 
-Runs in the engine's thread, the one that frees blocks, so that a piece of a request that ended in
-the meantime can never touch a block which now belongs to another.
+Runs in the engine's thread, the one that frees blocks, and pins the blocks until it is done, so
+that a piece of a request that ended in the meantime can never touch a block which now belongs to
+another. Scattering goes on beside the steps: nothing reads a reserved block before it is activated,
+and what an old step may still write to one was launched before the reservation.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pagewire.shared.engine.model_runner import Executor, PendingChecksums
+from pagewire.shared.engine.model_runner import Executor, Marker, PendingChecksums
+from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus
@@ -31,6 +34,7 @@ class _Scattering:
     request_id: str
     header: PieceHeader
     slot: StagingSlot
+    blocks: list[int]
     checksums: PendingChecksums
 
 
@@ -43,8 +47,16 @@ class PieceScatterer:
     """
 
     executor: Executor
+    scheduler: Scheduler
     on_scattered: Callable[[str, PieceHeader, PieceFate], None]
+    _reserved_at: dict[str, Marker] = field(default_factory=dict)
     _scattering: deque[_Scattering] = field(default_factory=deque)
+
+    def reserve(self, request_id: str) -> None:
+        """Note when a request's blocks were reserved; call it as they are."""
+        self._reserved_at[request_id] = self.executor.mark()
+        for ended in self._reserved_at.keys() - self.scheduler.reserved.keys() - {request_id}:
+            del self._reserved_at[ended]
 
     def scatter(
         self, request_id: str, sequence: Sequence | None, header: PieceHeader, slot: StagingSlot
@@ -63,17 +75,20 @@ class PieceScatterer:
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            checksums = self.executor.unpack(slot.buffer[: header.nbytes], blocks)
+            after = self._reserved_at[request_id]
+            checksums = self.executor.unpack(slot.buffer[: header.nbytes], blocks, after)
         except BaseException:
             slot.release()
             raise
-        self._scattering.append(_Scattering(request_id, header, slot, checksums))
+        self.scheduler.pin(blocks)
+        self._scattering.append(_Scattering(request_id, header, slot, blocks, checksums))
 
     def after_launch(self) -> bool:
         """Check the pieces whose blocks have been moved."""
         while self._scattering and self._scattering[0].checksums.is_done():
             done = self._scattering.popleft()
             done.slot.release()
+            self.scheduler.unpin(done.blocks)
             intact = done.checksums.values() == done.header.checksums
             fate = PieceFate.SCATTERED if intact else PieceFate.DAMAGED
             self.on_scattered(done.request_id, done.header, fate)

@@ -1,7 +1,8 @@
 """Packs the finished blocks of prefill jobs into staging slots, between the engine's steps.
 
 A block is final once the steps launched so far have written all its tokens; packing is queued on
-the device behind those steps, so that a chunk's blocks leave while the next chunk computes. All of
+the device behind those steps and beside later ones, so that a chunk's blocks leave while the next
+chunk computes. All of
 this runs in the engine's thread; what is packed is handed over by a callback.
 """
 
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.model_runner import Executor, PendingChecksums
+from pagewire.shared.engine.model_runner import Executor, Marker, PendingChecksums
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
@@ -35,10 +36,28 @@ class PackedPiece:
 
 @dataclass(slots=True)
 class _Job:
+    """A job in the engine.
+
+    Attributes:
+        milestones: number of final blocks, and the point in the launched work that makes them so.
+        num_preemptions: of the sequence when these were noted; it loses all blocks with one.
+    """
+
     sequence: Sequence
     next_block: int
     next_piece: int = 0
+    milestones: list[tuple[int, Marker]] = field(default_factory=list)
+    num_preemptions: int = 0
     resend: deque[tuple[int, list[int]]] = field(default_factory=deque)
+
+    @property
+    def num_final_blocks(self) -> int:
+        """Blocks that may be packed behind their milestones."""
+        return self.milestones[-1][0] if self.milestones else 0
+
+    def marker_of(self, position: int) -> Marker:
+        """The point behind which a block is final."""
+        return next(marker for final, marker in self.milestones if final > position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +102,34 @@ class PiecePacker:
     def after_launch(self) -> bool:
         """Pack what is final as far as there are slots, hand over what has been packed."""
         for job_id, job in self._jobs.items():
+            self._note_progress(job)
             self._pack_job(job_id, job)
         while self._packing and self._packing[0].checksums.is_done():
             self._hand_over(self._packing.popleft())
         return bool(self._packing)
 
     def _pack_job(self, job_id: str, job: _Job) -> None:
-        while job.resend and self._has_blocks(job):
+        while job.resend and job.resend[0][1][-1] < job.num_final_blocks:
             piece, positions = job.resend[0]
             if not self._pack(job_id, job, piece, positions):
                 return
             job.resend.popleft()
         most = self.staging.slot_bytes // self.block_bytes
-        while (final := self._num_final_blocks(job.sequence)) > job.next_block:
+        while (final := job.num_final_blocks) > job.next_block:
             positions = list(range(job.next_block, min(final, job.next_block + most)))
             if not self._pack(job_id, job, job.next_piece, positions):
                 return
             job.next_piece += 1
             job.next_block = positions[-1] + 1
 
-    def _has_blocks(self, job: _Job) -> bool:
-        return self._num_final_blocks(job.sequence) >= job.next_block
+    def _note_progress(self, job: _Job) -> None:
+        """Mark the end of the launched work if it makes further blocks final."""
+        if job.num_preemptions != job.sequence.num_preemptions:
+            job.num_preemptions = job.sequence.num_preemptions
+            job.milestones.clear()
+        final = self._num_final_blocks(job.sequence)
+        if final > job.num_final_blocks:
+            job.milestones.append((final, self.executor.mark()))
 
     def _num_final_blocks(self, sequence: Sequence) -> int:
         """Blocks that launched steps have filled; the last one counts when the prompt ends."""
@@ -119,7 +145,9 @@ class PiecePacker:
         blocks = [job.sequence.block_ids[position] for position in positions]
         nbytes = len(blocks) * self.block_bytes
         try:
-            checksums = self.executor.pack(blocks, slot.buffer[:nbytes])
+            checksums = self.executor.pack(
+                blocks, slot.buffer[:nbytes], job.marker_of(positions[-1])
+            )
         except BaseException:
             slot.release()
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -71,7 +72,7 @@ class EngineCore:
 
     Attributes:
         overlap: launch a step before the tokens of the one before are read.
-        hooks_busy: a hook waits for the device; turn the loop again soon.
+        awaits_device: a step or a hook's work is on the device; turn the loop again soon.
     """
 
     scheduler: Scheduler
@@ -82,7 +83,7 @@ class EngineCore:
     clock: Callable[[], float] = time.monotonic
     hooks_busy: bool = False
     _sequences: dict[str, Sequence] = field(default_factory=dict)
-    _in_flight: tuple[ScheduledBatch, PendingTokens] | None = None
+    _in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = field(default_factory=deque)
     _outputs: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
 
@@ -120,29 +121,38 @@ class EngineCore:
         scheduler = self.scheduler
         return bool(scheduler.running or scheduler.waiting or self._in_flight or self._outputs)
 
-    def step(self) -> tuple[list[StepOutput], bool]:
+    @property
+    def awaits_device(self) -> bool:
+        """Whether a step or a hook's work is on the device: the loop should turn on soon."""
+        return self.hooks_busy or bool(self._in_flight)
+
+    def step(self, wait: bool = True) -> tuple[list[StepOutput], bool]:
         """Launch the next step and postprocess the one before (without overlap: the same).
 
+        Args:
+            wait: for the step that is due; without, a step that still runs on the device is
+                looked for again at the next call, and the hooks get their turns in between.
+
         Returns:
-            The outputs, and whether there was anything to do.
+            The outputs, and whether anything was done.
 
         Raises:
             Exception: whatever the executor raises, when step after step fails.
         """
-        batch = self.scheduler.schedule()
-        launched = self._launch(batch) if batch is not None else None
+        depth = 2 if self.overlap else 1
+        batch = self.scheduler.schedule() if len(self._in_flight) < depth else None
+        if batch is not None:
+            self._launch(batch)
         hooks_busy = [hook.after_launch() for hook in self.hooks]
+        due = len(self._in_flight) == depth or (self._in_flight and batch is None)
+        finished = bool(due and (wait or self._in_flight[0][1].is_done()))
+        if finished:
+            self._postprocess(*self._in_flight.popleft())
         self.hooks_busy = any(hooks_busy)
-        if self.overlap:
-            finished, self._in_flight = self._in_flight, launched
-        else:
-            finished = launched
-        if finished is not None:
-            self._postprocess(*finished)
         outputs, self._outputs = self._outputs, []
         return outputs, bool(batch or finished or outputs)
 
-    def _launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, PendingTokens] | None:
+    def _launch(self, batch: ScheduledBatch) -> None:
         now = self.clock()
         for part in batch:
             if part.sequence.first_scheduled_s is None:
@@ -152,10 +162,10 @@ class EngineCore:
         except Exception as exc:
             logger.exception("a step failed to launch, and with it its requests")
             self._fail_batch(batch, exc)
-            return None
+            return
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum(part.length for part in batch.prefills)
-        return batch, pending
+        self._in_flight.append((batch, pending))
 
     def _postprocess(self, batch: ScheduledBatch, pending: PendingTokens) -> None:
         try:

@@ -6,7 +6,8 @@ that the host prepares the next step while the device runs this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.scheduler import ScheduledBatch
 from pagewire.shared.model.inputs import ForwardBatch
+
+# A point in the work that has been launched on a device; None where work runs at once.
+Marker = torch.cuda.Event | None
 
 
 class CausalLM(Protocol):
@@ -45,6 +49,10 @@ class PendingTokens:
             self._host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether the tokens are here, without waiting."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> list[int]:
         """Wait for the step and return one token for each sampled part of its batch."""
@@ -89,12 +97,18 @@ class Executor(Protocol):
         """Launch a step."""
         ...
 
-    def pack(self, block_ids: list[int], staging: torch.Tensor) -> PendingChecksums:
-        """Gather blocks into staging."""
+    def mark(self) -> Marker:
+        """Return the present end of the launched work."""
         ...
 
-    def unpack(self, staging: torch.Tensor, block_ids: list[int]) -> PendingChecksums:
-        """Scatter staging into blocks."""
+    def pack(self, block_ids: list[int], staging: torch.Tensor, after: Marker) -> PendingChecksums:
+        """Gather blocks into staging, beside the steps, behind those launched at the marker."""
+        ...
+
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], after: Marker
+    ) -> PendingChecksums:
+        """Scatter staging into blocks, likewise."""
         ...
 
 
@@ -112,6 +126,7 @@ class ModelRunner:
     kv_pool: torch.Tensor
     state: DeviceState
     graphs: DecodeGraphs | None = None
+    _move_stream: torch.cuda.Stream | None = None
 
     @property
     def block_size(self) -> int:
@@ -193,17 +208,41 @@ class ModelRunner:
         state.position.index_copy_(0, slots, positions)
         return tokens
 
-    @torch.inference_mode()
-    def pack(self, block_ids: list[int], staging: torch.Tensor) -> PendingChecksums:
-        """Gather blocks into a staging buffer, behind the steps launched so far."""
-        ids = self.state.upload([block_ids])[0]
-        return PendingChecksums(self.ops.pack_blocks(self.kv_pool, ids, staging))
+    def mark(self) -> Marker:
+        """Return the present end of the launched work."""
+        if self.state.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     @torch.inference_mode()
-    def unpack(self, staging: torch.Tensor, block_ids: list[int]) -> PendingChecksums:
-        """Scatter a staging buffer into blocks, behind the steps launched so far."""
-        ids = self.state.upload([block_ids])[0]
-        return PendingChecksums(self.ops.unpack_blocks(staging, self.kv_pool, ids))
+    def pack(self, block_ids: list[int], staging: torch.Tensor, after: Marker) -> PendingChecksums:
+        """Gather blocks into a staging buffer, beside the steps launched behind the marker."""
+        with self._moving(after):
+            ids = self.state.upload([block_ids])[0]
+            return PendingChecksums(self.ops.pack_blocks(self.kv_pool, ids, staging))
+
+    @torch.inference_mode()
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], after: Marker
+    ) -> PendingChecksums:
+        """Scatter a staging buffer into blocks, beside the steps launched behind the marker."""
+        with self._moving(after):
+            ids = self.state.upload([block_ids])[0]
+            return PendingChecksums(self.ops.unpack_blocks(staging, self.kv_pool, ids))
+
+    @contextmanager
+    def _moving(self, after: Marker) -> Iterator[None]:
+        """Work on the stream for moving blocks: a long step must not hold up a transfer."""
+        if after is None:
+            yield
+            return
+        if self._move_stream is None:
+            self._move_stream = torch.cuda.Stream(self.state.device, priority=-1)
+        self._move_stream.wait_event(after)
+        with torch.cuda.stream(self._move_stream):
+            yield
 
     def capture_graphs(self, batch_sizes: list[int], progress: Callable[[int], None]) -> None:
         """Capture the decode step at these batch sizes; `progress` hears each."""

@@ -13,7 +13,7 @@ waits, first in the queue, to be computed again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -121,6 +121,7 @@ class Scheduler:
     held: dict[str, Sequence] = field(default_factory=dict)
     _free_slots: list[int] = field(init=False)
     num_preemptions: int = 0
+    _pinned: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self._block_size
@@ -195,6 +196,17 @@ class Scheduler:
         self._give_up_slot(sequence)
         self._give_up_blocks(sequence)
         self.waiting.appendleft(sequence)
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep blocks from being given to others while something still writes to them."""
+        self.pool.acquire(blocks)
+        self._pinned.update(blocks)
+
+    def unpin(self, blocks: list[int]) -> None:
+        """Nothing writes to these blocks any more."""
+        self._pinned.subtract(blocks)
+        self._pinned += Counter()  # drops what is not pinned at all
+        self.pool.release(blocks)
 
     # One step
 
@@ -370,7 +382,7 @@ class Scheduler:
         Raises:
             IntegrityError: they do not.
         """
-        references: dict[int, int] = {}
+        references: dict[int, int] = dict(self._pinned)
         for sequence in self.holders():
             for block in sequence.block_ids:
                 references[block] = references.get(block, 0) + 1

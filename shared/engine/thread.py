@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
-BUSY_HOOK_WAIT_S = 0.0002
+POLL_S = 0.0001  # of the device: short against a step, long against a turn of the loop
 SNAPSHOT_INTERVAL_S = 0.02
 INTEGRITY_INTERVAL_S = 10.0
 
@@ -110,12 +110,12 @@ class EngineThread:
         self.turns += 1
         self.last_turn_s = time.monotonic()
         self._run_commands()
-        outputs, worked = self.core.step()
+        outputs, worked = self.core.step(wait=False)
         if outputs:
             self._on_outputs(outputs)
         self._observe(idle=not worked)
         if not worked:
-            self._idle(BUSY_HOOK_WAIT_S if self.core.hooks_busy else IDLE_WAIT_S)
+            self._idle(POLL_S if self.core.awaits_device else IDLE_WAIT_S)
 
     def _observe(self, idle: bool) -> None:
         """Refresh the snapshot, now and then; when idle, check the books."""

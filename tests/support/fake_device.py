@@ -14,7 +14,7 @@ import torch
 
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.model_runner import PendingChecksums, PendingTokens
+from pagewire.shared.engine.model_runner import Marker, PendingChecksums, PendingTokens
 from pagewire.shared.engine.scheduler import (
     ScheduledBatch,
     ScheduledTokens,
@@ -144,10 +144,15 @@ class FakeDevice:
         cells = [cell for block in sequence.block_ids for cell in self.cells[block]]
         return cells[: sequence.num_computed_tokens]
 
-    def pack(self, block_ids: list[int], staging: torch.Tensor) -> PendingChecksums:
+    def mark(self) -> Marker:
+        return None  # work is done when it is launched
+
+    def pack(self, block_ids: list[int], staging: torch.Tensor, after: Marker) -> PendingChecksums:
         return FakeChecksums(self, pack_blocks(self._pool(), torch.tensor(block_ids), staging))
 
-    def unpack(self, staging: torch.Tensor, block_ids: list[int]) -> PendingChecksums:
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], after: Marker
+    ) -> PendingChecksums:
         pool = self._pool()
         checksums = unpack_blocks(staging, pool, torch.tensor(block_ids))
         for block in block_ids:

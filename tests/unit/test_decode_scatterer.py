@@ -68,7 +68,9 @@ class Pair:
         self.packer = PiecePacker(
             self.prefill_device, self.send_staging, BLOCK_SIZE, BLOCK_BYTES, self._carry
         )
-        self.scatterer = PieceScatterer(self.decode_device, self._on_scattered)
+        self.scatterer = PieceScatterer(
+            self.decode_device, self.decode.scheduler, self._on_scattered
+        )
         self.prefill.hooks.append(self.packer)
         self.decode.hooks.append(self.scatterer)
 
@@ -88,6 +90,7 @@ class Pair:
         self.decode.add(sequence)
         self.decode.step()
         assert sequence.status is RequestStatus.RESERVED
+        self.scatterer.reserve("request")
         job = make_sequence("job", prompt, prefill_only=True)
         self.prefill.add(job)
         self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE)
@@ -213,11 +216,16 @@ def test_piece_of_a_request_that_ends_while_it_is_scattered_is_reported_for_that
     pair.decode.step()
     assert (pair.fates, pair.decode.hooks_busy) == ([], True)
     assert pair.receive_staging.num_free == 16 - 3  # the device may still read the slot
+    # Nobody else gets the blocks that the device may still write to.
+    assert pair.decode.scheduler.pool.counts().used == pair.blocks_per_piece
+    pair.decode.scheduler.check_integrity()
     pair.decode_device.has_moved = True
     pair.decode.step()
     fates = [("request", 0, PieceFate.SCATTERED)]
     assert (pair.fates, pair.decode.hooks_busy) == (fates, False)
     assert pair.receive_staging.num_free == 16 - 2
+    assert pair.decode.scheduler.pool.counts().used == 0
+    pair.decode.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("position", [0, -1], ids=["first-block", "last-block"])
