@@ -82,8 +82,8 @@ async def _generate(
     service = _service(request)
     service.check_open()
     asked = await service.read_input(reader, await read_body(request))
-    answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     form = make_format(service.model.name, asked)
+    answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
         if not asked.stream:
             whole = await unless_disconnected(request, answers.collect())

@@ -46,8 +46,8 @@ def create_app(service: RouterService) -> FastAPI:
 async def _on_error(request: Request, exc: Exception) -> Response:
     """Answer with OpenAI's error object; the log has the rest."""
     error = describe(exc)
-    if error.status >= SERVER_ERROR:
-        logger.warning("%s %s: %d: %s", request.method, request.url.path, error.status, exc)
+    level = logging.WARNING if error.status == SERVER_ERROR else logging.INFO
+    logger.log(level, "%s %r: %d: %r", request.method, request.url.path, error.status, exc)
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
     return error.response()

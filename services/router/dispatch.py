@@ -37,7 +37,7 @@ from pagewire.shared.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_MOVES = 3  # a request that kills its workers must not kill all
-MOVE_WAIT_S = 10.0  # for a worker to come back, if there is no other
+MOVE_WAIT_S = 30.0  # for a worker to come back, if there is no other
 RETRY_S = 0.1
 
 

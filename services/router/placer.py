@@ -72,7 +72,7 @@ class Placer:
             for card in self._directory.workers("prefill")
             if card.state == "ready" and card.layout == layout
         ]
-        hashes, hits = await self._hits(token_ids, layout, [*decodes, *prefills])
+        hashes, hits = await self._hits(token_ids, layout, decodes, prefills)
         prompt = Prompt(len(token_ids), layout.block_size, hits)
         placement = self._policy.place(
             prompt,
@@ -86,15 +86,21 @@ class Placer:
         return on_card + self._ledger.pending(card.worker_id, self._directory.redis_ok)
 
     async def _hits(
-        self, token_ids: Sequence[int], layout: BlockLayout, workers: Sequence[WorkerCard]
+        self,
+        token_ids: Sequence[int],
+        layout: BlockLayout,
+        decodes: Sequence[WorkerCard],
+        prefills: Sequence[WorkerCard],
     ) -> tuple[Sequence[BlockHash], Mapping[str, int]]:
         """Ask the index, unless there is nothing to choose or nothing to find."""
-        if not self._policy.uses_hits or len(workers) < 2:
+        has_choice = len(decodes) > 1 or len(prefills) > 1
+        if not self._policy.uses_hits or not has_choice:
             return [], _NO_HITS
         hashes = self._hasher(layout).hash_prompt(token_ids)
         if not hashes:
             return [], _NO_HITS
-        return hashes, await self._index.lookup(hashes, {c.worker_id: c.epoch for c in workers})
+        epochs = {card.worker_id: card.epoch for card in (*decodes, *prefills)}
+        return hashes, await self._index.lookup(hashes, epochs)
 
     def _speculate(self, placement: Placement, hashes: Sequence[BlockHash]) -> None:
         """A burst of equal prefixes goes where the first of them is being computed."""

@@ -8,14 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
-from pagewire.tests.support.live_router import MODEL, SECRET, LiveRouter, live_router
+from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
 
-TOKENIZER = Tokenizer.from_dir(demo_model_path())
 WORD = TOKENIZER.encode(" the", add_special_tokens=False)[:1]
 
 

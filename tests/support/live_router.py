@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,16 @@ import uvicorn
 from pagewire.services.router.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
-from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S, FakeDecodeWorker
 
 SECRET = "the cluster's secret"
 MODEL = "pagewire-demo"
+TOKENIZER = Tokenizer.from_dir(demo_model_path())
+TEXT = " The café by the river — 東京 🌍 — was open."
+ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
 
 @dataclass
@@ -84,3 +89,27 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
         server.should_exit = True
         await asyncio.wait([task], timeout=10)
         task.result()
+
+
+async def _with_worker(
+    redis_url: str,
+    scenario: Callable[[LiveRouter, FakeDecodeWorker], Awaitable[None]],
+    settings: dict[str, Any],
+) -> None:
+    async with (
+        live_router(redis_url, **settings) as router,
+        FakeDecodeWorker(redis_url, SECRET, answer=ANSWER, step_s=0.002) as worker,
+    ):
+        await router.ready()
+        await scenario(router, worker)
+        dispatcher = router.service.dispatcher
+        assert (worker.active, dispatcher.num_running, dispatcher.num_waiting) == (0, 0, 0)
+
+
+def with_worker(
+    redis_url: str,
+    scenario: Callable[[LiveRouter, FakeDecodeWorker], Awaitable[None]],
+    **settings: Any,
+) -> None:
+    """Run a scenario with a router and one worker that answers `TEXT`; nothing may be left."""
+    run_async(_with_worker(redis_url, scenario, settings))

@@ -1,0 +1,140 @@
+"""Health and metrics."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
+from pagewire.tests.support.live_router import (
+    ANSWER,
+    MODEL,
+    SECRET,
+    LiveRouter,
+    live_router,
+    with_worker,
+)
+from pagewire.tests.support.redis_server import RedisServer
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+def test_without_workers_health_is_red_and_requests_say_when_to_come_back(redis_url):
+    async def main() -> None:
+        async with live_router(redis_url) as router:
+            health = await router.http.get("/health")
+            assert health.status_code == 503
+            assert health.json()["services"] == []
+            for stream in (False, True):
+                response = await router.chat(stream=stream)
+                assert response.status_code == 503
+                assert int(response.headers["Retry-After"]) >= 1
+                assert response.json()["error"]["code"] == "no_worker_available"
+            assert (await router.http.get("/v1/models")).status_code == 200
+            async with FakeDecodeWorker(redis_url, SECRET, answer=ANSWER):
+                await router.ready()
+                assert (await router.http.get("/health")).status_code == 200
+                assert (await router.chat()).status_code == 200
+
+    run_async(main())
+
+
+def test_health_names_workers_and_their_ways(redis_url):
+    async def main() -> None:
+        async with (
+            live_router(redis_url) as router,
+            FakeDecodeWorker(redis_url, SECRET, "decode-0", links=[link("prefill-0", 1.5)]),
+            prefill_card(
+                redis_url, SECRET, "prefill-0", links=[link("decode-0", 1.5), link("gone")]
+            ),
+        ):
+            await router.ready()
+            await eventually(lambda: len(router.service.directory.workers()) == 2)
+            body = (await router.http.get("/health")).json()
+        assert body["status"] == "ok"
+        assert body["model"] == MODEL
+        prefill, decode = body["services"]
+        assert (prefill["id"], prefill["role"], prefill["links"]) == ("prefill-0", "prefill", [])
+        assert (decode["id"], decode["state"], decode["epoch"]) == ("decode-0", "ready", 1)
+        assert decode["kv_transports"] == ["zmq"]
+        assert decode["links"] == [
+            {"peer": "prefill-0", "transport": "zmq", "lane": "tcp", "gb_per_s": 1.5}
+        ]
+
+    run_async(main())
+
+
+def test_metrics_show_requests_and_workers(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        worker.hold.clear()
+        pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=10))
+        label = f'{{model_name="{MODEL}"}}'
+        await eventually(lambda: router.service.dispatcher.num_waiting == 1)
+        assert await router.metric(f"vllm:num_requests_waiting{label}") == 1
+        worker.hold.set()
+        assert (await pending).status_code == 200
+        assert await router.metric(f"vllm:num_requests_waiting{label}") == 0
+        assert await router.metric(f"vllm:time_to_first_token_seconds_count{label}") == 1
+        assert await router.metric(f"vllm:inter_token_latency_seconds_count{label}") == 9
+        assert await router.metric(f"vllm:generation_tokens_total{label}") == 10
+        assert await router.metric("pagewire_redis_up") == 1
+        free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
+        assert await router.metric(free) == 64
+
+    with_worker(redis_url, scenario)
+
+
+def test_metrics_relay_the_workers_own(redis_url):
+    family, own = "pagewire_kv_transfer_bytes_total", 'direction="received",peer="prefill-0"'
+    page = f"# TYPE {family} counter\n{family}{{{own}}} 4096\n".encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
+            await eventually(
+                lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
+            )
+            labels = f'{own},role="decode",worker="decode-0"'
+            assert await router.metric(f"{family}{{{labels}}}") == 4096
+        # The server is gone: the router's own metrics come all the same.
+        text = (await router.http.get("/metrics")).text
+        assert family not in text
+        assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
+
+    with_worker(redis_url, scenario)
+
+
+def test_a_frozen_workers_metrics_cost_no_more_than_their_timeout(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        release = asyncio.Event()
+
+        async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await release.wait()
+            writer.close()
+
+        server = await asyncio.start_server(hang, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
+            await eventually(
+                lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
+            )
+            async with asyncio.timeout(4):
+                assert (await router.http.get("/metrics")).status_code == 200
+            release.set()
+
+    with_worker(redis_url, scenario)
