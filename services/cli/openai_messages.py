@@ -1,0 +1,76 @@
+"""The parts of OpenAI's responses that the commands read; other fields are skipped."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Of the prompt's tokens, those that were cached."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one answer."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a chat answer; servers differ in how they name its reasoning."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What a chunk adds to one answer."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def content(self) -> str:
+        """The text, wherever it stands."""
+        if self.delta is None:
+            return self.text or ""
+        reasoning = self.delta.reasoning or self.delta.reasoning_content or ""
+        return reasoning + (self.delta.content or "")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """An error object."""
+
+    message: str = ""
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of a refusal; some servers put a plain text in place of the object."""
+
+    error: Problem | str
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event of a stream."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Problem | None = None
+
+
+class Model(msgspec.Struct, frozen=True):
+    """One entry of `/v1/models`."""
+
+    id: str
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The body of `/v1/models`."""
+
+    data: list[Model] = []

@@ -1,0 +1,48 @@
+"""Server-sent events: from the bytes of a stream to the data of its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pagewire.shared.errors import PagewireError
+
+MAX_EVENT_BYTES = 16 << 20
+
+
+class EventTooLargeError(PagewireError):
+    """An event grew beyond what is kept in memory."""
+
+
+class EventParser:
+    """Cuts a stream into events, however its bytes arrive.
+
+    Lines end in LF or CR LF. Only `data` is read: names, ids and comments carry nothing here.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that the chunk completes.
+
+        Raises:
+            EventTooLargeError: an event does not end within `MAX_EVENT_BYTES`.
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) + self._size > MAX_EVENT_BYTES:
+            raise EventTooLargeError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line:
+                self._add(line)
+            elif self._data:
+                yield b"\n".join(self._data)
+                self._data, self._size = [], 0
+
+    def _add(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+            self._size += len(value)

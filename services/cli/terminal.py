@@ -1,0 +1,58 @@
+"""What the client commands print: a model's text, and a dim line about it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from pagewire.services.cli.openai_client import Reply
+
+# A model may write what a terminal would obey. Tabs and line ends are all that text needs.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def readable_stdin() -> TextIO:
+    """Return stdin, with a question mark for what is no text."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    return sys.stdin
+
+
+def write_text(text: str) -> None:
+    """Write a piece of an answer to stdout, as it is or, on a terminal, as printable text."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """Return text without control characters."""
+    return text.translate(_CONTROLS)
+
+
+def note(line: str, style: str = "dim") -> None:
+    """Print a line about the answers to stderr, so that stdout has nothing but answers."""
+    Console(stderr=True).print(Text(printable(line), style=style), soft_wrap=True)
+
+
+def describe(reply: Reply) -> str:
+    """Return one line: time to first token, speed, length, what was cached."""
+    parts = []
+    if reply.ttft is not None:
+        parts.append(f"TTFT {seconds(reply.ttft)}")
+    if reply.tokens_per_s is not None:
+        parts.append(f"{reply.tokens_per_s:.1f} tokens/s")
+    parts.append(f"{reply.num_tokens} token{'' if reply.num_tokens == 1 else 's'}")
+    if reply.usage is not None and reply.cached_tokens is not None:
+        parts.append(f"{reply.cached_tokens} of {reply.usage.prompt_tokens} prompt tokens cached")
+    if reply.finish_reason == "length":
+        parts.append("cut at its longest")
+    return " · ".join(parts)
+
+
+def seconds(value: float) -> str:
+    """Return a time as people read it."""
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
