@@ -149,9 +149,11 @@ class ModelRunner:
 
         Everything is read from and written to the device, so that this can be captured.
         """
-        hidden = self.model.forward(self._decode_inputs(slots), self.kv_pool)
-        position = self.state.position[slots] + 1
-        return self._sample(hidden, slots, position)
+        inputs = self._decode_inputs(slots)
+        hidden = self.model.forward(inputs, self.kv_pool)
+        # The padding slot stays at position 0: it runs in many more steps than a sequence does.
+        is_real = slots != self.state.padding_slot
+        return self._sample(hidden, slots, torch.where(is_real, inputs.positions + 1, 0))
 
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
         state = self.state

@@ -1,0 +1,260 @@
+"""The engine's tokens against Hugging Face's, however requests are cut, mixed and preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.cuda_graph import DecodeGraphs
+from pagewire.shared.engine.llm import RequestOutput
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.demo.prompts import standard_prompts
+
+MAX_TOKENS = 64
+BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_llm(*, overlap: bool = False, **settings: Any) -> LLM:
+    llm = LLM("demo", device="cpu", dtype="float32", **settings)
+    llm.engine.core.overlap = overlap
+    return llm
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def assert_equal(got: list[list[int]], want: list[list[int]]) -> None:
+    different = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b]
+    assert not different, f"prompts {different} of {len(want)}"
+
+
+def assert_idle(llm: LLM) -> None:
+    scheduler = llm.engine.core.scheduler
+    scheduler.check_integrity()
+    assert llm.block_counts().used == 0
+    assert not llm.engine.core.has_work
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Prompts and the tokens that Hugging Face generates behind them."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def truth(one_thread: None) -> Truth:
+    tokenizer = LLM("demo", device="cpu").tokenizer
+    assert tokenizer is not None
+    standard = standard_prompts(tokenizer)
+    prompts = [standard[0], *standard[1::2]]
+    assert len(prompts[0]) == 1 and max(map(len, prompts)) == 1500
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+    # Go on past the end of the sequence. `min_new_tokens` would not: it rules that token out.
+    model.generation_config.eos_token_id = None
+    tokens = []
+    for prompt in prompts:
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens.append(output[0, len(prompt) :].tolist())
+    return Truth(prompts, tokens)
+
+
+ROOMY = {"num_blocks": 2000}  # everything fits at once
+TIGHT = {"num_blocks": 98}  # the longest sequence fits, with room for little else
+CASES = {
+    "roomy": ROOMY,
+    "roomy-overlap": {**ROOMY, "overlap": True},
+    "three-at-once-chunk-64-overlap": {
+        **ROOMY,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+        "overlap": True,
+    },
+    "tight": TIGHT,
+    "tight-overlap": {**TIGHT, "overlap": True},
+    "tight-chunk-7-overlap": {**TIGHT, "max_num_batched_tokens": 7, "overlap": True},
+    "tight-chunk-64": {**TIGHT, "max_num_batched_tokens": 64},
+    "tight-chunk-100-uncached": {
+        **TIGHT,
+        "max_num_batched_tokens": 100,
+        "enable_prefix_caching": False,
+    },
+    "tight-chunk-100-blocks-of-32-overlap": {
+        "num_blocks": 49,
+        "block_size": 32,
+        "max_num_batched_tokens": 100,
+        "overlap": True,
+    },
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
+def test_greedy_tokens_equal_hugging_faces(truth: Truth, settings: dict[str, Any]) -> None:
+    llm = make_llm(**settings)
+    outputs = llm.generate(truth.prompts, GREEDY)
+    assert_equal(tokens_of(outputs), truth.tokens)
+    assert {output.finish_reason for output in outputs} == {"length"}
+    preempted = llm.engine.core.scheduler.num_preemptions > 0
+    assert preempted == (settings["num_blocks"] < ROOMY["num_blocks"])
+    assert_idle(llm)
+
+
+def test_generation_ends_behind_the_end_of_sequence(truth: Truth) -> None:
+    llm = make_llm(overlap=True)
+    ends = set(llm.engine.config.eos_token_ids)
+    expected = []
+    for tokens in truth.tokens:
+        at = next((i for i, token in enumerate(tokens) if token in ends), MAX_TOKENS)
+        expected.append(tokens[: at + 1])
+    outputs = llm.generate(truth.prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    assert_equal(tokens_of(outputs), expected)
+    reasons = ["stop" if tokens[-1] in ends else "length" for tokens in expected]
+    assert [output.finish_reason for output in outputs] == reasons
+    assert set(reasons) == {"stop", "length"}
+    assert_idle(llm)
+
+
+class PaddedSteps(DecodeGraphs):
+    """Runs decode steps padded as CUDA graphs are, without CUDA."""
+
+    runner: ModelRunner
+
+    def replay(self, slots: list[int]) -> torch.Tensor:
+        size = next(size for size in self.sizes if size >= len(slots))
+        padded = slots + [self.padding_slot] * (size - len(slots))
+        return self.runner.decode(torch.tensor(padded))[: len(slots)]
+
+
+def test_padded_decode_steps_give_the_same_tokens(truth: Truth) -> None:
+    llm = make_llm(overlap=True)
+    runner = llm.engine.runner
+    padded = PaddedSteps([2, 8, 48], torch.empty(0), runner.state.padding_slot)
+    padded.runner = runner
+    runner.graphs = padded
+    assert_equal(tokens_of(llm.generate(truth.prompts, GREEDY)), truth.tokens)
+
+
+def test_padding_rows_never_run_out_of_positions() -> None:
+    llm = make_llm(max_model_len=32)
+    runner = llm.engine.runner
+    with torch.inference_mode():
+        for _ in range(40):
+            runner.decode(torch.full((3,), runner.state.padding_slot))
+    assert runner.state.position[runner.state.padding_slot] == 0
+
+
+# Seeded sampling: a function of prompt, parameters, seed and position alone
+
+VARIANTS: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.95, "top_k": 50}]
+
+
+@pytest.fixture(scope="module")
+def short_prompts(truth: Truth) -> list[list[int]]:
+    return [prompt for prompt in truth.prompts if len(prompt) < 300][:16]
+
+
+def seeded(count: int) -> list[SamplingParams]:
+    """Parameters of all variants in turn, each with a seed of its own."""
+    return [
+        SamplingParams(
+            temperature=0.8,
+            seed=1000 + i,
+            max_tokens=32,
+            ignore_eos=True,
+            **VARIANTS[i % len(VARIANTS)],
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(short_prompts: list[list[int]]) -> list[list[int]]:
+    llm = make_llm(enable_prefix_caching=False)
+    params = seeded(len(short_prompts))
+    return [
+        llm.generate([prompt], sampling)[0].token_ids
+        for prompt, sampling in zip(short_prompts, params, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"overlap": True},
+        {"overlap": True, "max_num_batched_tokens": 37},
+        {"overlap": True, "max_num_batched_tokens": 48, "num_blocks": 30},
+    ],
+    ids=["batch", "overlap", "chunks", "preempted"],
+)
+def test_seeded_tokens_do_not_depend_on_the_company(
+    short_prompts: list[list[int]], alone: list[list[int]], settings: dict[str, Any]
+) -> None:
+    llm = make_llm(**settings)
+    assert len(short_prompts) == 16
+    assert_equal(tokens_of(llm.generate(short_prompts, seeded(16))), alone)
+    preempted = llm.engine.core.scheduler.num_preemptions > 0
+    assert preempted == ("num_blocks" in settings)
+    assert_idle(llm)
+
+
+def test_another_seed_gives_other_tokens(truth: Truth) -> None:
+    prompt, seeds = truth.prompts[8], (1, 2, 1)
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=32) for seed in seeds]
+    first, other, again = tokens_of(make_llm().generate([prompt] * 3, params))
+    assert first == again != other
+
+
+# The prefix cache
+
+
+def test_same_prompts_again_are_cached_but_for_their_tails(truth: Truth) -> None:
+    llm = make_llm(**ROOMY, overlap=True)
+    prompts = truth.prompts[::4]
+    first, again = ([llm.generate([prompt], GREEDY)[0] for prompt in prompts] for _ in range(2))
+    assert_equal(tokens_of(first), truth.tokens[::4])
+    assert_equal(tokens_of(again), truth.tokens[::4])
+    assert [output.cached_tokens for output in again] == [
+        (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts
+    ]
+
+
+def test_prompts_of_one_beginning_share_its_blocks(truth: Truth) -> None:
+    llm = make_llm(**ROOMY)
+    prompt = max(truth.prompts, key=len)
+    variants = [prompt[:700] + prompt[700 + n :] for n in (0, 1, 5)]
+    outputs = [llm.generate([variant], GREEDY)[0] for variant in variants]
+    assert [output.cached_tokens for output in outputs] == [0, 688, 688]
+    uncached = make_llm(enable_prefix_caching=False)
+    assert_equal(tokens_of(outputs), tokens_of(uncached.generate(variants, GREEDY)))
+
+
+def test_without_caching_nothing_is_cached(truth: Truth) -> None:
+    llm = make_llm(enable_prefix_caching=False)
+    outputs = [llm.generate([truth.prompts[8]], GREEDY)[0] for _ in range(2)]
+    assert [output.cached_tokens for output in outputs] == [0, 0]
+    assert llm.block_counts().cached == 0
