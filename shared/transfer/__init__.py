@@ -42,6 +42,7 @@ def create_transport(
     staging: StagingPool,
     *,
     host: str = "127.0.0.1",
+    advertise_host: str | None = None,
     keys: ClusterKeys | None = None,
 ) -> KvTransport:
     """Return a transport that is not started yet.
@@ -50,8 +51,11 @@ def create_transport(
         name: "ucx" or "zmq"; "auto" takes the best available.
         worker_id: of this process.
         staging: slots for incoming pieces.
-        host: an address of this machine that peers reach, for transports that listen.
-        keys: the cluster's, for transports that listen.
+        host: the address of this machine to listen on.
+        advertise_host: the name or address that peers reach it by; None: `host`. UCX tells its
+            peers by itself.
+        keys: the cluster's, for ZeroMQ. UCX has no such thing: its ports are for a network where
+            nobody else is, or for this machine alone.
 
     Raises:
         ConfigError: there is no such transport, or what it needs is not installed.
@@ -65,9 +69,9 @@ def create_transport(
             )
         from pagewire.shared.transfer.ucx import UcxTransport
 
-        return UcxTransport(worker_id, staging)
+        return UcxTransport(worker_id, staging, host=host)
     if name == "zmq":
         from pagewire.shared.transfer.zmq import ZmqTransport
 
-        return ZmqTransport(worker_id, staging, host=host, keys=keys)
+        return ZmqTransport(worker_id, staging, host=host, advertise_host=advertise_host, keys=keys)
     raise ConfigError(f"there is no KV transport {name!r}; choose one of auto, ucx, zmq")

@@ -8,14 +8,17 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.shared.errors import TransferError
+from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.protocol import decode_header
 from pagewire.shared.transfer.base import ReceivedPiece
-from pagewire.shared.transfer.peer import Landing, Peer
+from pagewire.shared.transfer.peer import Landing, Offered, Peer
 from pagewire.shared.transfer.staging import StagingPool
-from pagewire.shared.transfer.wire import Grant, SessionMessage
+from pagewire.shared.transfer.wire import Grant, Offer, Refusal, SessionMessage
 
 logger = logging.getLogger(__name__)
 
+_MAX_OFFERS = 1024  # of one peer in line; more are refused
+_MAX_REASON_LENGTH = 200
 _GRANT_SLACK_S = 0.5  # a granted slot is held this long after the sender's patience has ended
 
 
@@ -86,6 +89,27 @@ class Arrivals:
             peer.landings[seq] = Landing(offered.header, slot, expiry)
             self._post(peer, Grant(peer.out, seq))
 
+    def on_offer(self, peer: Peer, offer: Offer) -> None:
+        """Put an offered piece in line, or refuse it."""
+        try:
+            header = decode_header(offer.header)
+        except ProtocolError as exc:
+            self._refuse(peer, offer.seq, str(exc))
+            return
+        if not 0 < header.nbytes <= self._staging.slot_bytes:
+            fit = f"{header.nbytes} bytes do not fit a slot of {self._staging.slot_bytes}"
+            self._refuse(peer, offer.seq, fit)
+        elif len(peer.offers) >= _MAX_OFFERS:
+            self._refuse(peer, offer.seq, f"more than {_MAX_OFFERS} offers at once")
+        else:
+            deadline = asyncio.get_running_loop().time() + offer.timeout_ms / 1000
+            peer.add_offer(offer.seq, Offered(header, deadline))
+
+    def on_withdrawal(self, peer: Peer, seq: int) -> None:
+        """Forget an offered piece."""
+        peer.drop_offer(seq)
+        peer.give_up_landing(seq)
+
     def claim(self, peer: Peer, seq: int, nbytes: int) -> Landing | None:
         """Return the landing of a payload that has come; None if nobody awaits this payload."""
         landing = peer.landings.get(seq)
@@ -117,6 +141,10 @@ class Arrivals:
                 piece.slot.release()
             else:
                 self._landed.put_nowait(piece)
+
+    def _refuse(self, peer: Peer, seq: int, reason: str) -> None:
+        self._stats.note_malformed(f"a piece from {peer.peer_id!r}: {reason}")
+        self._post(peer, Refusal(peer.out, seq, reason[:_MAX_REASON_LENGTH]))
 
     def _expire(self, peer: Peer, seq: int) -> None:
         if peer.give_up_landing(seq):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer.staging import StagingSlot
-from pagewire.shared.transfer.wire import Address
+from pagewire.shared.transfer.wire import Address, Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,10 @@ class Peer:
     Attributes:
         channel: what the peer puts on its messages to us.
         remote_channel: what we put on ours to it; None until its `Hello` has come.
-        last_channel: the latest of these; one that differs comes from a connection made anew.
-        settled: set when messages can be sent, or never will be (`error`).
+        last_channel: the latest of these; another one comes from a peer that has forgotten us.
+        generation: how many ways the peer has made to us.
+        settled: set when pieces can be offered, both sides knowing each other's channel, or when
+            they never will be (`error`).
         left: it has said `Bye` and not come back.
         error: why nothing can be sent to it any more.
         grants: pieces that we offered, by sequence number.
@@ -63,6 +65,7 @@ class Peer:
     channel: int = 0
     remote_channel: int | None = None
     last_channel: int | None = None
+    generation: int = 0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     left: bool = False
     error: TransferError | None = None
@@ -75,9 +78,9 @@ class Peer:
     repair: asyncio.Task[None] | None = None
 
     @property
-    def connected(self) -> bool:
-        """Whether both sides have said hello and nothing has broken since."""
-        return self.settled.is_set() and self.error is None
+    def reachable(self) -> bool:
+        """Whether it has said hello and there is a way to answer."""
+        return self.remote_channel is not None and self.repair is None and self.error is None
 
     @property
     def out(self) -> int:
@@ -86,11 +89,11 @@ class Peer:
             raise TransferError(f"{self.peer_id!r} has not said hello")
         return self.remote_channel
 
-    def settle(self, remote_channel: int) -> None:
-        """The peer has connected: messages can be sent."""
-        self.remote_channel = self.last_channel = remote_channel
+    def learn(self, hello: Hello) -> None:
+        """The peer has said hello."""
+        self.remote_channel = self.last_channel = hello.channel
+        self.generation = max(self.generation, hello.generation)
         self.left = False
-        self.settled.set()
 
     def fail(self, error: TransferError) -> None:
         """Nothing can be sent any more, until the peer is connected anew."""

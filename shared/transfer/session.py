@@ -26,17 +26,17 @@ from collections import OrderedDict
 
 import torch
 
-from pagewire.shared.errors import ProtocolError, TransferError, TransferTimeoutError
-from pagewire.shared.protocol import PieceHeader, decode_header, encode_header
+from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer.arrivals import Arrivals, SessionStats
 from pagewire.shared.transfer.base import KvTransport, ReceivedPiece
-from pagewire.shared.transfer.peer import Landing, Offered, Peer
+from pagewire.shared.transfer.departures import Departures
+from pagewire.shared.transfer.peer import Landing, Peer
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.transfer.waiting import uninterrupted, until
 from pagewire.shared.transfer.wire import (
     CHANNEL_BITS,
     NONCE_BYTES,
-    SEQ_BITS,
     Bye,
     Grant,
     Hello,
@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_OFFERS = 1024  # of one peer in line; more are refused
 _MAX_STRANGERS = 256  # peers that said hello before we connected to them
-_RELINK_TIMEOUT_S = 5.0
+_MAX_WAYS = 4096  # incarnations of peers of which we know how often we linked to them
+_REPAIR_TIMEOUT_S = 5.0
 _ARRIVAL_GRACE_S = 0.5  # for payloads in motion when their sender is disconnected
 
 
@@ -68,11 +69,12 @@ class SessionTransport(KvTransport):
         super().__init__(worker_id, staging)
         self.stats = SessionStats()
         self._nonce = b""
-        self._seq = secrets.randbits(SEQ_BITS)
         self._peers: dict[str, Peer] = {}
         self._by_channel: dict[int, Peer] = {}
-        self._strangers: OrderedDict[bytes, int] = OrderedDict()
+        self._strangers: OrderedDict[bytes, Hello] = OrderedDict()
+        self._ways_made: OrderedDict[bytes, int] = OrderedDict()
         self._arrivals = Arrivals(staging, self.stats, self._post)
+        self._departures = Departures(self._post, self._break)
         self._teardowns: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -132,7 +134,7 @@ class SessionTransport(KvTransport):
         self._check_open()
         try:
             async with until(deadline, f"{peer_id!r} did not answer"):
-                await self._link(peer)
+                await self._make_way(peer)
             while peer_id in self._peers:  # connected twice at the same time: the last one counts
                 await self.disconnect(peer_id)
             self._check_open()
@@ -154,8 +156,8 @@ class SessionTransport(KvTransport):
         if peer is None:
             raise TransferError(f"there is no peer {peer_id!r}")
         deadline = asyncio.get_running_loop().time() + timeout
-        seq = await self._obtain_grant(peer, header, deadline)
-        await self._transmit(peer, seq, payload, deadline)
+        seq = await self._departures.obtain_grant(peer, header, deadline)
+        await self._departures.transmit(peer, self._push(peer, seq, payload), deadline)
 
     async def recv(self) -> ReceivedPiece:
         """Return the next piece of any peer; waits without bound."""
@@ -193,17 +195,30 @@ class SessionTransport(KvTransport):
         self._peers[peer.peer_id] = peer
         self._number(peer)
         peer.granter = asyncio.create_task(self._arrivals.grant_offers(peer))
-        early = self._strangers.pop(peer.address.nonce, None)
-        if early is not None:
-            peer.settle(early)
-        self._greet(peer, wants_reply=True)
+        self._greet(peer)
 
-    def _greet(self, peer: Peer, *, wants_reply: bool) -> None:
-        self._post(peer, Hello(self._nonce, peer.address.nonce, peer.channel, wants_reply))
+    async def _make_way(self, peer: Peer) -> None:
+        """Link to a peer, as often as it has linked to us at least."""
+        nonce = peer.address.nonce
+        if early := self._strangers.pop(nonce, None):
+            peer.learn(early)
+        while True:
+            await self._link(peer)
+            self._ways_made[nonce] = made = self._ways_made.pop(nonce, 0) + 1
+            if len(self._ways_made) > _MAX_WAYS:
+                self._ways_made.popitem(last=False)
+            if made >= peer.generation:
+                return
+            await self._unlink(peer)
+
+    def _greet(self, peer: Peer) -> None:
+        nonce, echo = peer.address.nonce, peer.remote_channel or 0
+        made = self._ways_made.get(nonce, 1)
+        self._post(peer, Hello(self._nonce, nonce, peer.channel, echo, made))
 
     async def _tear_down(self, peer: Peer) -> None:
         """End everything that belongs to a peer that is no longer in `_peers`."""
-        if peer.connected:
+        if peer.reachable:
             self._post(peer, Bye(peer.out))
         self._by_channel.pop(peer.channel, None)
         gone = TransferError(f"{peer.peer_id!r} was disconnected")
@@ -225,7 +240,7 @@ class SessionTransport(KvTransport):
         if self._peers.get(peer.peer_id) is not peer or peer.repair or peer.error:
             return
         if peer.left:
-            peer.fail(TransferError(f"{peer.peer_id!r} has disconnected"))
+            peer.repair = asyncio.create_task(self._let_go(peer))
             return
         self.stats.broken += 1
         logger.warning("KV connection to %r broken off: %s", peer.peer_id, reason)
@@ -235,82 +250,33 @@ class SessionTransport(KvTransport):
         self._number(peer)  # anew, which tells the peer that we have forgotten all
         peer.repair = asyncio.create_task(self._repair(peer))
 
-    def _follow(self, peer: Peer, remote_channel: int) -> None:
-        """Do what `_break` does for a peer that has broken the connection, or come back, itself."""
-        peer.error = None
-        peer.reset(TransferError(f"{peer.peer_id!r} has connected anew"))
-        peer.remote_channel = remote_channel
-        peer.repair = asyncio.create_task(self._repair(peer))
-
     def _number(self, peer: Peer) -> None:
         """Choose what the peer puts on its messages to us."""
         while not peer.channel or peer.channel in self._by_channel:
             peer.channel = secrets.randbits(CHANNEL_BITS)
         self._by_channel[peer.channel] = peer
 
-    async def _repair(self, peer: Peer) -> None:
+    async def _let_go(self, peer: Peer) -> None:
+        """Give up the way to a peer that has left; it may come back by a way of its own."""
         try:
             await self._unlink(peer)
-            deadline = asyncio.get_running_loop().time() + _RELINK_TIMEOUT_S
+        finally:
+            peer.repair = None
+        peer.fail(TransferError(f"{peer.peer_id!r} has disconnected"))
+
+    async def _repair(self, peer: Peer) -> None:
+        deadline = asyncio.get_running_loop().time() + _REPAIR_TIMEOUT_S
+        try:
+            await self._unlink(peer)
             async with until(deadline, f"{peer.peer_id!r} did not answer"):
-                await self._link(peer)
+                await self._make_way(peer)
         except TransferError as exc:
             logger.warning("no way to %r any more: %s", peer.peer_id, exc)
             peer.fail(exc)
             return
         finally:
             peer.repair = None
-        if peer.remote_channel is not None:
-            peer.settle(peer.remote_channel)
-        self._greet(peer, wants_reply=True)
-
-    async def _obtain_grant(self, peer: Peer, header: PieceHeader, deadline: float) -> int:
-        """Wait in line at the receiver; return the number of the granted piece."""
-        loop = asyncio.get_running_loop()
-        self._seq = seq = (self._seq + 1) % (1 << SEQ_BITS)
-        grant: asyncio.Future[None] = loop.create_future()
-        granted = False
-        try:
-            async with until(deadline, f"{peer.peer_id!r} took no piece"):
-                while not peer.settled.is_set():
-                    await peer.settled.wait()
-                if peer.error is not None:
-                    raise TransferError(f"no way to {peer.peer_id!r}") from peer.error
-                patience_ms = max(0, int((deadline - loop.time()) * 1000))
-                peer.grants[seq] = grant
-                self._post(peer, Offer(peer.out, seq, patience_ms, encode_header(header)))
-                await grant
-            granted = True
-        finally:
-            in_line = peer.grants.pop(seq, None) is not None
-            if in_line and not granted:
-                self._post(peer, Withdrawal(peer.out, seq))
-            if grant.done() and not grant.cancelled():
-                grant.exception()  # mark it as seen: we may have been cancelled at this moment
-        return seq
-
-    async def _transmit(self, peer: Peer, seq: int, payload: torch.Tensor, deadline: float) -> None:
-        """Push a granted payload; neither time-out nor cancellation returns before it ended."""
-        push = asyncio.create_task(self._push(peer, seq, payload))
-        try:
-            async with asyncio.timeout_at(deadline):
-                await asyncio.shield(push)
-        except TimeoutError as exc:
-            await uninterrupted(self._end_push(peer, push, deadline))
-            raise TransferTimeoutError(f"the payload to {peer.peer_id!r} stalled") from exc
-        except asyncio.CancelledError:
-            # It takes milliseconds: to let it end spares the others on this connection.
-            await uninterrupted(self._end_push(peer, push, deadline))
-            raise
-
-    async def _end_push(self, peer: Peer, push: asyncio.Task[None], deadline: float) -> None:
-        remaining = deadline - asyncio.get_running_loop().time()
-        await asyncio.wait({push}, timeout=max(0.0, remaining))
-        if not push.done():
-            self._break(peer, "a payload stalled")  # or it is being torn down: that ends it, too
-            await asyncio.wait({push})
-        if not push.cancelled():
-            push.exception()
+        self._greet(peer)
 
     def _claim(self, channel: int, seq: int, nbytes: int) -> tuple[Peer, Landing] | None:
         """Return where a payload that has come is to land; None: nobody wants it."""
@@ -332,19 +298,18 @@ class SessionTransport(KvTransport):
             self._on_hello(message)
             return
         peer = self._by_channel.get(message.channel)
-        if peer is None or not peer.connected:
+        if peer is None or not peer.reachable:
             self.stats.strays += 1
             return
         match message:
             case Offer():
-                self._on_offer(peer, message)
-            case Grant(seq=seq):
-                self._on_grant(peer, seq)
-            case Refusal(seq=seq, reason=reason):
-                self._on_refusal(peer, seq, reason)
+                self._arrivals.on_offer(peer, message)
             case Withdrawal(seq=seq):
-                peer.drop_offer(seq)
-                peer.give_up_landing(seq)
+                self._arrivals.on_withdrawal(peer, seq)
+            case Grant(seq=seq):
+                self._departures.on_grant(peer, seq)
+            case Refusal(seq=seq, reason=reason):
+                self._departures.on_refusal(peer, seq, reason)
             case Bye():
                 peer.left = True
                 peer.reset(TransferError(f"{peer.peer_id!r} has disconnected"))
@@ -357,46 +322,31 @@ class SessionTransport(KvTransport):
             return
         peer = next((p for p in self._peers.values() if p.address.nonce == hello.sender), None)
         if peer is None:
-            self._strangers[hello.sender] = hello.channel
+            self._strangers[hello.sender] = hello
             if len(self._strangers) > _MAX_STRANGERS:
                 self._strangers.popitem(last=False)
         elif peer.repair is not None:
-            peer.remote_channel = hello.channel  # settled when there is a way again
-        elif peer.last_channel not in (None, hello.channel):
-            self._follow(peer, hello.channel)
-        elif peer.error is None:
-            peer.settle(hello.channel)
-            if hello.wants_reply:
-                self._greet(peer, wants_reply=False)
+            peer.learn(hello)  # answered when there is a way again
+        else:
+            self._meet(peer, hello)
 
-    def _on_offer(self, peer: Peer, offer: Offer) -> None:
-        try:
-            header = decode_header(offer.header)
-        except ProtocolError as exc:
-            self._refuse(peer, offer.seq, str(exc))
+    def _meet(self, peer: Peer, hello: Hello) -> None:
+        """Get in step with a peer that has said hello; answer unless it knows all by now."""
+        made = self._ways_made.get(hello.sender, 0)
+        behind = hello.generation > made
+        if behind:
+            peer.error = None
+        if behind or peer.last_channel not in (None, hello.channel):
+            peer.reset(TransferError(f"{peer.peer_id!r} has connected anew"))
+        peer.learn(hello)
+        if behind:
+            peer.repair = asyncio.create_task(self._repair(peer))
             return
-        if not 0 < header.nbytes <= self.staging.slot_bytes:
-            fit = f"{header.nbytes} bytes do not fit a slot of {self.staging.slot_bytes}"
-            self._refuse(peer, offer.seq, fit)
+        if peer.error is not None:
             return
-        if len(peer.offers) >= _MAX_OFFERS:
-            self._refuse(peer, offer.seq, f"more than {_MAX_OFFERS} offers at once")
-            return
-        deadline = asyncio.get_running_loop().time() + offer.timeout_ms / 1000
-        peer.add_offer(offer.seq, Offered(header, deadline))
-
-    def _refuse(self, peer: Peer, seq: int, reason: str) -> None:
-        self.stats.note_malformed(f"a piece from {peer.peer_id!r}: {reason}")
-        self._post(peer, Refusal(peer.out, seq, reason[:200]))
-
-    def _on_grant(self, peer: Peer, seq: int) -> None:
-        grant = peer.grants.get(seq)
-        if grant is None:  # given up meanwhile: the slot is free for others
-            self._post(peer, Withdrawal(peer.out, seq))
-        elif not grant.done():
-            grant.set_result(None)
-
-    def _on_refusal(self, peer: Peer, seq: int, reason: str) -> None:
-        grant = peer.grants.pop(seq, None)
-        if grant is not None and not grant.done():
-            grant.set_exception(TransferError(f"{peer.peer_id!r} refused the piece: {reason}"))
+        news = not peer.settled.is_set()
+        known = hello.echo == peer.channel
+        if known:
+            peer.settled.set()
+        if news or not known or hello.generation < made:
+            self._greet(peer)

@@ -1,6 +1,6 @@
-"""KV pieces over UCX: GPU to GPU by cuda_ipc, host memory by shared memory, else TCP.
+"""KV pieces over UCX: GPU memory by cuda_ipc within a host, the rest by TCP.
 
-Peers exchange UCX worker addresses, so nothing listens. The 64 bits of a tag are
+Peers exchange UCX worker addresses. The 64 bits of a tag are
 
     63: payload | 62..32: channel | 31..0: sequence number
 
@@ -20,6 +20,7 @@ from pagewire.shared.transfer.session import SessionTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.transfer.ucx_lane import name_lane
 from pagewire.shared.transfer.ucx_port import UcxPort
+from pagewire.shared.transfer.ucx_settings import ucx_settings
 from pagewire.shared.transfer.wire import (
     MAX_MESSAGE_BYTES,
     SEQ_BITS,
@@ -38,12 +39,16 @@ class UcxTransport(SessionTransport):
     A payload that was granted cannot be recalled. If it stalls, the endpoint is closed by force,
     which ends it here; should the peer be alive after all and read on, it reads what the slot has
     become by then, and notices by the checksums.
+
+    Args:
+        host: the address of this machine to listen on: UCX opens ports on its device alone.
     """
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, worker_id: str, staging: StagingPool) -> None:
+    def __init__(self, worker_id: str, staging: StagingPool, *, host: str = "127.0.0.1") -> None:
         super().__init__(worker_id, staging)
+        self._host = host
         self._port: UcxPort | None = None
         self._endpoints: dict[Peer, Any] = {}
 
@@ -60,7 +65,7 @@ class UcxTransport(SessionTransport):
         if cuda:  # UCX works in the thread's current CUDA context
             torch.cuda.set_device(self.staging.device)
             torch.cuda.synchronize(self.staging.device)
-        self._port = UcxPort(self._on_arrival, cuda=cuda)
+        self._port = UcxPort(self._on_arrival, ucx_settings(self._host, cuda=cuda))
         return self._port.address
 
     async def _link(self, peer: Peer) -> None:

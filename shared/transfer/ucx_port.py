@@ -7,27 +7,20 @@ arming it again tells whether there is more to do.
 
 Nothing is received ahead of its sender: messages wait in UCX until they are probed, which tells
 their tag and size. So UCX never holds memory of ours into which nothing moves.
-
-Error handling is on for all endpoints, since without it
- - a sender that dies while its memory is read (cma) aborts the reading process,
- - a transfer that waits for a dead peer can never be ended: UCX cancels no send and no receive
-   that has begun, but closing an endpoint by force does, if its errors are handled.
-For host memory it makes UCX leave out shared memory unless `UCX_MM_ERROR_HANDLING=y`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from pagewire.shared.errors import TransferError
+from pagewire.shared.errors import ConfigError, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +29,6 @@ _TICK_S = 0.5
 _PROBES_PER_TURN = 64
 _CLOSE_TURNS = 1000
 _ANY = 0  # as a tag mask
-
-
-def prepare_environment(*, cuda: bool) -> None:
-    """Set what UCX reads from the environment, where the user has not; before ucxx is imported."""
-    settings = {
-        "UCX_WARN_UNUSED_ENV_VARS": "n",
-        "UCX_MM_ERROR_HANDLING": "y",
-        # ucxx would stage all rendezvous fragments in GPU memory.
-        "UCX_RNDV_FRAG_MEM_TYPE": "cuda" if cuda else "host",
-    }
-    if cuda:
-        settings["UCX_TLS"] = "cuda_ipc,cuda_copy,sm,tcp,self"
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
 
 
 @dataclass(eq=False, slots=True)
@@ -73,24 +52,26 @@ class UcxPort:
     Args:
         on_arrival: called with tag and size of a message that has come. It must take it at once,
             by `receive` or `discard`.
-        cuda: whether buffers may lie on a GPU.
+        settings: UCX's, as `ucx_settings` gives them.
     """
 
-    def __init__(self, on_arrival: Callable[[int, int], None], *, cuda: bool) -> None:
-        prepare_environment(cuda=cuda)
-        from ucxx import exceptions, libucxx, types
-        from ucxx._lib.arr import Array
+    def __init__(self, on_arrival: Callable[[int, int], None], settings: Mapping[str, str]) -> None:
+        try:
+            from ucxx import exceptions, libucxx, types
+            from ucxx._lib.arr import Array
+        except ImportError as exc:
+            raise ConfigError(f"ucxx does not load: {exc}; choose KV transport 'zmq'") from exc
 
         self._ucx, self._tag, self._array = libucxx, types.Tag, Array
         self._error: type[Exception] = exceptions.UCXError
         self._any_mask = types.TagMask(_ANY)
         self._on_arrival = on_arrival
-        self._transfers: set[_Transfer] = set()
+        self._transfers: dict[_Transfer, None] = {}  # in the order of their beginning
         self._scratch = bytearray(1)
         self._loop = asyncio.get_running_loop()
         try:
             features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
-            self._worker = libucxx.UCXWorker(libucxx.UCXContext({}, features))
+            self._worker = libucxx.UCXWorker(libucxx.UCXContext(dict(settings), features))
             self._worker.init_blocking_progress_mode()
         except self._error as exc:
             raise TransferError(f"UCX does not start: {exc}") from exc
@@ -193,7 +174,7 @@ class UcxPort:
         del self._worker
 
     def _follow(self, transfer: _Transfer) -> None:
-        self._transfers.add(transfer)
+        self._transfers[transfer] = None
         self._wake()
 
     def _wake(self) -> None:
@@ -220,7 +201,7 @@ class UcxPort:
         for transfer in [t for t in self._transfers if t.request.completed]:
             if transfer not in self._transfers:  # reported by a call from within `done`
                 continue
-            self._transfers.discard(transfer)
+            del self._transfers[transfer]
             try:
                 transfer.request.check_error()
             except self._error as exc:

@@ -47,13 +47,17 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         sender, receiver: nonces of both; a message for an earlier incarnation is dropped.
-        wants_reply: the receiver, if it has connected too, answers with its own.
+        echo: the receiver's channel as far as the sender knows it, else 0: what proves to the
+            receiver that a message of its will be understood.
+        generation: how many ways to the receiver the sender has made so far. The carrier may pair
+            them, so whoever has made fewer follows.
     """
 
     sender: Nonce
     receiver: Nonce
     channel: Channel
-    wants_reply: bool
+    echo: Annotated[int, Meta(ge=0, lt=1 << CHANNEL_BITS)]
+    generation: Annotated[int, Meta(gt=0, lt=1 << 16)]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 import zmq
 
+from pagewire.shared.addresses import numeric_endpoint, with_host
 from pagewire.shared.channel_auth import ClusterKeys, ZapHandler
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.transfer.peer import Landing, Peer
@@ -46,7 +47,8 @@ class ZmqTransport(SessionTransport):
     """Pieces over ZeroMQ.
 
     Args:
-        host: an address of this machine that peers reach; a free port of it is bound.
+        host: an address of this machine, a free port of which is bound.
+        advertise_host: the name or address that peers reach it by; None: `host`.
         keys: the cluster's; without them anybody who reaches the port may send.
     """
 
@@ -58,10 +60,12 @@ class ZmqTransport(SessionTransport):
         staging: StagingPool,
         *,
         host: str = "127.0.0.1",
+        advertise_host: str | None = None,
         keys: ClusterKeys | None = None,
     ) -> None:
         super().__init__(worker_id, staging)
         self._host = host
+        self._advertise_host = advertise_host or host
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._zap: ZapHandler | None = None
@@ -75,7 +79,7 @@ class ZmqTransport(SessionTransport):
 
     async def _open(self) -> bytes:
         self._context = zmq.Context(_IO_THREADS)
-        router = self._new_socket(zmq.ROUTER)
+        router = self._new_socket(zmq.ROUTER, ipv6=":" in self._host)
         if self._keys is not None:
             self._zap = ZapHandler(self._context, self._keys)
             self._keys.secure_server(router)
@@ -85,11 +89,11 @@ class ZmqTransport(SessionTransport):
         except zmq.ZMQError as exc:
             router.close(linger=0)
             raise TransferError(f"cannot bind a port of {self._host!r}: {exc}") from exc
-        endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader = FrameReader(router, self._on_frames)
-        return endpoint
+        return with_host(endpoint, self._advertise_host).encode()
 
-    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _new_socket(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
         """Return a socket with bounded queues that takes nothing larger than a slot."""
         if self._context is None:
             raise TransferError("the ZeroMQ transport is not open")
@@ -97,15 +101,15 @@ class ZmqTransport(SessionTransport):
         socket.sndhwm = socket.rcvhwm = _QUEUED_IN_ZMQ
         socket.maxmsgsize = max(self.staging.slot_bytes, MAX_MESSAGE_BYTES) + _FRAME_OVERHEAD
         socket.linger = 0
-        socket.ipv6 = ":" in self._host
+        socket.ipv6 = ipv6
         return socket
 
     async def _link(self, peer: Peer) -> None:
         try:
-            endpoint = peer.address.endpoint.decode()
-        except UnicodeDecodeError as exc:
+            endpoint = await numeric_endpoint(peer.address.endpoint.decode())
+        except (ValueError, OSError) as exc:
             raise TransferError(f"no ZeroMQ endpoint: {peer.address.endpoint!r}") from exc
-        socket = self._new_socket(zmq.DEALER)
+        socket = self._new_socket(zmq.DEALER, ipv6="[" in endpoint)
         if self._keys is not None:
             self._keys.secure_client(socket)
         writer = FrameWriter(socket, lambda reason: self._break(peer, reason))

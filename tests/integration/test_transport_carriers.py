@@ -1,0 +1,304 @@
+"""What is particular to one KV transport or another, and the choice between them."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from pagewire.shared import transfer
+from pagewire.shared.channel_auth import ClusterKeys
+from pagewire.shared.errors import ConfigError, TransferError
+from pagewire.shared.transfer import StagingPool, available_transports, create_transport
+from pagewire.shared.transfer.ucx_port import UcxPort
+from pagewire.shared.transfer.ucx_settings import ucx_settings
+from pagewire.shared.transfer.wire import (
+    Bye,
+    Grant,
+    Hello,
+    Offer,
+    Payload,
+    decode_address,
+    encode_message,
+)
+from pagewire.shared.transfer.zmq import ZmqTransport
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.transports import PATIENCE_S, Node, network
+
+pytestmark = pytest.mark.timeout(60)
+
+GARBAGE = [
+    b"",
+    b"garbage",
+    os.urandom(5000),
+    encode_message(Hello(b"x" * 16, b"y" * 16, 1, 0, 1)),  # for another incarnation
+    encode_message(Offer(12345, 1, 1000, b"header")),  # on a channel that nobody has
+    encode_message(Grant(12345, 1)),
+    encode_message(Bye(12345)),
+    encode_message(Payload(12345, 1)),
+]
+
+
+def endpoint_of(node: Node) -> bytes:
+    return decode_address(node.address, node.transport.name).endpoint
+
+
+async def assert_works(a: Node, b: Node) -> None:
+    for piece in range(2):
+        await asyncio.gather(a.send("b", piece, 50_000), b.take_all(1))
+        await asyncio.gather(b.send("a", piece, 50_000), a.take_all(1))
+
+
+def test_zmq_survives_garbage_of_members_of_the_cluster() -> None:
+    async def scenario() -> None:
+        async with network("zmq") as net:
+            a, b = await net.pair()
+            context = zmq.Context()
+            stranger = context.socket(zmq.DEALER)
+            stranger.linger = 1000
+            stranger.connect(endpoint_of(b).decode())
+            for data in GARBAGE:
+                stranger.send(data)
+                stranger.send_multipart([data, b"payload"])
+                stranger.send_multipart([b"", data, b"payload", b"more"])
+            stranger.send(b"x" * (1 << 20))  # more than any message may have: cut off by libzmq
+            stats = b.transport.stats
+            await eventually(lambda: stats.malformed >= 2 * len(GARBAGE))
+            await assert_works(a, b)
+            stranger.close(linger=0)
+            context.term()
+
+    run_async(scenario())
+
+
+def test_zmq_survives_bytes_that_are_no_zeromq() -> None:
+    async def scenario() -> None:
+        async with network("zmq-curve") as net:
+            a, b = await net.pair()
+            port = int(endpoint_of(b).decode().rsplit(":", 1)[1])
+            for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 10):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(data)
+                await asyncio.sleep(0.02)
+                writer.close()
+                with contextlib.suppress(ConnectionError):  # cut off, as it should be
+                    await writer.wait_closed()
+            await assert_works(a, b)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("key", ["none", "another"])
+def test_zmq_stranger_gets_nothing_in(key: str) -> None:
+    async def scenario() -> None:
+        async with network("zmq-curve") as net:
+            a, b = await net.pair()
+            context = zmq.Context()
+            stranger = context.socket(zmq.DEALER)
+            stranger.linger = 0
+            if key == "another":
+                own_public, own_secret = zmq.curve_keypair()
+                stranger.curve_publickey, stranger.curve_secretkey = own_public, own_secret
+                stranger.curve_serverkey = ClusterKeys.derive("the cluster's secret").public
+            stranger.connect(endpoint_of(b).decode())
+            for data in GARBAGE:
+                stranger.send(data)
+            await asyncio.sleep(0.3)
+            await assert_works(a, b)
+            assert b.transport.stats.malformed == b.transport.stats.strays == 0
+            stranger.close()
+            context.term()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("ours", ["none", "other secret"])
+def test_zmq_transport_of_another_cluster_cannot_connect(ours: str) -> None:
+    async def scenario() -> None:
+        async with network("zmq-curve") as net:
+            a, _ = await net.pair()
+            staging = StagingPool(1, 1000, torch.device("cpu"))
+            keys = None if ours == "none" else ClusterKeys.derive("another secret")
+            intruder = Node(ZmqTransport("intruder", staging, keys=keys), staging)
+            net.nodes.append(intruder)
+            await intruder.transport.start(PATIENCE_S)
+            with pytest.raises(TransferError, match=r"cluster secrets differ|did not answer"):
+                await intruder.transport.connect("a", a.address, 2.0)
+
+    run_async(scenario())
+
+
+def test_zmq_connect_tells_when_nobody_listens() -> None:
+    async def scenario() -> None:
+        async with network("zmq") as net:
+            a, b = await net.pair()
+            await b.transport.close()
+            with pytest.raises(TransferError, match="nobody answers"):
+                await a.transport.connect("b", b.address, PATIENCE_S)
+
+    run_async(scenario())
+
+
+def test_zmq_notices_the_loss_of_a_peer() -> None:
+    async def scenario() -> None:
+        async with network("zmq") as net:
+            a, b = await net.pair()
+            await assert_works(a, b)
+            await b.transport.close()
+            with pytest.raises(TransferError, match="'b'"):
+                await a.send("b", 0, 1000, timeout=PATIENCE_S)
+
+    run_async(scenario(), timeout=5)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no such host"])
+def test_zmq_host_that_is_not_ours(host: str) -> None:
+    async def scenario() -> None:
+        staging = StagingPool(1, 1000, torch.device("cpu"))
+        transport = ZmqTransport("a", staging, host=host)
+        with pytest.raises(TransferError, match="cannot bind"):
+            await transport.start(PATIENCE_S)
+        await transport.close()
+
+    run_async(scenario())
+
+
+def test_zmq_listens_everywhere_and_is_reached_by_the_name_it_announces() -> None:
+    everywhere = "0.0.0.0"  # noqa: S104 - that is the test
+
+    async def scenario() -> None:
+        async with network("zmq") as net:
+            staging = StagingPool(4, 1 << 16, torch.device("cpu"))
+            named = ZmqTransport("a", staging, host=everywhere, advertise_host="localhost")
+            a, b = Node(named, staging), await net.open("b")
+            net.nodes.append(a)
+            a.address = await named.start(PATIENCE_S)
+            assert endpoint_of(a).startswith(b"tcp://localhost:")
+            await b.transport.connect("a", a.address, PATIENCE_S)
+            await a.transport.connect("b", b.address, PATIENCE_S)
+            await assert_works(a, b)
+
+    run_async(scenario())
+
+
+def test_ucx_survives_garbage() -> None:
+    arrived: list[tuple[int, int]] = []
+
+    async def flood(port: UcxPort, target: Node) -> None:
+        endpoint = port.open_endpoint(endpoint_of(target), lambda: None)
+        sent: list[TransferError | None] = []
+        messages: list[tuple[int, Any]] = [(0, data) for data in GARBAGE if data]
+        messages += [(1 << 63 | 7 << 32 | i, b"payload") for i in range(3)]
+        messages += [(0, bytes(4 << 20)), (5, bytes(4 << 20)), (1 << 63, bytes(4 << 20))]
+        for tag, data in messages:
+            port.send(endpoint, None, data, tag, sent.append)
+        await eventually(lambda: len(sent) == len(messages))
+        port.close_endpoint(endpoint, None)
+
+    async def scenario() -> None:
+        async with network("ucx") as net:
+            a, b = await net.pair()
+            settings = ucx_settings("127.0.0.1", cuda=False)
+            port = UcxPort(lambda tag, nbytes: arrived.append((tag, nbytes)), settings)
+            await flood(port, b)
+            await assert_works(a, b)
+            stats = b.transport.stats
+            assert stats.malformed >= 4
+            assert stats.strays >= 7
+            port.close()
+
+    run_async(scenario())
+    assert arrived == []
+
+
+def test_ucx_names_its_lane() -> None:
+    async def scenario() -> None:
+        async with network("ucx") as net:
+            a, b = await net.pair()
+            await asyncio.gather(a.send("b", 0, 60_000), b.take_all(1))
+            assert a.transport.lane("b") == "tcp"
+            assert a.transport.lane("nobody") == "ucx"
+
+    run_async(scenario())
+
+
+def listening_addresses() -> set[str]:
+    """Return the addresses on which this process listens, as /proc names them."""
+    links = [entry.path for entry in os.scandir("/proc/self/fd")]
+    inodes = {os.readlink(link) for link in links if os.path.exists(link)}
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return {r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in inodes}
+
+
+def test_ucx_listens_on_the_device_of_its_host_alone() -> None:
+    async def scenario() -> set[str]:
+        before = listening_addresses()
+        async with network("ucx") as net:
+            await assert_works(*await net.pair())
+            return listening_addresses() - before
+
+    assert run_async(scenario()) <= {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "203.0.113.1"])
+def test_ucx_device_of_a_host(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings = ucx_settings(host, cuda=False)
+    assert settings.get("NET_DEVICES") == ("lo" if host == "127.0.0.1" else None)
+    assert ("no network device" in caplog.text) == (host == "203.0.113.1")
+
+
+def test_choice_of_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = StagingPool(1, 1000, torch.device("cpu"))
+    assert available_transports() == ("ucx", "zmq")
+    for name, expected in [("ucx", "ucx"), ("zmq", "zmq"), ("auto", "ucx")]:
+        assert create_transport(name, "w", staging).name == expected
+    monkeypatch.setattr(transfer, "find_spec", lambda name: None)
+    assert available_transports() == ("zmq",)
+    assert create_transport("auto", "w", staging).name == "zmq"
+    with pytest.raises(ConfigError, match=r"pip install 'pagewire\[ucx\]'"):
+        create_transport("ucx", "w", staging)
+    with pytest.raises(ConfigError, match="no KV transport 'nixl'"):
+        create_transport("nixl", "w", staging)
+
+
+def test_unloadable_ucx_is_an_error_of_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        transport = create_transport("ucx", "w", StagingPool(1, 1000, torch.device("cpu")))
+        monkeypatch.setitem(sys.modules, "ucxx", None)
+        with pytest.raises(ConfigError, match="ucxx does not load"):
+            await transport.start(PATIENCE_S)
+        await transport.close()
+
+    run_async(scenario())
+
+
+def test_what_the_user_set_in_the_environment_stays() -> None:
+    code = (
+        "from pagewire.shared.transfer.ucx_settings import ucx_settings\n"
+        "settings = ucx_settings('127.0.0.1', cuda=True)\n"
+        "print(settings.get('TLS'), settings.get('NET_DEVICES'), settings['RNDV_FRAG_MEM_TYPE'])"
+    )
+    for tls, expected in [("all", "None None cuda"), ("", "cuda_ipc,cuda_copy,tcp,self lo cuda")]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env=env | ({"UCX_TLS": tls} if tls else {}),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert result.stdout.strip() == expected
+
+
+def test_package_does_not_load_ucx() -> None:
+    code = "import sys, pagewire.shared.transfer; print('ucxx' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,109 @@
+"""KV transports of any kind for tests, opened and closed together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.shared.channel_auth import ClusterKeys
+from pagewire.shared.transfer.base import ReceivedPiece
+from pagewire.shared.transfer.loopback import LoopbackHub, LoopbackTransport
+from pagewire.shared.transfer.session import SessionTransport
+from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.transfer.ucx import UcxTransport
+from pagewire.shared.transfer.zmq import ZmqTransport
+from pagewire.tests.support.transfer_child import piece_bytes, piece_header
+
+KINDS = ["loopback", "zmq", "zmq-curve", "ucx"]
+KEYS = ClusterKeys.derive("the cluster's secret")
+PATIENCE_S = 10.0  # for what must succeed
+
+
+@dataclass(eq=False)
+class Node:
+    """One transport with a pool of its own for incoming pieces."""
+
+    transport: SessionTransport
+    staging: StagingPool
+    address: bytes = b""
+
+    async def send(
+        self, peer: str, piece: int, nbytes: int, timeout: float = PATIENCE_S
+    ) -> torch.Tensor:
+        """Send a piece; its bytes are overwritten as soon as `send` is done, then returned."""
+        payload = piece_bytes(piece, nbytes)
+        try:
+            await self.transport.send(peer, piece_header(piece, nbytes), payload, timeout)
+        finally:
+            payload.fill_(0)
+        return payload
+
+    async def take(self, timeout: float = PATIENCE_S) -> ReceivedPiece:
+        """Return the next piece, checked; the caller releases its slot."""
+        async with asyncio.timeout(timeout):
+            piece = await self.transport.recv()
+        nbytes = piece.header.nbytes
+        assert piece.header == piece_header(piece.header.piece, nbytes)
+        assert torch.equal(piece.slot.buffer[:nbytes], piece_bytes(piece.header.piece, nbytes))
+        return piece
+
+    async def take_all(self, count: int) -> list[int]:
+        """Take pieces, give their slots back, return their numbers in the order of arrival."""
+        numbers = []
+        for _ in range(count):
+            piece = await self.take()
+            numbers.append(piece.header.piece)
+            piece.slot.release()
+        return numbers
+
+
+@dataclass(eq=False)
+class Network:
+    """Opens transports of one kind."""
+
+    kind: str
+    hub: LoopbackHub = field(default_factory=LoopbackHub)
+    nodes: list[Node] = field(default_factory=list)
+
+    def create(self, name: str, staging: StagingPool) -> SessionTransport:
+        match self.kind:
+            case "loopback":
+                return LoopbackTransport(name, staging, self.hub)
+            case "zmq":
+                return ZmqTransport(name, staging)
+            case "zmq-curve":
+                return ZmqTransport(name, staging, keys=KEYS)
+            case _:
+                return UcxTransport(name, staging)
+
+    async def open(self, name: str, num_slots: int = 4, slot_bytes: int = 1 << 16) -> Node:
+        staging = StagingPool(num_slots, slot_bytes, torch.device("cpu"))
+        node = Node(self.create(name, staging), staging)
+        self.nodes.append(node)
+        node.address = await node.transport.start(PATIENCE_S)
+        return node
+
+    async def pair(self, num_slots: int = 4, slot_bytes: int = 1 << 16) -> tuple[Node, Node]:
+        """Return two nodes that know each other as "a" and "b"."""
+        a = await self.open("a", num_slots, slot_bytes)
+        b = await self.open("b", num_slots, slot_bytes)
+        await a.transport.connect("b", b.address, PATIENCE_S)
+        await b.transport.connect("a", a.address, PATIENCE_S)
+        return a, b
+
+
+@asynccontextmanager
+async def network(kind: str) -> AsyncIterator[Network]:
+    """Close all transports at the end; then no slot may be held."""
+    net = Network(kind)
+    try:
+        yield net
+    finally:
+        for node in net.nodes:
+            await node.transport.close()
+    for node in net.nodes:
+        node.staging.check_integrity(all_free=True)
