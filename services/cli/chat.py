@@ -65,8 +65,8 @@ def chat(
 ) -> None:
     """Talk with a model of any OpenAI-compatible endpoint.
 
-    Each answer streams, and a line below it says how fast it came. Piped input is a conversation,
-    too: one question a line.
+    Each answer streams, and a line below it says how fast it came.
+    Piped input is a conversation, too: one question a line.
 
     Example: pagewire chat --system "Answer in one sentence." --temperature 0
     """

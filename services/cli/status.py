@@ -1,0 +1,180 @@
+"""`pagewire status`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pagewire.services.cli import client_options as options
+from pagewire.services.cli.cluster_status import (
+    ClusterStatus,
+    NoRouterError,
+    WorkerStatus,
+    fetch_status,
+)
+from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+from pagewire.services.cli.openai_client import may_use_proxy, root_url
+
+STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red"}
+
+
+def status(
+    url: options.Url = options.DEFAULT_URL,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again until Ctrl-C."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object; with --watch, one a line.")
+    ] = False,
+) -> None:
+    """Show a cluster: its workers, their load and KV cache, the ways between them.
+
+    Exit code 1 if the router does not answer or could not serve a request.
+
+    Example: pagewire status --watch 2
+    """
+    with one_line_errors():
+        root = root_url(url)
+        try:
+            ok = asyncio.run(_show(root, watch, as_json))
+        except KeyboardInterrupt:
+            return
+    if not ok:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+async def _show(root: str, watch: float | None, as_json: bool) -> bool:
+    """Print the status once, or until cancelled; returns whether the cluster can serve."""
+    console = Console()
+    async with httpx.AsyncClient(trust_env=may_use_proxy(root)) as client:
+        if watch is None:
+            found = await fetch_status(client, root)
+            if as_json:
+                print(json.dumps(found.as_json(), indent=2))
+            else:
+                console.print(render(found))
+            return found.ok
+        if as_json or not console.is_terminal:
+            await _print_again(client, root, watch, console, as_json)
+        else:
+            await _watch(client, root, watch, console)
+    return True
+
+
+async def _print_again(
+    client: httpx.AsyncClient, root: str, watch: float, console: Console, as_json: bool
+) -> None:
+    before: ClusterStatus | None = None
+    while True:
+        found = await fetch_status(client, root)
+        if as_json:
+            print(json.dumps(found.as_json()), flush=True)
+        else:
+            console.print(render(found, before))
+        before = found
+        await asyncio.sleep(watch)
+
+
+async def _watch(client: httpx.AsyncClient, root: str, watch: float, console: Console) -> None:
+    """Redraw the status in place; a router that is away for a while ends nothing."""
+    before: ClusterStatus | None = None
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            try:
+                found = await fetch_status(client, root)
+            except NoRouterError as exc:
+                live.update(Text(str(exc), style="red"), refresh=True)
+            else:
+                live.update(render(found, before), refresh=True)
+                before = found
+            await asyncio.sleep(watch)
+
+
+def render(found: ClusterStatus, before: ClusterStatus | None = None) -> RenderableType:
+    """Return the status for a terminal.
+
+    Args:
+        found: what to show.
+        before: an earlier one, to tell speeds by.
+    """
+    parts: list[RenderableType] = [*map(Text, _headlines(found, before))]
+    if not found.ok:
+        parts.insert(1, Text("no worker can take a request now", style="red"))
+    parts += [Text(), _workers_table(found.workers)]
+    if any(worker.service.links for worker in found.workers):
+        parts += [Text(), _links_table(found.workers)]
+    return Group(*parts)
+
+
+def _headlines(found: ClusterStatus, before: ClusterStatus | None) -> Iterator[str]:
+    totals = found.totals
+    redis = {0.0: "down", 1.0: "up"}.get(totals.get("redis_up", -1.0), "unknown")
+    yield f"{found.model} at {found.url}, Redis {redis}"
+    running, waiting = _count(totals.get("running")), _count(totals.get("waiting"))
+    yield f"{running} requests running, {waiting} waiting"
+    hits = found.prefix_hit_rate
+    cached = "" if hits is None else f" ({hits:.0%} of them cached)"
+    prompt = f"{_count(totals.get('prompt_tokens'))} prompt tokens{cached}"
+    yield f"{prompt}, {_count(totals.get('generation_tokens'))} generated so far"
+    speeds = [found.rate(name, before) for name in ("prompt_tokens", "generation_tokens")]
+    if None not in speeds:
+        yield f"now {_count(speeds[0])} prompt and {_count(speeds[1])} generated tokens/s"
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def _workers_table(workers: list[WorkerStatus]) -> Table:
+    table = _table()
+    for name in ("worker", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "queued\ntokens", "KV\nused", "KV\ncached", "KV\nblocks"):
+        table.add_column(name, justify="right")
+    for worker in workers:
+        service = worker.service
+        table.add_row(
+            Text(service.id),
+            Text(service.role),
+            Text(service.state, style=STATE_STYLES.get(service.state, "yellow")),
+            _count(worker.running),
+            _count(worker.waiting),
+            _count(worker.queued_prefill_tokens),
+            _share(worker, "used"),
+            _share(worker, "cached"),
+            _count(worker.blocks.get("total")),
+        )
+    return table
+
+
+def _links_table(workers: list[WorkerStatus]) -> Table:
+    table = _table()
+    for name in ("KV from", "to", "transport", "lane"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("GB/s", justify="right")
+    for worker in workers:
+        for link in worker.service.links:
+            speed = "-" if link.gb_per_s is None else f"{link.gb_per_s:.2f}"
+            table.add_row(
+                *map(Text, (link.peer, worker.service.id, link.transport, link.lane or "-", speed))
+            )
+    return table
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(worker: WorkerStatus, state: str) -> str:
+    share = worker.share(state)
+    return "-" if share is None else f"{share:.1%}"
