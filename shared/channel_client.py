@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
+from pagewire.shared.addresses import numeric_endpoint
 from pagewire.shared.channel_auth import ClusterKeys
 from pagewire.shared.errors import ChannelError, ProtocolError
 from pagewire.shared.loop_socket import LoopSocket, Ticker, bound_queues, watch_connection
@@ -98,12 +99,15 @@ class ControlClient:
             raise ChannelError(f"the connection to {self.endpoint} was used before")
         self._first_pong = asyncio.get_running_loop().create_future()
         try:
-            self._open()
             async with asyncio.timeout(timeout):
+                self._open(await numeric_endpoint(self.endpoint))
                 pong = await self._first_pong
         except TimeoutError as exc:
             self._end()
             raise ChannelError(f"{self.endpoint} did not answer within {timeout:g} s") from exc
+        except OSError as exc:
+            self._end()
+            raise ChannelError(f"{self.endpoint} has no address: {exc.strerror}") from exc
         except BaseException:
             self._end()
             raise
@@ -125,20 +129,22 @@ class ControlClient:
         """End the connection; what was posted just before still leaves. Idempotent."""
         self._end(_CLOSE_LINGER_MS)
 
-    def _open(self) -> None:
+    def _open(self, address: str) -> None:
+        if self._ending:
+            raise ChannelError(f"the connection to {self.endpoint} was closed")
         # Clients share a context: one I/O thread serves the connections to all servers.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         socket = context.socket(zmq.DEALER)
         self._link = LoopSocket(socket, self._on_frames)
         self._keys.secure_client(socket)
         bound_queues(socket, MAX_FRAME_BYTES)
-        socket.ipv6 = "[" in self.endpoint
+        socket.ipv6 = "[" in address
         socket.routing_id = self.client_id.encode()
         socket.reconnect_ivl = -1  # a second connection would hide what the first one lost
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED_EVENTS | _LOST_EVENTS
         self._monitor = watch_connection(socket, events, self._on_event)
         try:
-            socket.connect(self.endpoint)
+            socket.connect(address)
         except zmq.ZMQError as exc:
             raise ChannelError(f"cannot connect to {self.endpoint}: {exc.strerror}") from exc
 

@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
 
 SettingsT = TypeVar("SettingsT", bound="ClusterSettings")
@@ -32,6 +33,7 @@ def _number_from_text(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -42,7 +44,9 @@ class ClusterSettings(BaseSettings):
     Attributes:
         cluster_secret: keys of the control channel and of block hashes derive from it.
         redis_url: `redis://[:password@]host:port/db` or `unix:///path/to/socket`.
-        host: address that this service's sockets listen on and are announced with.
+        host: address that this service's sockets listen on.
+        advertise_host: name or address that others reach it by; None takes `host`, or where that
+            is all addresses (0.0.0.0, ::) this machine's own on the way to Redis.
         lease_s: a worker whose card was not renewed for this long is dead.
         heartbeat_s: how often cards are renewed and peers are pinged.
         log_level: of the standard library's logging.
@@ -57,9 +61,17 @@ class ClusterSettings(BaseSettings):
     )
     redis_url: str = "redis://127.0.0.1:6379/0"
     host: str = "127.0.0.1"
+    advertise_host: HostName | None = None
     lease_s: Seconds = 5.0
     heartbeat_s: Seconds = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _leads_somewhere(cls, value: str | None) -> str | None:
+        if value in WILDCARDS:
+            raise ValueError("a name or address that others reach this service by")
+        return value
 
     @field_validator("heartbeat_s")
     @classmethod

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
+from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
@@ -113,6 +114,7 @@ class WorkerRuntime:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._service: Service | None = None
+        self._advertised = settings.host
         self._endpoint = ""
         self._metrics_endpoint = ""
 
@@ -147,6 +149,9 @@ class WorkerRuntime:
         settings = self.settings
         redis = await connect_redis(settings.redis_url)
         stack.push_async_callback(redis.aclose)
+        self._advertised = await advertised_host(
+            settings.host, settings.advertise_host, settings.redis_url
+        )
         tag = cluster_tag(settings.cluster_secret.get_secret_value())
         self._registry = Registry(redis, tag, settings.lease_s)
         self.epoch = await self._registry.new_epoch(self.worker_id)
@@ -195,7 +200,12 @@ class WorkerRuntime:
         chosen = settings.kv_transport
         for name in available_transports() if chosen == "auto" else (chosen,):
             transport = create_transport(
-                name, self.worker_id, self.receive_staging, host=settings.host, keys=self.keys
+                name,
+                self.worker_id,
+                self.receive_staging,
+                host=settings.host,
+                advertise_host=self._advertised,
+                keys=self.keys,
             )
             stack.push_async_callback(transport.close)
             self.addresses[name] = await transport.start(TRANSPORT_START_S)
@@ -204,7 +214,8 @@ class WorkerRuntime:
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         metrics = MetricsServer(self.metrics_registry, self.is_healthy)
-        self._metrics_endpoint = await metrics.start(settings.host, settings.metrics_port)
+        bound = await metrics.start(settings.host, settings.metrics_port)
+        self._metrics_endpoint = with_host(bound, self._advertised)
         stack.push_async_callback(metrics.close)
         self.server = ControlServer(
             settings.host,
@@ -217,7 +228,7 @@ class WorkerRuntime:
             lease_s=settings.lease_s,
             heartbeat_s=settings.heartbeat_s,
         )
-        self._endpoint = await self.server.start()
+        self._endpoint = with_host(await self.server.start(), self._advertised)
         stack.push_async_callback(self.server.close)
 
     def _on_message(self, peer_id: str, message: ControlMessage) -> None:

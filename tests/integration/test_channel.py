@@ -6,6 +6,7 @@ import time
 import pytest
 import uvloop
 
+from pagewire.shared.addresses import with_host
 from pagewire.shared.channel import ClusterKeys, ControlServer, make_client_id
 from pagewire.shared.errors import ChannelError, ConfigError
 from pagewire.shared.protocol import (
@@ -165,6 +166,38 @@ def test_host_names_are_resolved() -> None:
         await client.connect(WAIT_S)
         client.close()
         await server.close()
+
+    run_async(scenario())
+
+
+def test_clients_connect_by_name() -> None:
+    async def scenario() -> None:
+        server = ControlServer("127.0.0.1", 0, KEYS, "w", 1, lambda p, m: None, lambda p: None)
+        client = lone_client(with_host(await server.start(), "localhost"))
+        assert (await client.connect(WAIT_S)).worker_id == "w"
+        client.close()
+        await server.close()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://no-such-host.invalid:5", "tcp://[::1:5"])
+def test_a_name_without_an_address_is_a_channel_error(endpoint: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ChannelError, match="no address"):
+            await lone_client(endpoint).connect(WAIT_S)
+
+    run_async(scenario())
+
+
+def test_a_client_closed_while_its_name_is_looked_up_opens_nothing() -> None:
+    async def scenario() -> None:
+        client = lone_client("tcp://localhost:5")
+        connecting = asyncio.create_task(client.connect(WAIT_S))
+        await asyncio.sleep(0)
+        client.close()
+        with pytest.raises(ChannelError, match="was closed"):
+            await connecting
 
     run_async(scenario())
 

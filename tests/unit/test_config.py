@@ -57,6 +57,8 @@ def test_each_kind_of_field_reads_from_the_environment(
 
 
 BAD_VALUES = [
+    ("advertise_host", "::"),
+    ("advertise_host", "two words"),
     ("port", 65536),
     ("port", -1),
     ("port", "http"),

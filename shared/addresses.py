@@ -1,0 +1,90 @@
+"""Under which address others reach this service, and where a name leads.
+
+A service in a container listens on all addresses (0.0.0.0), which is none that it could announce.
+What it announces may be a name: the address behind it can then change while the service runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from pagewire.shared.errors import ConfigError
+
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not bound
+_LOOPBACK = "127.0.0.1"
+_REDIS_PORT = 6379
+
+
+async def advertised_host(host: str, advertise_host: str | None, redis_url: str) -> str:
+    """Return the name or address that a service announces itself with.
+
+    It is the one asked for, else the address it listens on; for a service that listens on all,
+    this machine's address on the way to Redis, since all of a cluster reach that.
+
+    Args:
+        host: that the service's sockets listen on.
+        advertise_host: what was asked for.
+        redis_url: of the cluster's Redis.
+
+    Raises:
+        ConfigError: there is no way to Redis.
+    """
+    if advertise_host is not None or host not in WILDCARDS:
+        return advertise_host or host
+    url = urlsplit(redis_url)
+    if url.hostname is None:  # a Unix socket: everybody is on this machine
+        return _LOOPBACK
+    family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC  # noqa: S104 - see above
+    try:
+        return await asyncio.to_thread(_own_address, url.hostname, url.port or _REDIS_PORT, family)
+    except OSError as exc:
+        raise ConfigError(
+            f"no own address on the way to {url.hostname}: {exc.strerror}; "
+            "set PAGEWIRE_ADVERTISE_HOST to one that the other services reach"
+        ) from exc
+
+
+def with_host(endpoint: str, host: str) -> str:
+    """Replace the host of an endpoint such as "tcp://0.0.0.0:1234"."""
+    scheme, _, address = endpoint.partition("://")
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{bracketed}:{address.rpartition(':')[2]}"
+
+
+async def numeric_endpoint(endpoint: str) -> str:
+    """Resolve the name in an endpoint, e.g. "tcp://prefill:1234", ahead of libzmq.
+
+    libzmq looks names up in the thread that serves all connections, and does not say when there
+    is no such name.
+
+    Raises:
+        OSError: the name has no address at present, or it is no endpoint.
+    """
+    try:
+        host = urlsplit(endpoint).hostname
+        if not host or _is_address(host):
+            return endpoint
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except ValueError as exc:  # brackets that don't match, or a label that is too long
+        raise OSError(errno.EINVAL, f"not an endpoint: {exc}") from exc
+    return with_host(endpoint, str(found[0][4][0]))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _own_address(host: str, port: int, family: socket.AddressFamily) -> str:
+    kind, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][0:5:4]
+    with socket.socket(socket.AddressFamily(kind), socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
