@@ -19,7 +19,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-gpu lint fmt clean redis
+.PHONY: help setup up test test-gpu loadtest lint fmt clean redis
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(STAMP) redis ## Run all tests that this machine can run
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
+
+loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
+	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
 
 lint: $(STAMP) .typing/pagewire ## Check style and types
 	$(BIN)/ruff check .

@@ -1,0 +1,262 @@
+"""Puts the same load on one kind of cluster after another, and writes a report.
+
+python -m pagewire.loadtest.compare             disaggregated, aggregated, round robin
+python -m pagewire.loadtest.compare --quick     one small run
+python -m pagewire.loadtest.compare --host http://127.0.0.1:8000     a cluster that is running
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from pagewire.loadtest.cluster import ClusterError, running_cluster, wait_idle
+from pagewire.loadtest.report import write_report
+from pagewire.loadtest.results import Manifest, RunPlan, RunResult, load_results
+from pagewire.loadtest.shapes import SHAPES, schedule
+from pagewire.loadtest.slo import Slo
+
+HERE = Path(__file__).resolve().parent
+LOCUSTFILE = HERE / "locustfile.py"
+STOP_TIMEOUT_S = 15
+SPARE_S = 60  # for locust, over the load's duration
+
+# Small enough that one worker cannot keep all shared prompts and conversations at once.
+NUM_BLOCKS = 768
+RATES = "2,4,6,8"
+STAGE_S = 20.0
+QUICK_RATES = "4"
+QUICK_STAGE_S = 6.0
+
+DISAGGREGATED = ("disaggregated", "1 prefill + 1 decode", 1, 1, "prefix")
+AGGREGATED = ("aggregated", "2 aggregated", 0, 2, "prefix")
+ROUND_ROBIN = ("round-robin", "2 aggregated, round robin", 0, 2, "round_robin")
+COMPARISONS = (("disaggregated", "aggregated"), ("aggregated", "round-robin"))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every run is given.
+
+    Attributes:
+        shape: name of the load shape.
+        rates: as given, separated by commas.
+        stage_s: seconds a rate.
+        slo_ttft_ms: latest first token of a good request.
+        slo_itl_ms: largest mean time between its tokens.
+        users: names of locust's user classes; empty means all.
+    """
+
+    shape: str
+    rates: str
+    stage_s: float
+    slo_ttft_ms: float
+    slo_itl_ms: float
+    users: tuple[str, ...]
+
+    @property
+    def slo(self) -> Slo:
+        """The objectives."""
+        return Slo(self.slo_ttft_ms / 1000, self.slo_itl_ms / 1000)
+
+    def locust_command(self, url: str, out: Path) -> list[str]:
+        """Return the command line of a run against a router."""
+        command = [sys.executable, "-P", "-m", "locust", "-f", str(LOCUSTFILE), *self.users]
+        command += ["--headless", "--only-summary", "--host", url, "--out", str(out)]
+        command += ["--stop-timeout", str(STOP_TIMEOUT_S), "--html", str(out / "locust.html")]
+        command += ["--json-file", str(out / "locust"), "--load-shape", self.shape]
+        command += ["--rates", self.rates, "--stage-s", str(self.stage_s)]
+        command += ["--slo-ttft-ms", str(self.slo_ttft_ms), "--slo-itl-ms", str(self.slo_itl_ms)]
+        return command
+
+
+def plans(options: argparse.Namespace) -> tuple[RunPlan, ...]:
+    """Return the runs that the command line asks for."""
+    if options.host:
+        return (RunPlan("cluster", options.host, ()),)
+    chosen = (DISAGGREGATED,) if options.quick else (DISAGGREGATED, AGGREGATED, ROUND_ROBIN)
+    return tuple(
+        RunPlan(
+            name,
+            label,
+            (
+                *("--prefill", str(prefill), "--decode", str(decode), "--policy", policy),
+                *("--num-blocks", str(options.num_blocks), *shlex.split(options.up)),
+            ),
+        )
+        for name, label, prefill, decode, policy in chosen
+    )
+
+
+def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str) -> bool:
+    """Put the load on one cluster; returns whether all requests were answered.
+
+    Raises:
+        ClusterError: the cluster did not come up, did not stop, or still holds blocks at the end.
+        subprocess.TimeoutExpired: locust hangs.
+    """
+    directory.mkdir(parents=True)
+    say(f"{plan.label}: {duration_s:.0f} s of load")
+    with _endpoint(plan, directory, host) as url, (directory / "locust.log").open("wb") as log:
+        done = subprocess.run(
+            load.locust_command(url, directory),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            timeout=duration_s + STOP_TIMEOUT_S + SPARE_S,
+            check=False,
+        )
+        if not host:
+            wait_idle(url)
+    if not (directory / "records.jsonl").exists():
+        raise ClusterError(f"locust did not start; {directory / 'locust.log'} says why")
+    return done.returncode == 0
+
+
+@contextlib.contextmanager
+def _endpoint(plan: RunPlan, directory: Path, host: str) -> Iterator[str]:
+    if host:
+        yield host
+    else:
+        with running_cluster(plan.options, directory / "logs") as url:
+            yield url
+
+
+def versions() -> dict[str, str]:
+    """Return what a reader must know to judge the figures."""
+    return {
+        "pagewire": metadata.version("pagewire"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "locust": metadata.version("locust"),
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+def table(result: RunResult) -> list[str]:
+    """Return the lines of a run's table for the terminal."""
+    lines = [
+        "",
+        result.label,
+        "  req/s  requests  errors  TTFT p50/p90/p99 ms  ITL p50/p90/p99 ms  goodput  cached",
+    ]
+    for stage in result.stages:
+        ttft, itl = (
+            "/".join(f"{1000 * value:.0f}" for value in (each.p50, each.p90, each.p99))
+            for each in (stage.ttft, stage.itl)
+        )
+        lines.append(
+            f"  {stage.rate:5g}  {stage.requests:8}  {stage.errors:6}  {ttft:>19}  {itl:>18}"
+            f"  {stage.goodput:7.2f}  {stage.cached_share:6.0%}"
+        )
+    return lines
+
+
+def say(text: str) -> None:
+    """Tell what happens next."""
+    print(f"==> {text}", flush=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(HERE), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", default="", help="test this running cluster instead")
+    parser.add_argument("--quick", action="store_true", help="one cluster, a few seconds")
+    parser.add_argument("--shape", choices=SHAPES, default="steps", help="of the offered load")
+    parser.add_argument("--rates", default="", help=f"requests/s of the stages; default {RATES}")
+    parser.add_argument("--stage-s", type=float, help=f"seconds a rate; default {STAGE_S:g}")
+    parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="latest first token")
+    parser.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
+    parser.add_argument("--users", default="", help="for example ChatUser,DocumentUser")
+    parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="KV blocks a worker")
+    parser.add_argument("--up", default="", help='more options of pagewire up: "--device cpu"')
+    parser.add_argument("--out", type=Path, default=HERE / "report", help="where reports go")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run everything; returns the exit code: 1 if any request failed."""
+    options = parse(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    load = Load(
+        shape=options.shape,
+        rates=options.rates or (QUICK_RATES if options.quick else RATES),
+        stage_s=options.stage_s or (QUICK_STAGE_S if options.quick else STAGE_S),
+        slo_ttft_ms=options.slo_ttft_ms,
+        slo_itl_ms=options.slo_itl_ms,
+        users=tuple(filter(None, options.users.split(","))),
+    )
+    stages = tuple(schedule(options.shape, [float(r) for r in load.rates.split(",")], load.stage_s))
+    chosen = plans(options)
+    names = {plan.name for plan in chosen}
+    manifest = Manifest(
+        command=shlex.join(["python", "-m", "pagewire.loadtest.compare", *words]),
+        date=time.strftime("%Y-%m-%d %H:%M %z"),
+        versions=versions(),
+        slo=load.slo,
+        schedule=stages,
+        plans=chosen,
+        comparisons=tuple(pair for pair in COMPARISONS if names.issuperset(pair)),
+    )
+    directory = options.out / time.strftime("%Y%m%d-%H%M%S")
+    directory.mkdir(parents=True)
+    manifest.save(directory)
+    fine = [run(plan, load, stages[-1].end, directory / plan.name, options.host) for plan in chosen]
+    report = write_report(directory)
+    for result in load_results(directory, manifest):
+        print(*table(result), sep="\n")
+    say(f"report: {report}")
+    if not all(fine):
+        say("some requests failed; the report names the errors")
+    return 0 if all(fine) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ClusterError as exc:
+        sys.exit(f"error: {exc}")

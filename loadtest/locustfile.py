@@ -1,0 +1,310 @@
+"""Simulated users for locust: chat, shared system prompts, long documents, bursts, cancels.
+
+    locust -f loadtest/locustfile.py --host http://127.0.0.1:8000 --headless --rates 2,4,8
+
+Locust's table shows, for each kind of user:
+
+    TTFT     time to the first token, one entry a request
+    ITL      time between two tokens, one entry a token but the first
+    E2E      time to the last token of answers that were heard to the end; failures are errors
+    CANCEL   time until the client hung up
+    GOODPUT  all requests; those that missed the objectives count as failures, so the column of
+             requests a second less that of failures a second is the goodput
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import gevent
+import requests
+from gevent import GreenletExit
+from locust import LoadTestShape, User, events, task
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+
+from pagewire.loadtest import workloads
+from pagewire.loadtest.client import ChatClient
+from pagewire.loadtest.records import RequestRecord
+from pagewire.loadtest.sampler import parse_sample
+from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
+from pagewire.loadtest.slo import Slo
+
+USER_RATE = 0.25  # requests a second of one user; many slow users are close to an open loop
+SPAWN_RATE = 1000  # users a second: a stage begins at its full rate
+SAMPLE_EVERY_S = 1.0
+HTTP_TIMEOUT_S = 10.0
+
+
+class SloMissedError(Exception):
+    """Marks a request that came too late as a failure in locust's GOODPUT rows."""
+
+
+class LoadTest:
+    """What the users of a test share: its options, its clock and its files."""
+
+    def __init__(self, environment: Environment) -> None:
+        options = environment.parsed_options
+        if options is None or not environment.host:
+            raise SystemExit("say which router to test: --host http://127.0.0.1:8000")
+        self._events = environment.events
+        self.host = environment.host.rstrip("/")
+        self.seed: int = options.seed
+        self.slo = Slo(options.slo_ttft_ms / 1000, options.slo_itl_ms / 1000)
+        self.model: str = options.model or _served_model(self.host)
+        self.stages = schedule(options.load_shape, options.rates, options.stage_s)
+        self.has_errors = False
+        self._began = time.perf_counter()
+        out = Path(options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        self._records = (out / "records.jsonl").open("w", buffering=1, encoding="utf-8")
+        self._samples = (out / "samples.jsonl").open("w", buffering=1, encoding="utf-8")
+        self._session = requests.Session()
+        self._session.trust_env = False
+        self._sampler = gevent.spawn(self._sample)
+
+    def close(self) -> None:
+        """Take a last sample and close everything."""
+        self._sampler.kill()
+        self._sample_once()
+        self._session.close()
+        self._records.close()
+        self._samples.close()
+
+    def new_record(self, kind: str) -> RequestRecord:
+        """Return the record of a request that is sent now."""
+        now = time.perf_counter() - self._began
+        stage = stage_at(self.stages, now) or self.stages[-1]
+        return RequestRecord(kind, stage.rate, now)
+
+    def report(self, record: RequestRecord) -> None:
+        """Write a finished record, and tell locust."""
+        _write(self._records, record.to_json())
+        self.has_errors |= record.outcome == "error"
+        if record.outcome == "unfinished":
+            return
+        if record.ttft is not None:
+            self._fire("TTFT", record, record.ttft)
+        for gap in record.gaps:
+            self._fire("ITL", record, gap)
+        error = RuntimeError(record.error) if record.outcome == "error" else None
+        kind = "CANCEL" if record.outcome == "cancelled" else "E2E"
+        self._fire(kind, record, record.end, error)
+        missed = None if self.slo.is_met(record) else SloMissedError("not within the objectives")
+        self._fire("GOODPUT", record, record.end, missed)
+
+    def _fire(
+        self,
+        request_type: str,
+        record: RequestRecord,
+        seconds: float,
+        error: Exception | None = None,
+    ) -> None:
+        self._events.request.fire(
+            request_type=request_type,
+            name=record.kind,
+            response_time=seconds * 1000,
+            response_length=len(record.token_times),
+            exception=error,
+            context={},
+        )
+
+    def _sample(self) -> None:
+        """Note the cluster's state every second, until killed."""
+        for tick in itertools.count():
+            due = self._began + tick * SAMPLE_EVERY_S
+            gevent.sleep(max(0.0, due - time.perf_counter()))
+            self._sample_once()
+
+    def _sample_once(self) -> None:
+        try:
+            page = self._session.get(f"{self.host}/metrics", timeout=HTTP_TIMEOUT_S)
+            page.raise_for_status()
+        except requests.RequestException as exc:
+            print(f"no sample: {exc}", file=sys.stderr)
+            return
+        at = time.perf_counter() - self._began
+        _write(self._samples, parse_sample(page.text, round(at, 3)).to_json())
+
+
+_tests: dict[Environment, LoadTest] = {}
+
+
+class ChosenShape(LoadTestShape):
+    """Follows the schedule that the options name."""
+
+    def tick(self) -> tuple[int, float] | None:
+        """Return how many users there should be now, and how fast they come; None at the end."""
+        options = self.runner.environment.parsed_options if self.runner else None
+        if options is None:
+            return None
+        stages = schedule(options.load_shape, options.rates, options.stage_s)
+        stage = stage_at(stages, self.get_run_time())
+        return None if stage is None else (max(1, round(stage.rate / USER_RATE)), SPAWN_RATE)
+
+
+class PagewireUser(User):
+    """What all kinds have in common."""
+
+    abstract = True
+    kind = ""
+    _numbers = itertools.count()
+
+    def __init_subclass__(cls) -> None:
+        cls._numbers = itertools.count()
+
+    def on_start(self) -> None:
+        """Connect."""
+        self.test = _tests[self.environment]
+        self.rng = random.Random(f"{self.test.seed}:{self.kind}:{next(self._numbers)}")
+        self.client = ChatClient(self.test.host, self.test.model)
+        self.pace: PoissonPace | AlignedPace = PoissonPace(self.rng, USER_RATE)
+        self._has_waited = False
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set up what the kind needs."""
+
+    def on_stop(self) -> None:
+        """Disconnect."""
+        self.client.close()
+
+    @task
+    def act(self) -> None:
+        """Send a request; the first time only wait, so that not all users begin at once."""
+        if self._has_waited:
+            self.turn()
+        self._has_waited = True
+
+    def turn(self) -> None:
+        """Send a request of the kind."""
+        raise NotImplementedError
+
+    def wait_time(self) -> float:
+        """Return the seconds to the next request."""
+        return self.pace.wait(time.monotonic())
+
+    def send(self, ask: workloads.Ask) -> str | None:
+        """Send a request; returns the answer's text, None after an error."""
+        record = self.test.new_record(self.kind)
+        try:
+            text = self.client.ask(ask, record)
+        except GreenletExit:
+            self.test.report(record)
+            raise
+        self.test.report(record)
+        return text if record.outcome == "ok" else None
+
+
+class ChatUser(PagewireUser):
+    """Talks in turns; each prompt carries all turns before it."""
+
+    kind, weight = "chat", 4
+
+    def prepare(self) -> None:
+        """Begin a conversation."""
+        self.conversation = workloads.Conversation(self.rng)
+
+    def turn(self) -> None:
+        """Ask the next question."""
+        text = self.send(self.conversation.next_ask())
+        if text is not None:
+            self.conversation.add_answer(text)
+
+
+class SharedPromptUser(PagewireUser):
+    """Asks behind one of a few long system prompts."""
+
+    kind, weight = "shared prompt", 3
+
+    def turn(self) -> None:
+        """Ask a short question."""
+        self.send(workloads.shared_prompt_ask(self.rng, self.test.seed))
+
+
+class DocumentUser(PagewireUser):
+    """Sends long texts."""
+
+    kind, weight = "document", 1
+
+    def turn(self) -> None:
+        """Ask about a new text."""
+        self.send(workloads.document_ask(self.rng))
+
+
+class BurstUser(PagewireUser):
+    """Sends at the same moments as all others of its kind."""
+
+    kind, weight = "burst", 1
+
+    def prepare(self) -> None:
+        """Take the common clock."""
+        self.pace = AlignedPace(USER_RATE)
+
+    def turn(self) -> None:
+        """Ask with all others."""
+        self.send(workloads.burst_ask(self.rng))
+
+
+class CancelUser(PagewireUser):
+    """Hangs up in the middle of an answer."""
+
+    kind, weight = "cancel", 1
+
+    def turn(self) -> None:
+        """Ask for more than it will listen to."""
+        self.send(workloads.cancelled_ask(self.rng))
+
+
+@events.init_command_line_parser.add_listener
+def add_options(parser: LocustArgumentParser, **_: Any) -> None:
+    """Add this file's options to locust's."""
+    group = parser.add_argument_group("Pagewire")
+    group.add_argument("--load-shape", choices=SHAPES, default="steps", help="of the offered load")
+    group.add_argument("--rates", type=_rates, default=[1.0, 2.0, 4.0], help="requests/s: 1,2,4")
+    group.add_argument("--stage-s", type=float, default=20.0, help="seconds a rate")
+    group.add_argument("--slo-ttft-ms", type=float, default=500.0, help="latest first token")
+    group.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
+    group.add_argument("--model", default="", help="name to ask for; default: the first served")
+    group.add_argument("--seed", type=int, default=0, help="equal seeds give equal prompts")
+    group.add_argument("--out", default="loadtest/report/run", help="directory of the raw data")
+
+
+@events.test_start.add_listener
+def begin(environment: Environment, **_: Any) -> None:
+    """Open the files and start sampling."""
+    _tests[environment] = LoadTest(environment)
+
+
+@events.test_stop.add_listener
+def end(environment: Environment, **_: Any) -> None:
+    """Close the files; objectives that were missed are a result and not a failure."""
+    test = _tests.pop(environment)
+    test.close()
+    environment.process_exit_code = 1 if test.has_errors else 0
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text} is not a list such as 1,2,4") from exc
+    if min(rates) <= 0:
+        raise argparse.ArgumentTypeError("rates must be above 0")
+    return rates
+
+
+def _served_model(host: str) -> str:
+    answer = requests.get(f"{host}/v1/models", timeout=HTTP_TIMEOUT_S)
+    answer.raise_for_status()
+    return str(answer.json()["data"][0]["id"])
+
+
+def _write(file: TextIO, line: str) -> None:
+    file.write(line + "\n")

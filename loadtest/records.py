@@ -1,0 +1,105 @@
+"""What was measured of each request, and its file: a JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+Outcome = Literal["ok", "cancelled", "error", "unfinished"]
+
+
+@dataclass
+class RequestRecord:
+    """One request as its client saw it; times in seconds.
+
+    Attributes:
+        kind: of the user who sent it.
+        rate: requests a second that were offered when it was sent.
+        start: since the beginning of the test.
+        token_times: when each generated token arrived, since the request was sent. Tokens of one
+            chunk arrived together.
+        end: when the stream ended or was cut, since the request was sent.
+        outcome: "unfinished" when the test ended first.
+        usage_*: as the server counts; None if the stream did not come to that.
+        error: what went wrong.
+    """
+
+    kind: str
+    rate: float
+    start: float
+    token_times: list[float] = field(default_factory=list)
+    end: float = 0.0
+    outcome: Outcome = "unfinished"
+    usage_prompt: int | None = None
+    usage_completion: int | None = None
+    usage_cached: int | None = None
+    error: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token; None if there was none."""
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies: one fewer than tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
+
+    @property
+    def mean_gap(self) -> float:
+        """Mean inter-token latency; 0 for fewer than two tokens."""
+        if len(self.token_times) < 2:
+            return 0.0
+        return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
+
+    def to_json(self) -> str:
+        """Return one line, with times to a tenth of a millisecond."""
+        fields = asdict(self)
+        fields["token_times"] = [round(each, 4) for each in self.token_times]
+        fields["start"], fields["end"] = round(self.start, 4), round(self.end, 4)
+        return json.dumps(fields)
+
+
+def read_records(path: Path) -> list[RequestRecord]:
+    """Read what a run wrote."""
+    return [RequestRecord(**json.loads(line)) for line in _lines(path)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The cluster's state at one moment, from the router's `/metrics`.
+
+    Attributes:
+        t: seconds since the beginning of the test.
+        queries: prompt tokens looked up in prefix caches so far.
+        hits: those of them that were found.
+        running: sequences whose tokens come.
+        waiting: sequences without a token.
+        used: share of each worker's KV blocks that sequences hold, by worker.
+        cached: share that is kept for reuse and held by nobody.
+    """
+
+    t: float
+    queries: float
+    hits: float
+    running: float
+    waiting: float
+    used: dict[str, float]
+    cached: dict[str, float]
+
+    def to_json(self) -> str:
+        """Return one line."""
+        return json.dumps(asdict(self))
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read what a run wrote."""
+    return [Sample(**json.loads(line)) for line in _lines(path)]
+
+
+def _lines(path: Path) -> Iterable[str]:
+    return path.read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,136 @@
+"""From the raw data of a comparison to `report.html`, its plots and `summary.json`.
+
+python -m pagewire.loadtest.report loadtest/report/20260101-120000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from pagewire.loadtest.plots import draw_all
+from pagewire.loadtest.results import Manifest, RunResult, load_results
+from pagewire.loadtest.slo import StageSummary
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+REPORT = "report.html"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Two runs at one rate: quotients of the first by the second; NaN where that has no value."""
+
+    rate: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    goodput: float
+
+
+def write_report(directory: Path) -> Path:
+    """Write the report beside the raw data; returns the page's path."""
+    manifest = Manifest.load(directory)
+    results = load_results(directory, manifest)
+    plots = draw_all(results, manifest.slo, directory)
+    summary = json.dumps(_without_nan(_summary(manifest, results)), indent=2)
+    (directory / SUMMARY).write_text(summary + "\n", encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters.update(ms=_ms, number=_number, percent=_percent)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    page = template.render(
+        manifest=manifest,
+        results=results,
+        plots=plots,
+        comparisons=[_named_ratios(results, *pair) for pair in manifest.comparisons],
+    )
+    (directory / REPORT).write_text(page, encoding="utf-8")
+    return directory / REPORT
+
+
+def ratios(ours: Sequence[StageSummary], theirs: Sequence[StageSummary]) -> list[Ratio]:
+    """Compare two runs, rate by rate."""
+    by_rate = {stage.rate: stage for stage in theirs}
+    return [_ratio(stage, by_rate[stage.rate]) for stage in ours if stage.rate in by_rate]
+
+
+def _ratio(one: StageSummary, other: StageSummary) -> Ratio:
+    return Ratio(
+        rate=one.rate,
+        ttft_p50=_quotient(one.ttft.p50, other.ttft.p50),
+        ttft_p99=_quotient(one.ttft.p99, other.ttft.p99),
+        itl_p50=_quotient(one.itl.p50, other.itl.p50),
+        itl_p99=_quotient(one.itl.p99, other.itl.p99),
+        goodput=_quotient(one.goodput, other.goodput),
+    )
+
+
+def _quotient(one: float, other: float) -> float:
+    return one / other if other else math.nan
+
+
+def _named_ratios(results: Sequence[RunResult], one: str, other: str) -> dict[str, Any]:
+    by_name = {result.plan.name: result for result in results}
+    first, second = by_name[one], by_name[other]
+    return {
+        "title": f"{first.label} against {second.label}",
+        "rows": ratios(first.stages, second.stages),
+    }
+
+
+def _summary(manifest: Manifest, results: Sequence[RunResult]) -> dict[str, Any]:
+    return {
+        "command": manifest.command,
+        "date": manifest.date,
+        "versions": manifest.versions,
+        "slo": asdict(manifest.slo),
+        "runs": [
+            {
+                "name": result.plan.name,
+                "options": list(result.plan.options),
+                "stages": [asdict(stage) for stage in result.stages],
+                "errors": result.errors,
+            }
+            for result in results
+        ],
+    }
+
+
+def _without_nan(value: Any) -> Any:
+    """Put null where JSON has no number."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _ms(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1000:.{0 if seconds >= 0.1 else 1}f}"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.0%}"
+
+
+def main() -> None:
+    """Make the report anew from the data of a run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="that `compare` has written")
+    print(write_report(parser.parse_args().directory))
+
+
+if __name__ == "__main__":
+    main()

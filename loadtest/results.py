@@ -1,0 +1,111 @@
+"""A finished comparison: what was run, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pagewire.loadtest.records import RequestRecord, Sample, read_records, read_samples
+from pagewire.loadtest.shapes import Stage, durations
+from pagewire.loadtest.slo import Slo, StageSummary, summarize
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One cluster under the load.
+
+    Attributes:
+        name: of its directory.
+        label: in plots and tables.
+        options: of `pagewire up`; empty for an endpoint that was there before.
+    """
+
+    name: str
+    label: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that the report must know besides the measurements.
+
+    Attributes:
+        command: that made it.
+        date: of the start, with the time zone.
+        versions: of programs, and the machine, by name.
+        slo: the objectives.
+        schedule: the load that every run was given.
+        plans: the runs, in order.
+        comparisons: pairs of run names: one to look at, and the one it is compared with.
+    """
+
+    command: str
+    date: str
+    versions: dict[str, str]
+    slo: Slo
+    schedule: tuple[Stage, ...]
+    plans: tuple[RunPlan, ...]
+    comparisons: tuple[tuple[str, str], ...]
+
+    def save(self, directory: Path) -> None:
+        """Write it where `load` finds it."""
+        text = json.dumps(asdict(self), indent=2)
+        (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read what `save` wrote."""
+        fields = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        return cls(
+            command=fields["command"],
+            date=fields["date"],
+            versions=fields["versions"],
+            slo=Slo(**fields["slo"]),
+            schedule=tuple(Stage(**stage) for stage in fields["schedule"]),
+            plans=tuple(
+                RunPlan(each["name"], each["label"], tuple(each["options"]))
+                for each in fields["plans"]
+            ),
+            comparisons=tuple((one, other) for one, other in fields["comparisons"]),
+        )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What was measured with one cluster."""
+
+    plan: RunPlan
+    schedule: Sequence[Stage]
+    stages: Sequence[StageSummary]
+    records: Sequence[RequestRecord]
+    samples: Sequence[Sample]
+
+    @property
+    def label(self) -> str:
+        """The plan's label."""
+        return self.plan.label
+
+    @property
+    def errors(self) -> list[str]:
+        """What went wrong, each text once."""
+        return sorted({record.error for record in self.records if record.error})
+
+
+def load_results(directory: Path, manifest: Manifest) -> list[RunResult]:
+    """Read the measurements of all runs."""
+    return [_load_result(directory / plan.name, plan, manifest) for plan in manifest.plans]
+
+
+def _load_result(directory: Path, plan: RunPlan, manifest: Manifest) -> RunResult:
+    records = read_records(directory / "records.jsonl")
+    return RunResult(
+        plan=plan,
+        schedule=manifest.schedule,
+        stages=summarize(records, manifest.slo, durations(manifest.schedule)),
+        records=records,
+        samples=read_samples(directory / "samples.jsonl"),
+    )

@@ -1,0 +1,196 @@
+"""The measuring client, against a real HTTP server that says what it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.loadtest.client import MAX_EVENT_BYTES, ChatClient, EventDecoder, StreamError
+from pagewire.loadtest.records import RequestRecord
+from pagewire.loadtest.workloads import Ask
+
+PAUSE_S = 0.1
+USAGE = {
+    "prompt_tokens": 50,
+    "completion_tokens": 4,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(text: str, token_ids: list[int]) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "token_ids": token_ids}
+    return b"data: " + json.dumps({"choices": [choice], "usage": None}).encode() + b"\n\n"
+
+
+def usage_event() -> bytes:
+    return b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
+
+
+class ScriptedServer:
+    """Answers each POST with a status and pieces of a chunked body, with a pause before each.
+
+    Args:
+        ends: whether the body's end is marked; otherwise the connection breaks off.
+
+    Attributes:
+        bodies: of the requests that came.
+        broken: set when a client has hung up.
+    """
+
+    def __init__(self, status: int, pieces: list[bytes], ends: bool) -> None:
+        self.status, self.pieces, self.ends = status, pieces, ends
+        self.bodies: list[dict[str, Any]] = []
+        self.broken = threading.Event()
+        script = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                script.answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        length = int(handler.headers["Content-Length"])
+        self.bodies.append(json.loads(handler.rfile.read(length)))
+        handler.send_response(self.status)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        try:
+            for piece in self.pieces:
+                time.sleep(PAUSE_S)
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            if self.ends:
+                handler.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.broken.set()
+
+
+@contextmanager
+def scripted(
+    *pieces: bytes, status: int = 200, ends: bool = True
+) -> Iterator[tuple[ScriptedServer, ChatClient]]:
+    script = ScriptedServer(status, list(pieces), ends)
+    thread = threading.Thread(target=script.server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        with closing(ChatClient(script.url, "m")) as client:
+            yield script, client
+    finally:
+        script.server.shutdown()
+        script.server.server_close()
+        thread.join(10)
+
+
+def asked(client: ChatClient, cancel_after: int | None = None) -> tuple[RequestRecord, str]:
+    record = RequestRecord("chat", 1.0, 0.0)
+    text = client.ask(Ask([{"role": "user", "content": "Hi"}], 4, cancel_after), record)
+    return record, text
+
+
+def test_every_token_has_the_time_of_its_chunk() -> None:
+    pieces = (event("A", [1]), event(" b c", [2, 3]), event("d", [4]) + usage_event() + DONE)
+    with scripted(*pieces) as (script, client):
+        record, text = asked(client)
+    assert (record.outcome, text) == ("ok", "A b cd")
+    assert script.bodies[0]["model"] == "m"
+    assert len(record.token_times) == record.usage_completion == 4
+    assert (record.usage_prompt, record.usage_cached) == (50, 32)
+    first, second, third, fourth = record.token_times
+    assert first >= PAUSE_S
+    assert second == third
+    assert second - first >= PAUSE_S / 2
+    assert fourth - third >= PAUSE_S / 2
+    assert record.end >= fourth
+
+
+def test_tokens_without_text_count() -> None:
+    with scripted(event("", [1]), event("", [2]), event("é", [3]), usage_event(), DONE) as (_, c):
+        record, text = asked(c)
+    assert len(record.token_times) == 3
+    assert text == "é"
+
+
+def test_a_client_that_has_enough_hangs_up() -> None:
+    many = [event("x", [n]) for n in range(100)]
+    with scripted(*many) as (script, client):
+        record, _ = asked(client, cancel_after=2)
+        assert script.broken.wait(10)
+    assert record.outcome == "cancelled"
+    assert len(record.token_times) == 2
+    assert record.usage_completion is None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "error"),
+    [
+        pytest.param(
+            (b'{"error": {"message": "too busy"}}',),
+            429,
+            "429: too busy",
+            id="refused-by-openai-form",
+        ),
+        pytest.param((b"<html>",), 502, "502: b'<html>'", id="refused-by-a-proxy"),
+        pytest.param((event("a", [1]),), 200, "broke off", id="stream-without-end"),
+        pytest.param(
+            (event("a", [1]), b'data: {"error": {"message": "lost"}}\n\n'),
+            200,
+            "lost",
+            id="in-stream",
+        ),
+        pytest.param((b"data: nonsense\n\n",), 200, "not JSON", id="no-json"),
+        pytest.param((b"data: 1\n\n",), 200, "not an object", id="no-object"),
+    ],
+)
+def test_errors_are_told_in_the_record(pieces: tuple[bytes, ...], status: int, error: str) -> None:
+    with scripted(*pieces, status=status) as (_, client):
+        record, text = asked(client)
+    assert (record.outcome, text) == ("error", "")
+    assert error in record.error
+    assert record.end > 0
+
+
+def test_a_connection_cut_in_the_middle_is_an_error() -> None:
+    with scripted(event("a", [1]), ends=False) as (_, client):
+        record, _ = asked(client)
+    assert record.outcome == "error"
+    assert len(record.token_times) == 1
+
+
+def test_nobody_there_is_an_error() -> None:
+    with closing(ChatClient("http://127.0.0.1:9", "m")) as client:
+        record, _ = asked(client)
+    assert record.outcome == "error"
+    assert "ConnectionError" in record.error
+
+
+@given(st.lists(st.integers(min_value=1, max_value=40), max_size=30))
+def test_events_are_the_same_however_the_bytes_are_cut(sizes: list[int]) -> None:
+    stream = b"".join([event("ä\n", [1]), b": a comment\n\n", usage_event(), DONE])
+    decoder, found, rest = EventDecoder(), [], stream
+    for size in sizes:
+        found += decoder.feed(rest[:size])
+        rest = rest[size:]
+    found += decoder.feed(rest)
+    assert [len(each) for each in found] == [len(event("ä\n", [1])) - 8, len(usage_event()) - 8, 6]
+
+
+def test_an_event_without_end_is_refused() -> None:
+    with pytest.raises(StreamError, match="more than"):
+        list(EventDecoder().feed(b"x" * (MAX_EVENT_BYTES + 1)))

@@ -1,0 +1,189 @@
+"""From raw data to the report; the command lines of a comparison."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from pagewire.loadtest import compare
+from pagewire.loadtest.plots import hit_rates
+from pagewire.loadtest.records import RequestRecord, Sample
+from pagewire.loadtest.report import ratios, write_report
+from pagewire.loadtest.results import Manifest, RunPlan, load_results
+from pagewire.loadtest.sampler import parse_sample
+from pagewire.loadtest.shapes import schedule
+from pagewire.loadtest.slo import Percentiles, Slo, StageSummary
+
+METRICS = """\
+# HELP vllm:prefix_cache_queries_total Prompt tokens that might have been cached
+vllm:prefix_cache_queries_total{model_name="m"} 200.0
+vllm:prefix_cache_queries_created{model_name="m"} 1.7e+09
+vllm:prefix_cache_hits_total{model_name="m"} 5e+01
+vllm:num_requests_running{model_name="m"} 3.0
+vllm:num_requests_waiting{model_name="m"} 2.0
+pagewire_kv_blocks{role="prefill",state="free",worker="prefill-0"} 60.0
+pagewire_kv_blocks{role="prefill",state="cached",worker="prefill-0"} 30.0
+pagewire_kv_blocks{role="prefill",state="used",worker="prefill-0"} 10.0
+pagewire_kv_blocks{role="prefill",state="total",worker="prefill-0"} 100.0
+pagewire_kv_blocks{role="decode",state="used",worker="decode-0"} 1.0
+pagewire_kv_blocks{role="decode",state="total",worker="decode-0"} 0.0
+"""
+
+
+def test_sample_of_a_metrics_page() -> None:
+    sample = parse_sample(METRICS, 4.5)
+    assert (sample.t, sample.queries, sample.hits) == (4.5, 200.0, 50.0)
+    assert (sample.running, sample.waiting) == (3.0, 2.0)
+    assert sample.used == {"prefill-0": 0.1}  # a worker without blocks has no share
+    assert sample.cached == {"prefill-0": 0.3}
+
+
+def test_hit_rate_looks_at_a_window_and_not_at_all_time() -> None:
+    samples = [
+        Sample(t=float(t), queries=q, hits=h, running=0, waiting=0, used={}, cached={})
+        for t, q, h in ((0, 0, 0), (1, 100, 0), (5, 100, 0), (10, 200, 90), (20, 200, 90))
+    ]
+    rates = hit_rates(samples)
+    assert [t for t, _ in rates] == [0, 1, 5, 10, 20]
+    assert math.isnan(rates[0][1])
+    assert [share for _, share in rates[1:4]] == [0.0, 0.0, 0.9]
+    assert math.isnan(rates[4][1])
+
+
+def stage(rate: float, ttft: float, itl: float, goodput: float) -> StageSummary:
+    return StageSummary(
+        rate=rate,
+        duration_s=10,
+        requests=10,
+        errors=0,
+        cancelled=0,
+        tokens=100,
+        throughput=1,
+        goodput=goodput,
+        attainment=1,
+        cached_share=0,
+        ttft=Percentiles(ttft, ttft, ttft),
+        itl=Percentiles(itl, itl, itl),
+    )
+
+
+def test_ratios_by_rate() -> None:
+    ours = [stage(1, 0.2, 0.01, 1.0), stage(2, 0.4, 0.01, 2.0), stage(3, 1, 1, 1)]
+    theirs = [stage(2, 0.1, 0.04, 0.0), stage(1, 0.1, 0.02, 0.5)]
+    first, second = ratios(ours, theirs)
+    assert (first.rate, first.ttft_p50, first.itl_p99, first.goodput) == (1, 2.0, 0.5, 2.0)
+    assert (second.rate, second.ttft_p99) == (2, 4.0)
+    assert math.isnan(second.goodput)
+
+
+def write_run(directory: Path, speed: float) -> None:
+    """Make up the files of a run, with random latencies."""
+    directory.mkdir()
+    rng = random.Random(speed)
+    records = [
+        RequestRecord(
+            kind="chat",
+            rate=1.0 if start < 5 else 2.0,
+            start=float(start),
+            token_times=[speed * (i + rng.random()) for i in range(1, 6)],
+            end=speed * 6,
+            outcome="ok",
+            usage_prompt=100,
+            usage_completion=5,
+            usage_cached=16,
+        )
+        for start in range(10)
+    ]
+    records.append(RequestRecord("chat", 2.0, 9.0, outcome="error", error="<b>refused</b>"))
+    samples = [
+        Sample(float(t), 100.0 * t, 16.0 * t, 1, 0, {"decode-0": t / 20}, {"decode-0": 0.1})
+        for t in range(10)
+    ]
+    lines = "".join(each.to_json() + "\n" for each in records)
+    (directory / "records.jsonl").write_text(lines, encoding="utf-8")
+    lines = "".join(each.to_json() + "\n" for each in samples)
+    (directory / "samples.jsonl").write_text(lines, encoding="utf-8")
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The raw data of two runs."""
+    write_run(tmp_path / "one", 0.01)
+    write_run(tmp_path / "other", 0.02)
+    plans = (RunPlan("one", "One", ("--decode", "2")), RunPlan("other", "Other", ()))
+    manifest = Manifest(
+        command="compare --rates 1,2,3",
+        date="2026-01-02 03:04 +0000",
+        versions={"cpu": "A & B"},
+        slo=Slo(0.5, 0.05),
+        schedule=tuple(schedule("steps", [1.0, 2.0, 3.0], 5.0)),  # nothing was sent at 3/s
+        plans=plans,
+        comparisons=(("one", "other"),),
+    )
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
+    return tmp_path
+
+
+def test_report_has_tables_comparison_plots_and_escaped_errors(finished: Path) -> None:
+    page = write_report(finished).read_text(encoding="utf-8")
+    assert "One against Other" in page
+    assert "pagewire up --decode 2" in page
+    assert "A &amp; B" in page
+    assert "&lt;b&gt;refused&lt;/b&gt;" in page
+    for name in ("ttft", "itl", "goodput", "prefix_hits", "kv_use"):
+        assert f'src="{name}.png"' in page
+        content = (finished / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 5000
+
+
+def test_summary_is_strict_json_with_the_figures_of_the_runs(finished: Path) -> None:
+    write_report(finished)
+    text = (finished / "summary.json").read_text(encoding="utf-8")
+    summary = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    [one, other] = summary["runs"]
+    assert [each["requests"] for each in one["stages"]] == [5, 6, 0]
+    assert one["stages"][1]["errors"] == 1
+    assert one["stages"][0]["cached_share"] == pytest.approx(0.16)
+    assert one["stages"][2]["ttft"]["p50"] is None
+    assert other["stages"][0]["ttft"]["p50"] > one["stages"][0]["ttft"]["p50"]
+
+
+def test_results_name_each_error_once(finished: Path) -> None:
+    [one, _] = load_results(finished, Manifest.load(finished))
+    assert one.errors == ["<b>refused</b>"]
+
+
+def test_all_compared_clusters_have_the_same_number_of_workers() -> None:
+    chosen = compare.plans(compare.parse(["--up", "--device cpu"]))
+    assert {name for pair in compare.COMPARISONS for name in pair} == {p.name for p in chosen}
+    for plan in chosen:
+        words = plan.options
+        workers = sum(int(words[words.index(role) + 1]) for role in ("--prefill", "--decode"))
+        assert workers == 2
+        assert words[-2:] == ("--device", "cpu")
+
+
+def test_a_running_cluster_is_tested_as_it_is() -> None:
+    [plan] = compare.plans(compare.parse(["--host", "http://127.0.0.1:8000"]))
+    assert (plan.label, plan.options) == ("http://127.0.0.1:8000", ())
+
+
+def test_locust_gets_the_load(tmp_path: Path) -> None:
+    load = compare.Load("burst", "2,8", 5.0, 400.0, 30.0, ("ChatUser",))
+    words = load.locust_command("http://h:1", tmp_path)
+    for option, value in (
+        ("--load-shape", "burst"),
+        ("--rates", "2,8"),
+        ("--slo-ttft-ms", "400.0"),
+        ("--host", "http://h:1"),
+        ("--out", str(tmp_path)),
+    ):
+        assert words[words.index(option) + 1] == value
+    assert "ChatUser" in words
+    assert load.slo == Slo(0.4, 0.03)
