@@ -38,6 +38,19 @@ class _Scattering:
     checksums: PendingChecksums
 
 
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """A sequence's reserved blocks.
+
+    Attributes:
+        made: the point behind which nothing that was launched writes to them.
+        pieces: job and number of those that have landed or are landing.
+    """
+
+    made: Marker
+    pieces: set[tuple[str, int]] = field(default_factory=set)
+
+
 @dataclass(slots=True)
 class PieceScatterer:
     """The step hook of a decode engine.
@@ -49,14 +62,14 @@ class PieceScatterer:
     executor: Executor
     scheduler: Scheduler
     on_scattered: Callable[[str, PieceHeader, PieceFate], None]
-    _reserved_at: dict[str, Marker] = field(default_factory=dict)
+    _reservations: dict[str, _Reservation] = field(default_factory=dict)
     _scattering: deque[_Scattering] = field(default_factory=deque)
 
     def reserve(self, request_id: str) -> None:
         """Note when a request's blocks were reserved; call it as they are."""
-        self._reserved_at[request_id] = self.executor.mark()
-        for ended in self._reserved_at.keys() - self.scheduler.reserved.keys() - {request_id}:
-            del self._reserved_at[ended]
+        for ended in self._reservations.keys() - self.scheduler.reserved.keys():
+            del self._reservations[ended]
+        self._reservations[request_id] = _Reservation(self.executor.mark())
 
     def scatter(
         self, request_id: str, sequence: Sequence | None, header: PieceHeader, slot: StagingSlot
@@ -70,16 +83,20 @@ class PieceScatterer:
             slot: holds the payload.
         """
         if sequence is None or sequence.status is not RequestStatus.RESERVED:
-            slot.release()
-            self.on_scattered(request_id, header, PieceFate.UNWANTED)
+            self._refuse(request_id, header, slot)
+            return
+        reservation = self._reservations[request_id]
+        piece = (header.job_id, header.piece)
+        if piece in reservation.pieces:  # a second copy, damaged perhaps, must not spoil the first
+            self._refuse(request_id, header, slot)
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            after = self._reserved_at[request_id]
-            checksums = self.executor.unpack(slot.buffer[: header.nbytes], blocks, after)
+            checksums = self.executor.unpack(slot.buffer[: header.nbytes], blocks, reservation.made)
         except BaseException:
             slot.release()
             raise
+        reservation.pieces.add(piece)
         self.scheduler.pin(blocks)
         self._scattering.append(_Scattering(request_id, header, slot, blocks, checksums))
 
@@ -89,7 +106,17 @@ class PieceScatterer:
             done = self._scattering.popleft()
             done.slot.release()
             self.scheduler.unpin(done.blocks)
-            intact = done.checksums.values() == done.header.checksums
-            fate = PieceFate.SCATTERED if intact else PieceFate.DAMAGED
-            self.on_scattered(done.request_id, done.header, fate)
+            self.on_scattered(done.request_id, done.header, self._fate_of(done))
         return bool(self._scattering)
+
+    def _fate_of(self, done: _Scattering) -> PieceFate:
+        header = done.header
+        if done.checksums.values() == header.checksums:
+            return PieceFate.SCATTERED
+        if (reservation := self._reservations.get(done.request_id)) is not None:
+            reservation.pieces.discard((header.job_id, header.piece))  # it may come again
+        return PieceFate.DAMAGED
+
+    def _refuse(self, request_id: str, header: PieceHeader, slot: StagingSlot) -> None:
+        slot.release()
+        self.on_scattered(request_id, header, PieceFate.UNWANTED)

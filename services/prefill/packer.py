@@ -2,8 +2,8 @@
 
 A block is final once the steps launched so far have written all its tokens; packing is queued on
 the device behind those steps and beside later ones, so that a chunk's blocks leave while the next
-chunk computes. All of
-this runs in the engine's thread; what is packed is handed over by a callback.
+chunk computes. All of this runs in the engine's thread; what is packed is handed over by a
+callback.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class _Packing:
     piece: int
     positions: list[int]
     slot: StagingSlot
+    num_preemptions: int
     checksums: PendingChecksums
 
 
@@ -151,12 +152,20 @@ class PiecePacker:
         except BaseException:
             slot.release()
             raise
-        self._packing.append(_Packing(job_id, piece, positions, slot, checksums))
+        self._packing.append(
+            _Packing(job_id, piece, positions, slot, job.num_preemptions, checksums)
+        )
         return True
 
     def _hand_over(self, packing: _Packing) -> None:
-        if packing.job_id not in self._jobs:
+        job = self._jobs.get(packing.job_id)
+        if job is None:
             packing.slot.release()
+            return
+        if job.sequence.num_preemptions != packing.num_preemptions:
+            # The blocks were given away while they were read: what was packed may be another's.
+            packing.slot.release()
+            job.resend.append((packing.piece, packing.positions))
             return
         self.on_packed(
             PackedPiece(

@@ -228,6 +228,48 @@ def test_piece_of_a_request_that_ends_while_it_is_scattered_is_reported_for_that
     pair.decode.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("has_moved", [True, False], ids=["landed", "landing"])
+def test_second_copy_of_a_piece_cannot_spoil_the_first(has_moved: bool) -> None:
+    pair = Pair()
+    pair.reserve(PROMPT)
+    pair.compute()
+    pair.packer.send_again("job", 0, [0])
+    pair.prefill.step()
+    pair.decode_device.has_moved = has_moved
+    pair.land()
+    pair.decode.step()
+    before = [list(block) for block in pair.decode_device.cells]
+    pair.under_way[-1][1].buffer[0] ^= 1
+    pair.land(-1)
+    assert pair.decode_device.cells == before
+    pair.decode_device.has_moved = True
+    pair.decode.step()
+    assert sorted(fate.name for _, _, fate in pair.fates) == ["SCATTERED", "UNWANTED"]
+
+
+def test_piece_is_taken_again_behind_a_damaged_one_and_from_another_job() -> None:
+    pair = Pair()
+    sequence = pair.reserve(PROMPT)
+    pair.compute()
+    pair.under_way[0][1].buffer[0] ^= 1
+    pair.land()
+    pair.decode.step()
+    pair.packer.send_again("job", 0, [0])
+    pair.prefill.step()
+    pair.land(-1)
+    pair.decode.step()
+    other = make_sequence("other job", PROMPT, prefill_only=True)
+    pair.prefill.add(other)
+    pair.packer.start("other job", other, 0)
+    pair.compute()
+    while pair.under_way:
+        pair.land()
+    pair.decode.step()
+    assert [fate.name for _, _, fate in pair.fates] == ["DAMAGED"] + ["SCATTERED"] * 6
+    block = sequence.block_ids[0]
+    assert pair.decode_device.cells[block] == PROMPT[:4]
+
+
 @pytest.mark.parametrize("position", [0, -1], ids=["first-block", "last-block"])
 def test_wrong_checksum_in_the_header_is_damage(position: int) -> None:
     pair = Pair(blocks_per_piece=3)

@@ -175,6 +175,25 @@ def test_preempted_job_sends_no_block_twice() -> None:
     assert_complete(side, "job", PROMPT, 0)
 
 
+def test_piece_whose_blocks_were_lost_while_it_was_packed_is_packed_again() -> None:
+    side = prefill_side(num_blocks=7, max_num_batched_tokens=5)
+    side.core.add(make_sequence("talks", [1] * 7, max_tokens=6))
+    side.turn(2)
+    side.device.has_moved = False
+    job = side.start("job", PROMPT)
+    while job.status is not RequestStatus.PREEMPTED:
+        side.turn()
+    assert side.staging.num_free < 4
+    side.device.has_moved = True  # but others may have written to the blocks meanwhile
+    side.turn()
+    assert side.pieces == {}
+    assert side.staging.num_free == 4
+    while not job.is_finished:
+        side.turn()
+    side.turn()
+    assert_complete(side, "job", PROMPT, 0)
+
+
 def test_lost_piece_is_packed_again_under_its_number() -> None:
     side = prefill_side()
     side.start("job", PROMPT)
