@@ -41,10 +41,10 @@ class PendingTokens:
 
     __slots__ = ("_event", "_host")
 
-    def __init__(self, tokens: torch.Tensor | None) -> None:
+    def __init__(self, tokens: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host: torch.Tensor | None = tokens
-        if tokens is not None and tokens.is_cuda:
+        self._host = tokens
+        if tokens.is_cuda:
             self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -58,8 +58,6 @@ class PendingTokens:
         """Wait for the step and return one token for each sampled part of its batch."""
         if self._event is not None:
             self._event.synchronize()
-        if self._host is None:
-            return []
         tokens: list[int] = self._host.tolist()
         return tokens
 
@@ -175,8 +173,8 @@ class ModelRunner:
             max_query_len=0,
         )
 
-    def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor | None:
-        """Run decode rows and prefill chunks in one pass; None if nothing was sampled."""
+    def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor:
+        """Run decode rows and prefill chunks in one pass; returns the tokens, perhaps none."""
         inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
         forward = inputs.forward_batch(self.state.block_tables)
         sample_slots, positions, rows = inputs.sample_slots, inputs.sample_positions, inputs.rows
@@ -190,7 +188,8 @@ class ModelRunner:
             rows = torch.cat([decode_rows, rows + len(slots)])
         hidden = self.model.forward(forward, self.kv_pool)
         if sample_slots.shape[0] == 0:
-            return None
+            # On the device all the same: a step is waited for by its tokens.
+            return sample_slots
         return self._sample(hidden[rows], sample_slots, positions)
 
     def _sample(

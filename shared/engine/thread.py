@@ -113,7 +113,7 @@ class EngineThread:
         outputs, worked = self.core.step(wait=False)
         if outputs:
             self._on_outputs(outputs)
-        self._observe(idle=not worked)
+        self._observe(idle=not self.core.has_work)
         if not worked:
             self._idle(POLL_S if self.core.awaits_device else IDLE_WAIT_S)
 

@@ -245,14 +245,13 @@ def test_idle_loop_beats() -> None:
 class StuckPending(FakePending):
     """Results that do not come before they are let go."""
 
-    def __init__(self, tokens: list[int], reached: threading.Event, go: threading.Event) -> None:
-        super().__init__(tokens, None)
-        self._reached, self._go = reached, go
+    def __init__(self, device: StuckDevice, tokens: list[int]) -> None:
+        super().__init__(device, tokens, None)
+        self._reached, self._go = device.reached, device.go
 
-    def wait(self) -> list[int]:
+    def is_done(self) -> bool:
         self._reached.set()
-        assert self._go.wait(20.0)
-        return super().wait()
+        return self._go.wait(20.0)
 
 
 @dataclass
@@ -263,7 +262,7 @@ class StuckDevice(FakeDevice):
     go: threading.Event = field(default_factory=threading.Event)
 
     def execute(self, batch: ScheduledBatch) -> FakePending:
-        return StuckPending(super().execute(batch).wait(), self.reached, self.go)
+        return StuckPending(self, super().execute(batch).wait())
 
 
 def test_stalled_loop_is_not_alive_and_does_not_stop_in_time() -> None:
@@ -316,6 +315,24 @@ def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFix
     engine.submit(lambda core: core.add(make_sequence("a", [1])))
     until(lambda: not engine.is_alive(60.0))
     assert "nobody listens" in caplog.text
+
+
+def test_waiting_for_the_device_is_not_idleness(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The books are checked when that holds nobody up, not between two steps."""
+    monkeypatch.setattr(thread_module, "INTEGRITY_INTERVAL_S", 0.0)
+    core, device = make_core()
+    device.has_run = False
+    with started(core) as engine:
+        engine.submit(lambda core: core.add(make_sequence("a", [1])))
+        until(lambda: device.batches)
+        engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
+        turns = engine.turns
+        until(lambda: engine.turns > turns + 20)
+        assert engine.integrity_errors == 0
+        device.has_run = True
+        until(lambda: engine.integrity_errors > 0)
 
 
 def test_books_that_do_not_add_up_are_counted(

@@ -73,9 +73,13 @@ def make_sequence(
 class FakePending(PendingTokens):
     """Results of a launched step, which may turn out to be an error."""
 
-    def __init__(self, tokens: list[int], error: Exception | None) -> None:
-        super().__init__(torch.tensor(tokens) if tokens else None)
+    def __init__(self, device: FakeDevice, tokens: list[int], error: Exception | None) -> None:
+        super().__init__(torch.tensor(tokens))
+        self._device = device
         self._error = error
+
+    def is_done(self) -> bool:
+        return self._device.has_run and super().is_done()
 
     def wait(self) -> list[int]:
         if self._error is not None:
@@ -102,7 +106,8 @@ class FakeDevice:
         cells: [block][offset], the token that was run there.
         batches: (tokens, sequences) of every step.
         longest_table: most blocks that a sequence ever had in a step.
-        has_moved: whether the device is done with what it packs and unpacks.
+        has_run: whether the device is done with its steps.
+        has_moved: whether it is done with what it packs and unpacks.
         fail_execute, fail_wait: raised by the next step.
     """
 
@@ -112,6 +117,7 @@ class FakeDevice:
     cells: list[list[int | None]] = field(init=False)
     batches: list[tuple[int, int]] = field(default_factory=list)
     longest_table: int = 0
+    has_run: bool = True
     has_moved: bool = True
     fail_execute: Exception | None = None
     fail_wait: Exception | None = None
@@ -132,7 +138,7 @@ class FakeDevice:
             self._write(part)
         tokens = [self._sample(part) for part in batch.sampled()]
         error, self.fail_wait = self.fail_wait, None
-        return FakePending(tokens, error)
+        return FakePending(self, tokens, error)
 
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""

@@ -412,3 +412,63 @@ def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:
     busy.busy = False
     core.step()
     assert not core.hooks_busy
+
+
+# Turns that do not wait
+
+
+def turn(core: EngineCore) -> bool:
+    """A turn as the engine's thread makes it."""
+    _outputs, worked = core.step(wait=False)
+    core.scheduler.check_integrity()
+    return worked
+
+
+@pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
+def test_turns_go_on_while_the_device_runs_but_launch_no_more_steps(
+    overlap: bool, depth: int
+) -> None:
+    core, device = make_core(overlap=overlap)
+    hook = Hook(device, core)
+    core.hooks.append(hook)
+    sequence = make_sequence("a", [1] * 5)
+    expected = generate(sequence, LIMIT)
+    core.add(sequence)
+    device.has_run = False
+    worked = [turn(core) for _ in range(6)]
+    assert worked == [True] * depth + [False] * (6 - depth)
+    assert len(device.batches) == depth
+    assert (core.awaits_device, len(hook.seen)) == (True, 6)
+    assert sequence.token_ids == [1] * 5
+    device.has_run = True
+    while core.has_work:
+        assert turn(core)
+    assert sequence.token_ids[5:] == expected
+    assert not core.awaits_device
+
+
+@pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
+def test_chunks_that_sample_nothing_do_not_run_ahead_of_the_device(
+    overlap: bool, depth: int
+) -> None:
+    core, device = make_core(max_num_batched_tokens=4, overlap=overlap)
+    core.add(make_sequence("a", [1] * 40))
+    device.has_run = False
+    for _ in range(6):
+        turn(core)
+    assert len(device.batches) == depth
+
+
+@BOTH
+def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap)
+    core.add(make_sequence("a", [1] * 5))
+    device.has_run = False
+    for _ in range(3):
+        turn(core)
+    core.abort("a")
+    assert core.scheduler.pool.counts().used == 0
+    turn(core)
+    device.has_run = True
+    assert drain(core) == []
+    assert_idle(core)
