@@ -8,6 +8,7 @@ from pagewire.services.cli.bench import bench
 from pagewire.services.cli.chat import chat
 from pagewire.services.cli.complete import complete
 from pagewire.services.cli.decode import decode
+from pagewire.services.cli.doctor import doctor
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
 from pagewire.services.cli.status import status
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug deserves a plain traceback
     add_completion=False,
 )
-for command in (up, chat, complete, bench, status, router, prefill, decode, version):
+for command in (up, chat, complete, bench, status, doctor, router, prefill, decode, version):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""`pagewire doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pagewire.services.cli import options
+from pagewire.services.cli.cluster_plan import LOOPBACK
+from pagewire.services.cli.doctor_checks import (
+    Finding,
+    exit_code,
+    judge_cuda,
+    judge_memory,
+    judge_packages,
+    judge_python,
+    judge_torch,
+    judge_triton,
+    judge_ucx,
+)
+from pagewire.services.cli.doctor_memory import available_memory
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.health import fetch_health
+from pagewire.services.cli.machine import inspect_machine, require_free_port
+from pagewire.services.cli.redis_process import find_server, without_password
+from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.redis_client import connect_redis
+from pagewire.shared.tokenizer import Tokenizer
+
+PROBE_TIMEOUT_S = 120.0
+VERSION_TIMEOUT_S = 10.0
+WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+SAMPLE = "def f(x): return x  # a lambda, äöü"
+CUT_AT = 300
+
+
+def doctor(
+    host: options.Host = None, port: options.Port = None, redis_url: options.RedisUrl = None
+) -> None:
+    """Check whether this machine can run Pagewire, and say what to do where it cannot.
+
+    Exit code 0 if the demo can run here.
+
+    Example: pagewire doctor --port 8000
+    """
+    console = Console()
+    with one_line_errors():
+        findings = asyncio.run(
+            _examine(console, {"host": host, "port": port, "redis_url": redis_url})
+        )
+    code = exit_code(findings)
+    console.print()
+    if code:
+        console.print("This machine cannot run the demo: see what failed above.", style="red")
+    else:
+        console.print("This machine can run the demo: pagewire up", style="green")
+    raise typer.Exit(code)
+
+
+async def _examine(console: Console, overrides: dict[str, Any]) -> list[Finding]:
+    """Print each finding as it is made; returns them all."""
+    findings = []
+    with console.status("torch and UCX take some seconds"):
+        async for finding in _findings(overrides):
+            findings.append(finding)
+            show(console, finding)
+    return findings
+
+
+def show(console: Console, finding: Finding) -> None:
+    """Print a finding, and below it what to do."""
+    detail = finding.detail if len(finding.detail) <= CUT_AT else f"{finding.detail[:CUT_AT]}..."
+    line = Text(f"{finding.level:<5}", style=STYLES[finding.level])
+    console.print(line.append(f"{finding.name:<10}{detail}", style="default"), soft_wrap=True)
+    if finding.advice:
+        console.print(Text(f"{'':15}-> {finding.advice}"), soft_wrap=True)
+
+
+async def _findings(overrides: dict[str, Any]) -> AsyncIterator[Finding]:
+    torch_probe = asyncio.create_task(_probe("torch"))
+    ucx_probe = asyncio.create_task(_probe("ucx"))
+    try:
+        yield judge_python(sys.version_info[:3], sys.maxsize > 1 << 32)
+        missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+        yield judge_packages(missing)
+        yield _check_model()
+        machine = await asyncio.to_thread(inspect_machine)
+        yield judge_memory(available_memory(), machine.cores)
+        try:
+            settings = load_settings(RouterSettings, overrides)
+            load_settings(WorkerSettings, {})
+        except ConfigError as exc:
+            yield Finding("fail", "Settings", str(exc), "correct or unset that variable")
+        else:
+            yield await _check_redis(settings)
+            yield await _check_port(settings)
+        found = await torch_probe
+        yield judge_torch(found)
+        yield judge_cuda(found, len(machine.gpus))
+        yield judge_triton(found)
+        yield judge_ucx(await ucx_probe)
+    finally:
+        for task in (torch_probe, ucx_probe):
+            task.cancel()
+        await asyncio.gather(torch_probe, ucx_probe, return_exceptions=True)
+
+
+async def _probe(what: str) -> dict[str, Any]:
+    """Run the probe of that name in a process of its own; what breaks there is the finding."""
+    command = (sys.executable, "-P", "-m", "pagewire.services.cli.doctor_probe", what)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        return {"error": f"no answer within {PROBE_TIMEOUT_S:g} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            process.kill()
+        await process.wait()
+    lines = output.decode(errors="replace").splitlines()
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = " ".join(errors.decode(errors="replace").split())
+        return {"error": f"it ended with code {process.returncode}: {said[-CUT_AT:]}"}
+    return found
+
+
+def _check_model() -> Finding:
+    name, path = "Model", demo_model_path()
+    try:
+        tokenizer = Tokenizer.from_dir(path)
+        same = tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+        size = (path / "model.safetensors").stat().st_size
+    except (ModelLoadError, OSError) as exc:
+        return Finding(
+            "fail", name, f"the demo model is not whole: {exc}", "install Pagewire again"
+        )
+    if not same or not tokenizer.has_chat_template:
+        return Finding("fail", name, "the demo's tokenizer is damaged", "install Pagewire again")
+    detail = f"demo model, {size / 1e6:.1f} MB, tokenizer of {tokenizer.vocab_size} tokens"
+    return Finding("ok", name, detail)
+
+
+async def _check_redis(settings: RouterSettings) -> Finding:
+    """Check the Redis that was chosen, or else the one that `pagewire up` would start."""
+    name = "Redis"
+    if "redis_url" in settings.model_fields_set:
+        try:
+            await (await connect_redis(settings.redis_url)).aclose()
+        except RedisSetupError as exc:
+            return Finding("fail", name, str(exc), "or unset it to have one started")
+        return Finding("ok", name, f"answers at {without_password(settings.redis_url)}")
+    program = find_server()
+    if program is None:
+        advice = "for more than a try, install redis-server or valkey-server"
+        return Finding("warn", name, "no server installed: the embedded one is slow", advice)
+    return Finding("ok", name, await asyncio.to_thread(_server_version, program))
+
+
+def _server_version(program: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=VERSION_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return program
+    words = (word for word in done.stdout.split() if word.startswith("v="))
+    return f"{program} {next(words, '').removeprefix('v=')}".strip()
+
+
+async def _check_port(settings: RouterSettings) -> Finding:
+    """Check that the router could listen where it is told to."""
+    host, port = settings.host, settings.port
+    try:
+        require_free_port(host, port)
+    except ConfigError as exc:
+        return await _explain_port(host, port, str(exc))
+    return Finding("ok", "Port", f"{port} on {host} is free")
+
+
+async def _explain_port(host: str, port: int, problem: str) -> Finding:
+    try:
+        free = require_free_port(host, 0)
+    except ConfigError:  # so it is not the port but the host
+        return Finding("fail", "Port", problem, f"pagewire up --host {LOOPBACK}")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        if await fetch_health(client, f"http://{host}:{port}") is not None:
+            problem = f"a Pagewire router already answers at {host}:{port}"
+    return Finding("warn", "Port", problem, f"pagewire up --port {free}")

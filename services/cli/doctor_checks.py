@@ -1,0 +1,138 @@
+"""What `pagewire doctor` makes of what it has found. Pure: nothing is looked at here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Level = Literal["ok", "warn", "fail"]
+
+MIN_PYTHON = (3, 11)
+# One prefill and one decode worker with the demo model, router, Redis and supervisor take 1.4 GiB.
+DEMO_GIB, COMFORTABLE_GIB = 1.5, 3.0
+GIB = 1 << 30
+INSTALL_WORKER = "pip install 'pagewire[worker,ucx]'"
+CUDA_LANES = ("cuda_ipc",)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        level: warn: works, but not as well as it could; fail: the demo cannot run.
+        advice: what to do; empty if there is nothing to be done.
+    """
+
+    level: Level
+    name: str
+    detail: str
+    advice: str = ""
+
+
+def judge_python(version: Sequence[int], is_64_bit: bool) -> Finding:
+    """Judge the interpreter."""
+    shown = ".".join(map(str, version[:3]))
+    if tuple(version[:2]) < MIN_PYTHON:
+        return Finding("fail", "Python", shown, "install Python 3.11 or newer")
+    if not is_64_bit:
+        return Finding("fail", "Python", f"{shown}, 32 bit", "install a 64-bit Python")
+    return Finding("ok", "Python", shown)
+
+
+def judge_packages(missing: Sequence[str]) -> Finding:
+    """Judge which of the workers' packages are not installed."""
+    if not missing:
+        return Finding("ok", "Packages", "all that workers need is installed")
+    return Finding("fail", "Packages", f"{', '.join(missing)} not installed", INSTALL_WORKER)
+
+
+def judge_torch(probe: Mapping[str, Any]) -> Finding:
+    """Judge whether torch loads."""
+    if "error" in probe:
+        return Finding("fail", "torch", f"does not load: {probe['error']}", INSTALL_WORKER)
+    build = f"built for CUDA {probe['cuda_build']}" if probe["cuda_build"] else "a CPU build"
+    return Finding("ok", "torch", f"{probe['torch']}, {build}")
+
+
+def judge_cuda(probe: Mapping[str, Any], installed_gpus: int) -> Finding:
+    """Judge whether the GPUs can be used.
+
+    Args:
+        probe: of torch.
+        installed_gpus: that the driver lists and the environment does not hide.
+    """
+    gpus = probe.get("gpus", [])
+    if gpus:
+        names = ", ".join(f"{gpu['name']} ({gpu['bytes'] / GIB:.0f} GiB)" for gpu in gpus)
+        return Finding("ok", "CUDA", names)
+    if not installed_gpus:
+        return Finding("ok", "CUDA", "no GPU here: workers run on the CPU, enough for the demo")
+    seen = f"{installed_gpus} GPU{'s' if installed_gpus > 1 else ''} here, but torch cannot use "
+    if probe.get("cuda_build"):
+        advice = "the driver is too old for this build of torch, or does not work: see nvidia-smi"
+    else:
+        advice = "install a CUDA build: pip install --force-reinstall torch --index-url " + (
+            "https://download.pytorch.org/whl/cu130"
+        )
+    return Finding("warn", "CUDA", seen + ("it" if installed_gpus == 1 else "them"), advice)
+
+
+def judge_triton(probe: Mapping[str, Any]) -> Finding:
+    """Judge whether our Triton kernels run; without a GPU they need not."""
+    version, error = probe.get("triton"), probe.get("kernel_error")
+    if not probe.get("gpus"):
+        return Finding("ok", "Triton", f"{version or 'not installed'}; not used without a GPU")
+    if error is None:
+        return Finding("ok", "Triton", f"{version}, and a kernel ran")
+    advice = "install gcc and Python's headers (python3-dev), which Triton compiles with; or run "
+    return Finding(
+        "warn", "Triton", f"kernels do not run: {error}", advice + "pagewire up --kernels torch"
+    )
+
+
+def judge_ucx(probe: Mapping[str, Any]) -> Finding:
+    """Judge whether KV blocks can cross over UCX, and how fast a way it takes."""
+    over_zmq = "KV blocks cross over ZeroMQ instead, which is slower; for UCX: "
+    if "error" in probe:
+        advice = f"{over_zmq}{INSTALL_WORKER} (Linux only)"
+        return Finding("warn", "UCX", f"does not work: {probe['error']}", advice)
+    lanes = ", ".join(
+        f"{memory} memory by {lane or 'an unknown lane'}" for memory, lane in probe["lanes"].items()
+    )
+    detail = f"{probe['ucx']} (ucxx {probe['ucxx']}), {lanes}"
+    if not probe["crossed"]:
+        advice = "start with --kv-transport zmq, and look at the UCX_ variables of the environment"
+        return Finding("warn", "UCX", f"{detail}, but no message crosses", advice)
+    if "gpu" in probe["lanes"] and probe["lanes"]["gpu"] not in CUDA_LANES:
+        advice = (
+            "GPU memory does not cross directly: unset UCX_TLS; in containers, share the host's "
+            "IPC and PID namespaces"
+        )
+        return Finding("warn", "UCX", detail, advice)
+    return Finding("ok", "UCX", f"{detail}; a message has crossed")
+
+
+def judge_memory(available: int | None, cores: int) -> Finding:
+    """Judge the memory that the demo would find.
+
+    Args:
+        available: bytes, by the kernel's and the container's count; None if neither tells.
+        cores: that this process may use.
+    """
+    name = "Memory"
+    if available is None:
+        return Finding("warn", name, "how much is free cannot be told here", "have 3 GiB free")
+    detail = f"{available / GIB:.1f} GiB free, {cores} CPU core{'' if cores == 1 else 's'}"
+    if available < DEMO_GIB * GIB:
+        return Finding("fail", name, detail, f"the demo needs {DEMO_GIB:g} GiB: free some")
+    if available < COMFORTABLE_GIB * GIB:
+        advice = "enough for one prefill and one decode worker, not for many"
+        return Finding("warn", name, detail, advice)
+    return Finding("ok", name, detail)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 0 if the demo can run, else 1."""
+    return int(any(finding.level == "fail" for finding in findings))
