@@ -19,13 +19,14 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `gpu` where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu:
-        config.hook.pytest_deselected(items=on_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Deselect tests marked `gpu` where there is no CUDA device, and `compose` unless asked for."""
+    unwanted = [] if torch.cuda.is_available() else ["gpu"]
+    if "compose" not in config.option.markexpr:
+        unwanted.append("compose")
+    deselected = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture

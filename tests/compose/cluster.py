@@ -1,0 +1,228 @@
+"""The cluster of docker-compose.yml, built and started under a project name of its own."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_TIMEOUT_S = 1800.0
+CALL_TIMEOUT_S = 180.0
+HEALTHY_TIMEOUT_S = 180.0
+WHEELS_PORT = 8765  # the same each time, since the builder's cache knows the URL
+FOREIGN_IMAGES = {"REDIS_IMAGE": "redis:7.4-alpine", "GATEWAY_IMAGE": "haproxy:3.0-alpine"}
+STAND_IN = "pagewire-test-services"
+
+
+def run(*command: str, timeout: float = CALL_TIMEOUT_S, env: dict[str, str] | None = None) -> str:
+    """Run a command in the repository's root; returns its output, fails with it."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        timeout=timeout,
+        check=False,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-8000:]}"
+    return done.stdout
+
+
+def succeeds(*command: str, timeout: float = CALL_TIMEOUT_S) -> bool:
+    done = subprocess.run(command, capture_output=True, timeout=timeout, check=False)
+    return done.returncode == 0
+
+
+def compose_command() -> list[str]:
+    """Return Compose 2, or 1.29 where that is what there is."""
+    if succeeds("docker", "compose", "version"):
+        return ["docker", "compose"]
+    return ["docker-compose"]
+
+
+class ComposeCluster:
+    """A project of Compose, of this test run alone.
+
+    Attributes:
+        url: of the gateway.
+    """
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        self.project = f"pagewire-test-{os.getpid()}"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [*compose_command(), "--env-file", ".env.example", "-p", self.project]
+        self._env = {
+            **os.environ,
+            "PAGEWIRE_CLUSTER_SECRET": secrets.token_hex(16),
+            "REDIS_PASSWORD": secrets.token_hex(16),
+            "PAGEWIRE_PORT": str(self.port),
+            "PAGEWIRE_TAG": "test",
+            **settings,
+        }
+
+    def compose(self, *arguments: str, timeout: float = CALL_TIMEOUT_S) -> str:
+        return run(*self._command, *arguments, timeout=timeout, env=self._env)
+
+    def containers(self, service: str | None = None) -> list[dict[str, Any]]:
+        """Return what `docker inspect` tells of the containers, of one service or of all."""
+        filters = [f"label=com.docker.compose.project={self.project}"]
+        if service:
+            filters.append(f"label=com.docker.compose.service={service}")
+        flags = [word for each in filters for word in ("--filter", each)]
+        ids = run("docker", "ps", "-aq", *flags).split()
+        found: list[dict[str, Any]] = json.loads(run("docker", "inspect", *ids)) if ids else []
+        return sorted(found, key=lambda each: each["Name"])
+
+    def names(self, service: str) -> list[str]:
+        return [each["Name"].removeprefix("/") for each in self.containers(service)]
+
+    def worker_id(self, name: str) -> str:
+        """Return the id under which the worker in a container is known."""
+        container = json.loads(run("docker", "inspect", name))[0]
+        labels = container["Config"]["Labels"]
+        return f"{labels['com.docker.compose.service']}-{container['Config']['Hostname']}"
+
+    def wait_healthy(self, *names: str, timeout: float = HEALTHY_TIMEOUT_S) -> None:
+        """Wait until Docker finds these containers healthy, or all of them."""
+        deadline = time.monotonic() + timeout
+        while True:
+            states = {
+                each["Name"].removeprefix("/"): each["State"]["Health"]["Status"]
+                for each in self.containers()
+            }
+            watched = {name: states[name] for name in names or states}
+            if set(watched.values()) == {"healthy"}:
+                return
+            assert time.monotonic() < deadline, f"{watched}\n{self.logs()}"
+            time.sleep(0.5)
+
+    def logs(self) -> str:
+        return self.compose("logs", "--no-color", "--tail", "60")
+
+    def health(self) -> dict[str, Any]:
+        body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        return body
+
+    def wait_for_workers(self, count: int, links: int, timeout: float = 60.0) -> None:
+        """Wait until so many workers are ready and so many KV ways between them measured."""
+        deadline = time.monotonic() + timeout
+        while True:
+            services = self.health()["services"]
+            ready = [each for each in services if each["state"] == "ready"]
+            measured = sum(len(each["links"]) for each in services)
+            if len(ready) == len(services) == count and measured == links:
+                return
+            assert time.monotonic() < deadline, f"{services}\n{self.logs()}"
+            time.sleep(0.3)
+
+    def wait_idle(self, workers: int, timeout: float = 40.0) -> None:
+        """Wait until no worker's sequences hold a KV block."""
+        deadline = time.monotonic() + timeout
+        while True:
+            used = self._used_blocks()
+            if len(used) == workers and not any(used.values()):
+                return
+            assert time.monotonic() < deadline, f"blocks are still held: {used}\n{self.logs()}"
+            time.sleep(0.3)
+
+    def _used_blocks(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        found = {}
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            worker = re.search(r'worker="([^"]+)"', name)
+            if worker and name.startswith("pagewire_kv_blocks{") and 'state="used"' in name:
+                found[worker[1]] = float(value)
+        return found
+
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--timeout", "5")
+
+
+@contextmanager
+def compose_cluster(**scale: int) -> Iterator[ComposeCluster]:
+    """Build the images, start the cluster, wait until all is healthy, remove it at the end."""
+    with build_settings() as settings:
+        cluster = ComposeCluster(settings)
+        cluster.compose("build", timeout=BUILD_TIMEOUT_S)
+    sizes = [word for service, n in scale.items() for word in ("--scale", f"{service}={n}")]
+    try:
+        cluster.compose("up", "-d", *sizes)
+        cluster.wait_healthy()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@contextmanager
+def build_settings() -> Iterator[dict[str, str]]:
+    """Return what a machine like this one sets in its .env."""
+    settings = {}
+    for variable, image in FOREIGN_IMAGES.items():
+        if not _has_image(image):
+            run("docker", "build", "-t", STAND_IN, "tests/compose", timeout=BUILD_TIMEOUT_S)
+            settings[variable] = STAND_IN
+    wheels = Path(os.environ.get("PIP_FIND_LINKS", ""))
+    if not any(wheels.glob("torch-*.whl")):
+        yield settings
+        return
+    # A machine that keeps a build of torch in a folder offers it to the builder, too.
+    bridge = json.loads(run("docker", "network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]
+    gateway = bridge.get("Gateway") or str(next(ip_network(bridge["Subnet"]).hosts()))
+    settings |= {
+        "PAGEWIRE_PIP_FIND_LINKS": f"http://{gateway}:{WHEELS_PORT}/",
+        "PAGEWIRE_PIP_TRUSTED_HOST": gateway,
+        "PAGEWIRE_TORCH_INDEX_URL": "",
+    }
+    with _file_server(gateway, wheels):
+        yield settings
+
+
+def _has_image(image: str) -> bool:
+    return succeeds("docker", "image", "inspect", image) or succeeds(
+        "docker", "pull", "-q", image, timeout=600
+    )
+
+
+@contextmanager
+def _file_server(host: str, folder: Path) -> Iterator[None]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer((host, WHEELS_PORT), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def has_engine() -> bool:
+    """Whether there is anything to run these tests with."""
+    return shutil.which("docker") is not None and succeeds("docker", "info")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,217 @@
+"""The cluster of docker-compose.yml: built, scaled, killed, cut off, restarted under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.model.demo.prompts import standard_prompts
+from pagewire.tests.compose.cluster import (
+    ROOT,
+    ComposeCluster,
+    compose_cluster,
+    compose_command,
+    run,
+    succeeds,
+)
+from pagewire.tests.compose.load import MAX_TOKENS, MODEL, PATIENCE_S, Load, Outcome
+from pagewire.tests.support.aio import run_async
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+
+WORKERS, LINKS = 4, 4
+CUT_OFF_S = 20.0
+SECRETS = {"PAGEWIRE_CLUSTER_SECRET": "only to be looked at", "REDIS_PASSWORD": "likewise"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ComposeCluster]:
+    with compose_cluster(prefill=2, decode=2) as running:
+        running.wait_for_workers(WORKERS, LINKS)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def load(cluster: ComposeCluster) -> Load:
+    """Prompts of all lengths, with the tokens of one process."""
+    llm = LLM("demo", device="cpu")
+    assert llm.tokenizer is not None
+    prompts = standard_prompts(llm.tokenizer)[:40]
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    return Load(cluster.url, prompts, [o.token_ids for o in llm.generate(prompts, greedy)])
+
+
+def _config(*files: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    flags = [word for name in files for word in ("-f", name)]
+    command = [*compose_command(), "--env-file", ".env.example", *flags, "config"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PAGEWIRE_", "REDIS_"))}
+    return subprocess.run(
+        command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("missing", SECRETS)
+def test_a_missing_secret_is_asked_for(missing: str) -> None:
+    env = {name: value for name, value in SECRETS.items() if name != missing}
+    done = _config("docker-compose.yml", env=env)
+    assert done.returncode != 0
+    assert ".env.example" in done.stdout + done.stderr
+
+
+def test_the_gpu_override_fits() -> None:
+    done = _config("docker-compose.yml", "docker-compose.gpu.yml", env=SECRETS)
+    assert done.returncode == 0, done.stderr
+    assert "nvidia" in done.stdout
+
+
+def test_each_knob_of_the_example_is_one_of_the_compose_files() -> None:
+    files = ("docker-compose.yml", "docker-compose.gpu.yml")
+    text = "".join((ROOT / name).read_text() for name in files)
+    example = (ROOT / ".env.example").read_text()
+    knobs = set(re.findall(r"^# ([A-Z_]+)=", example, re.MULTILINE))
+    known = set(re.findall(r"\$\{([A-Z_]+)[:?}-]|^ +([A-Z_]+):$", text, re.MULTILINE))
+    assert knobs == {name for pair in known for name in pair if name}
+
+
+def test_containers_can_do_little(cluster: ComposeCluster) -> None:
+    published = []
+    for container in cluster.containers():
+        name, host = container["Name"], container["HostConfig"]
+        service = container["Config"]["Labels"]["com.docker.compose.service"]
+        if host["PortBindings"]:
+            published.append(service)
+        assert container["Config"]["User"] not in ("", "root", "0"), name
+        assert host["ReadonlyRootfs"], name
+        assert host["CapDrop"] == ["ALL"], name
+        assert not host["Privileged"], name
+        assert host["RestartPolicy"]["Name"] == "unless-stopped", name
+        assert container["State"]["Health"]["Status"] == "healthy", name
+    assert published == ["gateway"]
+    networks = json.loads(run("docker", "network", "inspect", f"{cluster.project}_cluster"))
+    assert networks[0]["Internal"]
+
+
+def test_the_router_has_no_torch_and_the_redis_wants_its_password(cluster: ComposeCluster) -> None:
+    router, redis = cluster.names("router")[0], cluster.names("redis")[0]
+    assert succeeds(
+        "docker", "exec", router, "python", "-c", "import pagewire.services.router.main"
+    )
+    assert not succeeds("docker", "exec", router, "python", "-c", "import torch")
+    refused = run("docker", "exec", "-e", "REDISCLI_AUTH=", redis, "redis-cli", "ping")
+    assert "NOAUTH" in refused
+
+
+def test_tokens_equal_one_process(cluster: ComposeCluster, load: Load) -> None:
+    answers = run_async(load.all_once(), 240)
+    assert [i for i, (a, b) in enumerate(zip(answers, load.answers, strict=True)) if a != b] == []
+    cluster.wait_idle(WORKERS)
+
+
+def test_the_openai_client_chats(cluster: ComposeCluster) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is a lambda?"}]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=60) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24)
+    assert answer.choices[0].message.content
+
+
+def _suffer(cluster: ComposeCluster, load: Load, trouble: Callable[[], None]) -> Outcome:
+    """Make trouble under load; afterwards all must be as before."""
+    outcome = run_async(load.during(trouble), 500)
+    print(outcome)
+    assert outcome.slowest_s < PATIENCE_S
+    assert outcome.answered > 20
+    cluster.wait_healthy()
+    cluster.wait_for_workers(WORKERS, LINKS)
+    assert run_async(load.all_once(), 240) == load.answers
+    cluster.wait_idle(WORKERS)
+    return outcome
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_a_killed_container_costs_no_request(
+    cluster: ComposeCluster, load: Load, service: str
+) -> None:
+    name = cluster.names(service)[0]
+    epoch = _epoch(cluster, name)
+
+    def kill() -> None:
+        # All processes but the init process, which ends with its child: Docker starts it anew.
+        succeeds("docker", "exec", name, "sh", "-c", "kill -9 -1")
+        deadline = time.monotonic() + 60
+        while _epoch(cluster, name) in (None, epoch):
+            assert time.monotonic() < deadline, cluster.logs()
+            time.sleep(0.5)
+
+    assert _suffer(cluster, load, kill).failures == []
+
+
+def _epoch(cluster: ComposeCluster, name: str) -> int | None:
+    worker_id = cluster.worker_id(name)
+    services = {each["id"]: each for each in cluster.health()["services"]}
+    return services.get(worker_id, {}).get("epoch")
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_a_container_cut_off_and_back_under_another_address(
+    cluster: ComposeCluster, load: Load, service: str
+) -> None:
+    name, network = cluster.names(service)[1], f"{cluster.project}_cluster"
+    address = _address(name, network)
+    thief = f"{cluster.project}-thief"
+
+    def cut_off() -> None:
+        run("docker", "network", "disconnect", network, name)
+        try:
+            # Somebody else gets the address meanwhile.
+            run("docker", "run", "-d", "--name", thief, "--network", network, "--ip", address,
+                "--entrypoint", "sleep", "pagewire-router:test", "300")  # fmt: skip
+            time.sleep(CUT_OFF_S)
+        finally:
+            run("docker", "network", "connect", network, name)
+        time.sleep(10)
+
+    try:
+        outcome = _suffer(cluster, load, cut_off)
+    finally:
+        run("docker", "rm", "-f", thief)
+    assert _address(name, network) != address
+    assert outcome.failures == []
+
+
+def _address(name: str, network: str) -> str:
+    container = json.loads(run("docker", "inspect", name))[0]
+    address: str = container["NetworkSettings"]["Networks"][network]["IPAddress"]
+    return address
+
+
+def test_a_rolling_restart_of_everything_loses_no_request(
+    cluster: ComposeCluster, load: Load
+) -> None:
+    def restart_all() -> None:
+        for service in ("redis", "prefill", "decode", "router"):
+            for name in cluster.names(service):
+                run("docker", "restart", name)
+                cluster.wait_healthy(name)
+                cluster.wait_for_workers(WORKERS, LINKS)
+
+    assert _suffer(cluster, load, restart_all).failures == []
+
+
+def test_scaling_down_loses_no_request(cluster: ComposeCluster, load: Load) -> None:
+    def scale_down_and_up() -> None:
+        up = ("up", "-d", "--no-recreate")
+        cluster.compose(*up, "--scale", "prefill=1", "--scale", "decode=1")
+        cluster.wait_for_workers(2, 1)
+        cluster.compose(*up, "--scale", "prefill=2", "--scale", "decode=2")
+        cluster.wait_healthy()
+
+    assert _suffer(cluster, load, scale_down_and_up).failures == []
