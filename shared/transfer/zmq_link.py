@@ -162,6 +162,8 @@ class FrameWriter:
             outgoing.taken.cancel()
         self._outbox.clear()
         self._connected.cancel()
+        # In this order: libzmq's I/O thread waits for good to tell a closed monitor something.
+        self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(linger=linger_ms)
 
