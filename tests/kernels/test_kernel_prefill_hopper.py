@@ -1,0 +1,141 @@
+"""The Hopper kernel of paged prefill against the torch reference; when the launcher takes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels import paged_prefill as launcher
+from pagewire.kernels import paged_prefill_hopper
+from pagewire.kernels.bench.inputs import PagedCase
+
+CHUNKS = (1, 17, 127, 128, 129, 512)
+PREFIXES = (0, 1, 16, 8191)
+# Several sequences: chunks of each length, one of them empty, on prefixes of any length.
+PACKED = ((1, 129, 0, 17, 300, 64), (1, 8320, 5, 33, 300, 513))
+
+
+@pytest.fixture
+def hopper_prefill():
+    """The Hopper kernel itself, which the launcher would quietly replace where it cannot load."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the device is no Hopper GPU")
+
+    def call(q, *args, out=None):
+        out = torch.empty_like(q) if out is None else out
+        paged_prefill_hopper.hopper_prefill(q, *args, out=out)
+        return out
+
+    return call
+
+
+def _args(x):
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    return (x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunk_on_a_prefix(chunk, prefix, hopper_prefill, reference, assert_close):
+    args = _args(PagedCase((chunk,), (prefix + chunk,)).build("cuda", torch.bfloat16))
+    assert_close(hopper_prefill(*args), reference.paged_prefill(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block_size"),
+    [
+        pytest.param(4, 4, 16, id="group-1-block-16"),
+        pytest.param(16, 4, 16, id="group-4-block-16"),
+        pytest.param(16, 2, 16, id="group-8-block-16"),
+        pytest.param(14, 2, 32, id="group-7-block-32"),
+        pytest.param(16, 2, 32, id="group-8-block-32"),
+        pytest.param(4, 4, 64, id="group-1-block-64"),
+        pytest.param(16, 4, 128, id="group-4-block-128"),
+        pytest.param(8, 1, 256, id="group-8-block-256"),
+    ],
+)
+def test_packed_sequences(heads, kv_heads, block_size, hopper_prefill, reference, assert_close):
+    case = PagedCase(*PACKED, heads=heads, kv_heads=kv_heads, block_size=block_size)
+    args = _args(case.build("cuda", torch.float16))
+    assert_close(hopper_prefill(*args), reference.paged_prefill(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_head_dimension_64(block_size, dtype, hopper_prefill, reference, assert_close):
+    case = PagedCase(*PACKED, heads=16, kv_heads=4, dim=64, block_size=block_size)
+    args = _args(case.build("cuda", dtype))
+    assert_close(hopper_prefill(*args), reference.paged_prefill(*args))
+
+
+@pytest.mark.gpu
+def test_large_scores_and_strided_out(hopper_prefill, reference, assert_close):
+    x = PagedCase((200, 150), (1000, 150), heads=8, kv_heads=2).build("cuda", torch.bfloat16)
+    x.q.mul_(30)  # the highest score moves by hundreds from tile to tile
+    wide = torch.zeros(350, 10, 128, device="cuda", dtype=torch.bfloat16)
+    hopper_prefill(*_args(x), out=wide[:, 1:9])
+    assert_close(wide[:, 1:9], reference.paged_prefill(*_args(x)))
+    assert not wide[:, 0].any() and not wide[:, 9].any()
+
+
+@pytest.mark.gpu
+def test_repeated_launches_agree(hopper_prefill):
+    args = _args(PagedCase((1024, 700), (3000, 700)).build("cuda", torch.bfloat16))
+    first = hopper_prefill(*args)
+    for _ in range(50):
+        assert torch.equal(hopper_prefill(*args), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "dtype", "taken"),
+    [
+        pytest.param(PagedCase((512,), (600,)), torch.bfloat16, True, id="chunk"),
+        pytest.param(PagedCase((512,), (600,)), torch.float32, False, id="fp32"),
+        pytest.param(PagedCase((2,), (600,)), torch.bfloat16, True, id="two-tokens"),
+        pytest.param(PagedCase((2,), (90,), block_size=48), torch.bfloat16, False, id="block-48"),
+        pytest.param(PagedCase((64,), (64,), dim=256), torch.bfloat16, False, id="dim-256"),
+    ],
+)
+def test_launcher_takes_it_where_it_applies(
+    case, dtype, taken, hopper_prefill, kernels, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(paged_prefill_hopper, "hopper_prefill", lambda *args: calls.append(args))
+    kernels.paged_prefill(*_args(case.build("cuda", dtype)))
+    assert len(calls) == taken
+
+
+def test_no_hopper_kernel_without_a_gpu():
+    assert launcher._hopper_kernel(torch.device("cpu")) is None
+
+
+def _cache(block_size=16, dim=128, dtype=torch.bfloat16, gap=0):
+    """A cache whose blocks lie `gap` elements further apart than they must."""
+    block = 2 * block_size * dim
+    strides = (block + gap, block_size * dim, dim, 1)
+    storage = torch.zeros(4 * (block + gap), dtype=dtype)
+    return storage.as_strided((4, 2, block_size, dim), strides)
+
+
+@pytest.mark.parametrize(
+    ("cache", "supported"),
+    [
+        pytest.param(_cache(), True, id="plain"),
+        pytest.param(_cache(dtype=torch.float16), True, id="fp16"),
+        pytest.param(_cache(block_size=128, dim=64), True, id="dim-64-block-128"),
+        pytest.param(_cache(gap=3 * 128), True, id="whole-rows-between-blocks"),
+        pytest.param(_cache(gap=64), False, id="half-a-row-between-blocks"),
+        pytest.param(_cache()[..., 1:], False, id="misaligned"),
+        pytest.param(_cache(block_size=48), False, id="block-48"),
+        pytest.param(_cache(block_size=8), False, id="block-8"),
+        pytest.param(_cache(dim=256), False, id="dim-256"),
+        pytest.param(_cache(dtype=torch.float32), False, id="fp32"),
+    ],
+)
+def test_supported_caches(cache, supported):
+    q = torch.zeros(3, 4, cache.shape[3], dtype=cache.dtype)
+    assert paged_prefill_hopper.is_supported(q, cache, cache) == supported
