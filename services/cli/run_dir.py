@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 
 KEPT_RUNS = 5
 PRIVATE_PREFIX = "pagewire-run-"
+# Whoever names a directory for the logs may keep other things in it: only what can be ours goes.
+RUN_NAME = re.compile(r"\d{8}-\d{6}-(\d+)")
 
 
 def make_log_dir(root: Path | None = None) -> Path:
@@ -22,8 +25,9 @@ def make_log_dir(root: Path | None = None) -> Path:
         (root / name).mkdir(parents=True, mode=0o700)
     except OSError:  # a home that is missing or read-only
         return Path(tempfile.mkdtemp(prefix="pagewire-logs-"))
-    for old in sorted(root.iterdir(), reverse=True)[KEPT_RUNS:]:
-        if not _is_running(old.name.rpartition("-")[2]):
+    runs = {run: match[1] for run in root.iterdir() if (match := RUN_NAME.fullmatch(run.name))}
+    for old in sorted(runs, reverse=True)[KEPT_RUNS:]:
+        if not _is_running(runs[old]):
             shutil.rmtree(old, ignore_errors=True)
     return root / name
 

@@ -247,6 +247,14 @@ def test_old_runs_go_and_running_ones_stay(tmp_path: Path) -> None:
     assert left == {current.name, "20250101-000000-1", *names[-(run_dir.KEPT_RUNS - 1) :]}
 
 
+def test_what_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
+    mine = [f"backup-{year}" for year in range(9_999_990, 9_999_999)]
+    for name in mine:
+        (tmp_path / name).mkdir()
+    current = run_dir.make_log_dir(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {current.name, *mine}
+
+
 def test_private_dir_is_private_and_sweeps_after_the_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
