@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.shared.errors import RedisSetupError
+from pagewire.shared.redis_client import connect_redis
 
 SERVERS = ("redis-server", "valkey-server")
 MEMORY_LIMIT = "512mb"
@@ -66,21 +67,18 @@ async def wait_until_answering(url: str, timeout_s: float) -> None:
     """Wait until a Redis answers.
 
     Raises:
-        RedisSetupError: it did not in that time, or the URL is none; the message has no password.
+        RedisSetupError: it did not in that time, or refuses; the message has no password.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while True:
         try:
-            return await _ping(url)
-        except ValueError as exc:
-            raise RedisSetupError(f"not a Redis URL: {without_password(url)}") from exc
-        except (RedisError, OSError) as exc:
+            client = await connect_redis(url, PROBE_S)
+        except RedisSetupError:
             if loop.time() > deadline:
-                raise RedisSetupError(
-                    f"Redis at {without_password(url)} does not answer: {exc}; start it, "
-                    "or leave PAGEWIRE_REDIS_URL unset to have one started"
-                ) from exc
+                raise
+        else:
+            return await client.aclose()
         await asyncio.sleep(POLL_S)
 
 

@@ -20,6 +20,7 @@ import redis
 
 from pagewire.services.cli.redis_process import find_server
 from pagewire.tests.support import fake_cluster
+from pagewire.tests.support.redis_server import RedisServer
 
 READY = "Pagewire is ready"
 
@@ -236,6 +237,16 @@ def test_redis_that_refuses_is_one_line_without_its_password(start: StartCluster
     assert cluster.stderr.startswith("pagewire: Redis at redis://127.0.0.1:")
     assert "hunter2" not in cluster.stderr + cluster.stdout
     assert cluster.left_over() == []
+
+
+def test_wrong_redis_password_is_told_as_such(start: StartCluster) -> None:
+    with RedisServer(password="right-one") as server:
+        cluster = start(server.url.replace("right-one", "wrong-one"))
+        assert cluster.process.wait(20) == 2
+    assert cluster.stderr.count("\n") == 1
+    assert "refuses" in cluster.stderr
+    assert "password" in cluster.stderr
+    assert "wrong-one" not in cluster.stderr + cluster.stdout
 
 
 def test_logs_hold_the_output_of_each_child(start: StartCluster) -> None:
