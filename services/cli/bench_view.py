@@ -99,7 +99,7 @@ def _warnings(requests: dict[str, Any], tokens: dict[str, Any]) -> Iterator[str]
     for kind, count in requests["errors"].items():
         yield f"failed, {kind}: {count} ({requests['first_messages'][kind]})"
     if requests["unfinished"]:
-        yield f"{requests['unfinished']} requests were stopped before their end"
+        yield f"{requests['unfinished']} not ended when the bench was stopped"
     if tokens["counted_by_pieces"]:
         yield "the server tells neither token ids nor usage: each piece of text counted as a token"
     if tokens["miscounted"]:

@@ -120,7 +120,7 @@ async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
         NoRouterError: nothing there has a router's health.
     """
     health = await fetch_health(client, url)
-    if health is None:
+    if health is None or not health.model:  # other servers have a /health, too
         raise NoRouterError(
             f"no Pagewire router answers at {url}; start one with `pagewire up`, or name another "
             "with --url"

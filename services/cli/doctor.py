@@ -106,8 +106,8 @@ async def _findings(overrides: dict[str, Any]) -> AsyncIterator[Finding]:
         except ConfigError as exc:
             yield Finding("fail", "Settings", str(exc), "correct or unset that variable")
         else:
-            yield await _check_redis(settings)
-            yield await _check_port(settings)
+            yield await check_redis(settings)
+            yield await check_port(settings)
         found = await torch_probe
         yield judge_torch(found)
         yield judge_cuda(found, len(machine.gpus))
@@ -159,7 +159,7 @@ def _check_model() -> Finding:
     return Finding("ok", name, detail)
 
 
-async def _check_redis(settings: RouterSettings) -> Finding:
+async def check_redis(settings: RouterSettings) -> Finding:
     """Check the Redis that was chosen, or else the one that `pagewire up` would start."""
     name = "Redis"
     if "redis_url" in settings.model_fields_set:
@@ -190,7 +190,7 @@ def _server_version(program: str) -> str:
     return f"{program} {next(words, '').removeprefix('v=')}".strip()
 
 
-async def _check_port(settings: RouterSettings) -> Finding:
+async def check_port(settings: RouterSettings) -> Finding:
     """Check that the router could listen where it is told to."""
     host, port = settings.host, settings.port
     try:
@@ -206,6 +206,7 @@ async def _explain_port(host: str, port: int, problem: str) -> Finding:
     except ConfigError:  # so it is not the port but the host
         return Finding("fail", "Port", problem, f"pagewire up --host {LOOPBACK}")
     async with httpx.AsyncClient(trust_env=False) as client:
-        if await fetch_health(client, f"http://{host}:{port}") is not None:
+        health = await fetch_health(client, f"http://{host}:{port}")
+        if health is not None and health.model:
             problem = f"a Pagewire router already answers at {host}:{port}"
     return Finding("warn", "Port", problem, f"pagewire up --port {free}")

@@ -73,13 +73,12 @@ async def probe_ucx() -> dict[str, Any]:
     # First: it must see the environment as it is before ucxx changes it.
     from pagewire.shared.transfer.ucx_settings import ucx_settings  # isort: split
 
-    import torch
     import ucxx
 
     from pagewire.shared.transfer.ucx_lane import name_lane
     from pagewire.shared.transfer.ucx_port import UcxPort
 
-    cuda = torch.cuda.is_available()
+    cuda = _enter_cuda()
     port = UcxPort(lambda tag, nbytes: port.discard(tag), ucx_settings(LOOPBACK, cuda=cuda))
     command = [sys.executable, "-P", "-m", "pagewire.services.cli.doctor_probe", "ucx-peer"]
     peer = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs in this loop
@@ -103,6 +102,16 @@ async def probe_ucx() -> dict[str, Any]:
     return {"ucx": version, "ucxx": ucxx.__version__, "lanes": lanes, "crossed": said == ARRIVED}
 
 
+def _enter_cuda() -> bool:
+    """Make the CUDA context that UCX then works in; returns whether there is a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.synchronize()
+    return True
+
+
 def _line(peer: subprocess.Popen[str]) -> str:
     """Return the peer's next line; empty if it has ended."""
     return "" if peer.stdout is None else peer.stdout.readline().strip()
@@ -110,8 +119,6 @@ def _line(peer: subprocess.Popen[str]) -> str:
 
 async def ucx_peer() -> None:
     """Be the other process: print an address, wait for the message, say that it came."""
-    import torch
-
     from pagewire.shared.transfer.ucx_port import UcxPort
     from pagewire.shared.transfer.ucx_settings import ucx_settings
 
@@ -128,7 +135,7 @@ async def ucx_peer() -> None:
         else:
             port.discard(tag)
 
-    port = UcxPort(on_arrival, ucx_settings(LOOPBACK, cuda=torch.cuda.is_available()))
+    port = UcxPort(on_arrival, ucx_settings(LOOPBACK, cuda=_enter_cuda()))
     print(port.address.hex(), flush=True)
     async with asyncio.timeout(PEER_TIMEOUT_S):
         await arrived.wait()

@@ -1,0 +1,359 @@
+"""`pagewire chat`, `complete`, `bench`, `status`, `doctor` as a user runs them.
+
+Against a real router with a scripted decode worker, and against an endpoint of another make.
+"""
+
+import asyncio
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pagewire.services.cli.doctor import check_port, check_redis
+from pagewire.services.cli.main import app
+from pagewire.shared.config import RouterSettings, load_settings
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
+from pagewire.tests.support.live_router import MODEL, SECRET, live_router
+from pagewire.tests.support.openai_server import OpenAIServer, openai_server
+from pagewire.tests.support.redis_server import RedisServer
+
+CLI = [sys.executable, "-P", "-m", "pagewire.services.cli.main"]
+ANSWER = Tokenizer.from_dir(demo_model_path()).encode(" a list of names", add_special_tokens=False)
+TEXT = " a list of names"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@dataclass
+class Cluster:
+    """A router and its worker, which live in a thread."""
+
+    url: str = ""
+    worker: FakeDecodeWorker | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    stop: asyncio.Event | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, redis_url: str) -> None:
+        self.stop, self.loop = asyncio.Event(), asyncio.get_running_loop()
+        decode = FakeDecodeWorker(
+            redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
+        )
+        prefill = prefill_card(redis_url, SECRET, "prefill-0")
+        async with live_router(redis_url) as router, prefill, decode:
+            decode.cached_tokens = 3
+            await router.ready()
+            self.url, self.worker = router.url, decode
+            self.ready.set()
+            await self.stop.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = Cluster()
+    with RedisServer() as server:
+        thread = threading.Thread(target=lambda: asyncio.run(found.serve(server.url)))
+        thread.start()
+        assert found.ready.wait(20)
+        try:
+            yield found
+        finally:
+            found.loop.call_soon_threadsafe(found.stop.set)
+            thread.join(20)
+
+
+@pytest.fixture
+def old() -> Iterator[OpenAIServer]:
+    with openai_server() as server:
+        yield server
+
+
+def pagewire(*arguments: str, stdin: str = "", **env: str) -> Result:
+    """Run a command in this process, which saves the imports of one of its own."""
+    env = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", **env}
+    return CliRunner().invoke(app, arguments, input=stdin, env=env, prog_name="pagewire")
+
+
+@pytest.mark.parametrize("command", ["chat", "complete", "bench", "status", "doctor"])
+def test_help_has_an_example(command: str) -> None:
+    assert f"Example: pagewire {command}" in pagewire(command, "--help", NO_COLOR="1").stdout
+
+
+def test_complete_streams_a_text(cluster: Cluster) -> None:
+    done = pagewire("complete", "What is it?", "--url", cluster.url)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, f"{TEXT}\n", "")
+
+
+def test_complete_takes_stdin_and_prints_json(cluster: Cluster) -> None:
+    options = ["--json", "--max-tokens", "2", "--seed", "5", "--temperature", "0"]
+    done = pagewire("complete", *options, "--url", f"{cluster.url}/v1", stdin="What is it?\n")
+    body = json.loads(done.stdout)
+    assert (body["model"], body["completion_tokens"], body["cached_tokens"]) == (MODEL, 2, 3)
+    assert (body["finish_reason"], body["ttft_s"] > 0) == ("length", True)
+    sent = cluster.worker.generated[-1]
+    assert (sent.sampling.max_tokens, sent.sampling.seed, sent.sampling.temperature) == (2, 5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["complete", "x", "--url", NOWHERE], 1, "pagewire up"),
+        (["complete", "x", "--url", "localhost:80"], 2, "--url"),
+        (["complete"], 2, "no text"),
+        (["bench", "--url", NOWHERE], 1, "nothing answers"),
+        (["bench", "--rate", "1", "--concurrency", "1"], 2, "exclude each other"),
+        (["status", "--url", NOWHERE], 1, "no Pagewire router"),
+        (["chat", "--url", NOWHERE], 1, "nothing answers"),
+    ],
+    ids=["unreachable", "no-url", "no-prompt", "bench", "two-paces", "status", "chat"],
+)
+def test_what_is_wrong_is_one_line(arguments: list[str], code: int, part: str) -> None:
+    done = pagewire(*arguments)
+    assert done.exit_code == code
+    assert done.stderr.startswith("pagewire: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert part in done.stderr
+
+
+def test_piped_chat_is_one_conversation(cluster: Cluster) -> None:
+    before = len(cluster.worker.generated)
+    lines = "What is it?\n\nAnd then?\n/reset\nWhat is it?\n/exit\nnever asked\n"
+    done = pagewire("chat", "--url", cluster.url, "--system", "Be brief.", stdin=lines)
+    assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n" * 3)
+    notes = done.stderr.splitlines()
+    assert len(notes) == 4
+    assert "TTFT" in notes[0] and "tokens/s" in notes[0] and "3 of " in notes[0]
+    first, second, third = cluster.worker.generated[before:]
+    assert len(second.prompt_token_ids) > len(first.prompt_token_ids)
+    assert third.prompt_token_ids == first.prompt_token_ids
+
+
+def test_failed_question_ends_nothing_but_the_exit_code(old: OpenAIServer) -> None:
+    old.mode = "fails"
+    done = pagewire("chat", "--url", old.url, stdin="one\ntwo\n")
+    assert done.exit_code == 1
+    assert done.stdout == "one two three\n" * 2
+    assert done.stderr.count("the GPU is on fire") == 2
+
+
+def test_chat_on_a_terminal_stops_an_answer_and_goes_on(cluster: Cluster) -> None:
+    command = [*CLI, "chat", "--url", cluster.url]
+    main, side = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=side, stdout=side, stderr=side, start_new_session=True
+    ) as process:
+        os.close(side)
+        try:
+            read_until(main, "> ")
+            cluster.worker.step_s = 0.3
+            os.write(main, b"What is it?\n")
+            read_until(main, " a ")
+            process.send_signal(signal.SIGINT)
+            read_until(main, "stopped", "> ")
+            cluster.worker.step_s = 0.0
+            os.write(main, b"And now?\n")
+            assert TEXT.encode() in read_until(main, "TTFT", "> ")
+            process.send_signal(signal.SIGINT)
+            read_until(main, "once more")
+            os.write(main, b"\x04")
+            assert process.wait(10) == 0
+        finally:
+            cluster.worker.step_s = 0.02
+            process.kill()
+            os.close(main)
+
+
+def read_until(terminal: int, *parts: str, timeout: float = 15.0) -> bytes:
+    """Read until each part has come, in this order."""
+    seen, start, deadline = b"", 0, time.monotonic() + timeout
+    for part in parts:
+        while (place := seen.find(part.encode(), start)) < 0:
+            left = deadline - time.monotonic()
+            assert left > 0 and select.select([terminal], [], [], left)[0], (part, seen)
+            seen += os.read(terminal, 4096)
+        start = place + len(part)
+    return seen
+
+
+def test_endpoint_of_another_make(old: OpenAIServer) -> None:
+    done = pagewire("complete", "x", "--url", old.url, PAGEWIRE_API_KEY="sk-1")
+    assert (done.exit_code, done.stdout) == (0, "one two three\n")
+    assert [set(body) - {"model", "prompt", "max_tokens", "stream"} for body in old.bodies] == [
+        {"stream_options", "return_token_ids"},
+        {"stream_options"},
+        set(),
+    ]
+    assert (old.keys, old.bodies[0]["model"]) == (["Bearer sk-1"] * 3, "old-model")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "part"),
+    [
+        ("busy", "http 429", "come back later"),
+        ("breaks", "cut off", "broke off"),
+        ("fails", "stream error", "on fire"),
+        ("html", "stream", "not OpenAI's"),
+    ],
+)
+def test_complete_says_what_an_endpoint_did(
+    old: OpenAIServer, mode: str, kind: str, part: str
+) -> None:
+    old.mode = mode
+    done = pagewire("complete", "x", "--url", old.url)
+    assert done.exit_code == 1, kind
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def bench(url: str, file: Path, *options: str) -> tuple[Result, dict[str, Any]]:
+    done = pagewire("bench", "--url", url, "--json", str(file), *options)
+    return done, json.loads(file.read_text())
+
+
+def test_bench_counts_by_token_ids(cluster: Cluster, tmp_path: Path) -> None:
+    slo = ["--slo-ttft", "2000", "--slo-itl", "0.001"]
+    done, report = bench(
+        cluster.url, tmp_path / "r.json", "--requests", "12", "--concurrency", "4", *slo
+    )
+    assert done.exit_code == 0, done.stderr
+    assert report["requests"]["ok"] == report["requests"]["sent"] == 12
+    assert report["tokens"]["output"] == 12 * len(ANSWER)
+    assert (report["tokens"]["counted_by_pieces"], report["tokens"]["miscounted"]) == (0, 0)
+    assert report["tokens"]["prompt_per_request"]["mean"] == pytest.approx(128, abs=15)
+    assert report["itl_ms"]["p50"] == pytest.approx(20, abs=15)
+    assert report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] < report["e2e_ms"]["p99"]
+    assert report["goodput"]["good"] == 0
+    assert "12 of 12 requests" in done.stdout
+
+
+def test_bench_at_a_rate_for_a_time(cluster: Cluster, tmp_path: Path) -> None:
+    options = ["--rate", "20", "--arrivals", "fixed", "--duration", "1", "--endpoint", "chat"]
+    done, report = bench(cluster.url, tmp_path / "r.json", *options, "--max-in-flight", "500")
+    assert done.exit_code == 0, done.stderr
+    assert 18 <= report["requests"]["sent"] <= 20
+    assert report["requests"]["failed"] == 0
+    assert report["start_lag_ms"]["p50"] < 100
+
+
+def test_bench_does_not_exceed_its_bound(cluster: Cluster, tmp_path: Path) -> None:
+    options = ["--rate", "200", "--requests", "40", "--max-in-flight", "3"]
+    done, report = bench(cluster.url, tmp_path / "r.json", *options)
+    assert done.exit_code == 0, done.stderr
+    errors = report["requests"]["errors"]
+    assert errors.keys() == {"not sent: in-flight limit"}
+    assert report["requests"]["ok"] == 40 - sum(errors.values()) >= 3
+
+
+def test_bench_without_token_ids_counts_by_usage(old: OpenAIServer, tmp_path: Path) -> None:
+    old.mode = "usage"
+    done, report = bench(old.url, tmp_path / "r.json", "--requests", "3")
+    assert done.exit_code == 0, done.stderr
+    assert (report["tokens"]["output"], report["tokens"]["prompt"]) == (12, 21)
+    assert len(old.bodies) == 1 + 2 + 3  # what it does not know is asked for only once
+
+
+def test_bench_without_any_count_says_so(old: OpenAIServer, tmp_path: Path) -> None:
+    done, report = bench(old.url, tmp_path / "r.json", "--requests", "3")
+    assert (report["tokens"]["output"], report["tokens"]["counted_by_pieces"]) == (9, 3)
+    assert "each piece of text counted" in done.stdout
+
+
+def test_bench_of_an_endpoint_that_always_refuses_fails(cluster: Cluster, tmp_path: Path) -> None:
+    too_long = ["--requests", "3", "--prompt-tokens", "1000", "--output-tokens", "1000000"]
+    done, report = bench(cluster.url, tmp_path / "r.json", *too_long)
+    assert done.exit_code == 1
+    assert report["requests"]["errors"] == {"http 400": 3}
+    assert "maximum context length" in done.stdout
+
+
+def test_bench_shows_what_it_has_when_interrupted(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    command = [*CLI, "bench", "--url", cluster.url, "--duration", "60", "--json", str(file)]
+    before = len(cluster.worker.generated)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while len(cluster.worker.generated) < before + 20:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    report = json.loads(file.read_text())
+    assert report["requests"]["ok"] > 0
+    assert report["requests"]["unfinished"] > 0
+    assert "not ended when the bench was stopped" in output
+
+
+def test_status_shows_workers_and_ways(cluster: Cluster) -> None:
+    done = pagewire("status", "--url", cluster.url)
+    assert done.exit_code == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["decode-0", "decode", "ready", "0", "0", "0", "0.0%", "0.0%", "64"] in rows
+    assert ["prefill-0", "decode-0", "zmq", "tcp", "1.50"] in rows
+
+
+def test_status_as_json_again_and_again(cluster: Cluster) -> None:
+    command = [*CLI, "status", "--url", cluster.url, "--json", "--watch", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        bodies = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == 0
+    assert all(body["ok"] and len(body["workers"]) == 2 for body in bodies)
+
+
+def test_status_of_an_endpoint_of_another_make(old: OpenAIServer) -> None:
+    done = pagewire("status", "--url", old.url)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "no Pagewire router" in done.stderr
+
+
+def test_doctor_is_right_about_this_machine(redis_server: RedisServer) -> None:
+    import torch
+
+    done = pagewire("doctor", "--port", "0", PAGEWIRE_REDIS_URL=redis_server.url)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    lines = {line[5:15].strip(): line for line in done.stdout.splitlines()}
+    assert torch.__version__ in lines["torch"]
+    assert ("no GPU here" in lines["CUDA"]) is not torch.cuda.is_available()
+    assert "a message has crossed" in lines["UCX"]
+    assert f"answers at {redis_server.url}" in lines["Redis"]
+    assert all(line.startswith("ok ") for name, line in lines.items() if name in ("UCX", "Redis"))
+    assert "can run the demo" in done.stdout
+
+
+def test_doctor_finds_a_redis_that_does_not_answer() -> None:
+    settings = load_settings(RouterSettings, {"redis_url": "redis://:secret@127.0.0.1:9/0"})
+    found = run_async(check_redis(settings))
+    assert found.level == "fail"
+    assert "127.0.0.1:9" in found.detail
+    assert "secret" not in found.detail
+
+
+def test_doctor_names_a_free_port_where_one_is_taken(cluster: Cluster, old: OpenAIServer) -> None:
+    for url, part in ((cluster.url, "a Pagewire router already"), (old.url, "in use")):
+        settings = load_settings(RouterSettings, {"port": int(url.rpartition(":")[2])})
+        found = run_async(check_port(settings))
+        assert found.level == "warn"
+        assert part in found.detail
+        assert "pagewire up --port " in found.advice
+
+
+def test_doctor_knows_the_machines_addresses() -> None:
+    found = run_async(check_port(load_settings(RouterSettings, {"host": "203.0.113.7"})))
+    assert (found.level, found.advice) == ("fail", "pagewire up --host 127.0.0.1")

@@ -1,0 +1,106 @@
+"""An OpenAI endpoint that is not Pagewire: it knows no newer fields, and can misbehave."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KNOWN = {"model", "messages", "prompt", "max_tokens", "temperature", "seed", "stream"}
+WORDS = ("one ", "two ", "three")
+
+
+@dataclass
+class OpenAIServer:
+    """A running endpoint.
+
+    Attributes:
+        mode: "old" streams text alone, "usage" a last chunk with the usage, too; "busy" refuses
+            with 429, "breaks" ends in mid-stream, "fails" sends an error in mid-stream, "html"
+            speaks something else.
+        bodies: of the requests, in order.
+        keys: their Authorization headers.
+    """
+
+    url: str = ""
+    mode: str = "old"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+
+
+@contextmanager
+def openai_server() -> Iterator[OpenAIServer]:
+    """Run an endpoint in a thread."""
+    state = OpenAIServer()
+
+    class Handler(_Handler):
+        server_state = state
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_state: OpenAIServer
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "old-model", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        state = self.server_state
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        state.bodies.append(body)
+        state.keys.append(self.headers["Authorization"])
+        known = KNOWN | ({"stream_options"} if state.mode == "usage" else set())
+        if unknown := set(body) - known:
+            message = f"Unrecognized request argument supplied: {min(unknown)}"
+            self._answer(400, {"error": {"message": message}})
+        elif state.mode == "busy":
+            self._answer(429, {"error": {"message": "come back later"}})
+        elif state.mode == "html":
+            self._send(b"data: <html>\n\n")
+        else:
+            self._stream(state.mode, chat="messages" in body)
+
+    def _stream(self, mode: str, chat: bool) -> None:
+        events: list[Any] = [_chunk(word, None, chat) for word in WORDS]
+        if mode == "fails":
+            events.append({"error": {"message": "the GPU is on fire", "code": 500}})
+        elif mode != "breaks":
+            events.append(_chunk("", "stop", chat))
+            if mode == "usage":
+                events.append({"usage": {"prompt_tokens": 7, "completion_tokens": 4}})
+        lines = [f"data: {json.dumps(event)}\r\n\r\n" for event in events]
+        end = "" if mode == "breaks" else "data: [DONE]\r\n\r\n"
+        self._send("".join([*lines, end]).encode())
+
+    def _send(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def _chunk(text: str, end: str | None, chat: bool) -> dict[str, Any]:
+    part = {"delta": {"content": text}} if chat else {"text": text}
+    return {"choices": [{"index": 0, "finish_reason": end, **part}]}

@@ -1,0 +1,122 @@
+"""What `pagewire doctor` concludes from what it finds, on machines that we don't have, too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.services.cli.doctor_checks import (
+    GIB,
+    Finding,
+    exit_code,
+    judge_cuda,
+    judge_memory,
+    judge_packages,
+    judge_python,
+    judge_torch,
+    judge_triton,
+    judge_ucx,
+)
+from pagewire.services.cli.doctor_memory import _CGROUP_FILES, _of_cgroup, _of_machine
+
+GPU = {"name": "H100", "bytes": 80 * GIB}
+
+
+def torch_probe(**changes: Any) -> dict[str, Any]:
+    found = {"torch": "2.13.0", "cuda_build": "13.0", "gpus": [], "triton": "3.9.0"}
+    return {**found, "kernel_error": None, **changes}
+
+
+def ucx_probe(crossed: bool = True, **lanes: str | None) -> dict[str, Any]:
+    return {"ucx": "1.21.0", "ucxx": "0.52", "crossed": crossed, "lanes": {"host": "tcp", **lanes}}
+
+
+def assert_finding(found: Finding, level: str, *parts: str) -> None:
+    assert found.level == level
+    for part in parts:
+        assert part in f"{found.detail} {found.advice}"
+    assert (found.advice != "") == (level != "ok")
+
+
+def test_python() -> None:
+    assert_finding(judge_python((3, 11, 7), True), "ok", "3.11.7")
+    assert_finding(judge_python((3, 10, 9), True), "fail", "3.11")
+    assert_finding(judge_python((3, 12, 1), False), "fail", "64-bit")
+
+
+def test_packages() -> None:
+    assert_finding(judge_packages([]), "ok")
+    assert_finding(judge_packages(["torch"]), "fail", "torch not installed", "pagewire[worker")
+
+
+def test_torch() -> None:
+    assert_finding(judge_torch(torch_probe()), "ok", "2.13.0", "CUDA 13.0")
+    assert_finding(judge_torch(torch_probe(cuda_build=None)), "ok", "CPU build")
+    assert_finding(judge_torch({"error": "ImportError: libx"}), "fail", "libx", "pip install")
+
+
+@pytest.mark.parametrize(
+    ("probe", "installed", "level", "part"),
+    [
+        (torch_probe(cuda_build=None), 0, "ok", "CPU"),
+        (torch_probe(gpus=[GPU, GPU]), 2, "ok", "H100 (80 GiB), H100 (80 GiB)"),
+        (torch_probe(cuda_build=None), 2, "warn", "install a CUDA build"),
+        (torch_probe(), 1, "warn", "driver"),
+        ({"error": "no torch"}, 0, "ok", "CPU"),
+    ],
+    ids=["no-gpu", "gpus", "cpu-build-beside-gpus", "broken-driver", "no-torch"],
+)
+def test_cuda(probe: dict[str, Any], installed: int, level: str, part: str) -> None:
+    assert_finding(judge_cuda(probe, installed), level, part)
+
+
+def test_triton() -> None:
+    assert_finding(judge_triton(torch_probe(triton=None)), "ok", "not installed")
+    assert_finding(judge_triton(torch_probe(gpus=[GPU])), "ok", "a kernel ran")
+    broken = torch_probe(gpus=[GPU], kernel_error="RuntimeError: no C compiler")
+    assert_finding(judge_triton(broken), "warn", "no C compiler", "gcc", "--kernels torch")
+
+
+def test_ucx() -> None:
+    assert_finding(judge_ucx(ucx_probe()), "ok", "1.21.0", "host memory by tcp")
+    assert_finding(judge_ucx(ucx_probe(gpu="cuda_ipc")), "ok", "gpu memory by cuda_ipc")
+    assert_finding(judge_ucx(ucx_probe(gpu="tcp")), "warn", "gpu memory by tcp", "IPC")
+    assert_finding(judge_ucx(ucx_probe(gpu=None)), "warn", "unknown lane")
+    assert_finding(judge_ucx(ucx_probe(crossed=False)), "warn", "no message", "zmq")
+    assert_finding(judge_ucx({"error": "No module named 'ucxx'"}), "warn", "ZeroMQ", "[worker,ucx]")
+
+
+@pytest.mark.parametrize(
+    ("gib", "level"), [(20, "ok"), (2, "warn"), (1, "fail")], ids=["plenty", "tight", "too-little"]
+)
+def test_memory(gib: int, level: str) -> None:
+    assert_finding(judge_memory(gib * GIB, 2), level, f"{gib}.0 GiB free, 2 CPU cores")
+
+
+def test_unknown_memory_stops_nobody() -> None:
+    assert judge_memory(None, 1).level == "warn"
+
+
+def test_only_failures_decide() -> None:
+    warning, failure = Finding("warn", "a", "b", "c"), Finding("fail", "a", "b", "c")
+    assert exit_code([Finding("ok", "a", "b"), warning]) == 0
+    assert exit_code([warning, failure]) == 1
+
+
+def test_memory_of_the_machine(tmp_path: Path) -> None:
+    file = tmp_path / "meminfo"
+    assert _of_machine(file) is None
+    file.write_text("MemTotal:  100 kB\nMemAvailable:  42 kB\n")
+    assert _of_machine(file) == 42 * 1024
+
+
+@pytest.mark.parametrize("files", _CGROUP_FILES, ids=["v2", "v1"])
+def test_memory_of_a_container(tmp_path: Path, files: tuple[str, str, str, str]) -> None:
+    limit, used, stat, cache = files
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("700\n")
+    (tmp_path / stat).write_text(f"anon 500\n{cache} 150\n")
+    assert _of_cgroup(tmp_path, *files) == 450
+    (tmp_path / limit).write_text("max\n")
+    assert _of_cgroup(tmp_path, *files) is None
