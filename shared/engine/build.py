@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire.kernels import Ops, load_ops
+from pagewire.kernels import BackendName, Ops, load_ops
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.cuda_graph import batch_buckets
@@ -75,7 +76,7 @@ def build_engine(
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
     max_model_len = choose_max_model_len(settings.max_model_len, config)
-    ops = load_ops(settings.kernels, device.type)
+    ops = choose_ops(settings.kernels, device)
     progress("loading weights")
     model = load_model(path, config, device, dtype, ops, settings.load_format, max_model_len)
     shape = KvShape.of(config, settings.block_size, dtype)
@@ -140,6 +141,27 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device is to be seen: install a driver, or use --device cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_ops(name: BackendName, device: torch.device) -> Ops:
+    """Return the kernels that a setting means.
+
+    Raises:
+        ConfigError: Triton was asked for where it cannot run.
+    """
+    try:
+        ops = load_ops(name, device.type)
+        # Its interpreter, for tests, runs anywhere.
+        if ops.backend == "triton" and device.type == "cpu" and not _triton_is_interpreted():
+            raise ConfigError("the Triton kernels need a GPU: use --kernels torch on the CPU")
+    except ImportError as exc:
+        raise ConfigError(f"Triton is not installed ({exc}): use --kernels torch") from exc
+    return ops
+
+
+def _triton_is_interpreted() -> bool:
+    knobs = importlib.import_module("triton").knobs  # not to be had on every platform
+    return bool(knobs.runtime.interpret)
 
 
 def choose_dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -1,0 +1,37 @@
+"""Which kernels an engine takes, and that it says so at the start where they cannot run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.shared.engine import build
+from pagewire.shared.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def test_auto_takes_torch_on_the_cpu() -> None:
+    assert build.choose_ops("auto", CPU).backend == "torch"
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_triton_runs_on_the_cpu_in_its_interpreter_alone(
+    monkeypatch: pytest.MonkeyPatch, interpreted: bool
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
+    if interpreted:
+        assert build.choose_ops("triton", CPU).backend == "triton"
+    else:
+        with pytest.raises(ConfigError, match="--kernels torch"):
+            build.choose_ops("triton", CPU)
+
+
+def test_missing_triton_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_nothing(_backend: str, _device: str) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(build, "load_ops", load_nothing)
+    with pytest.raises(ConfigError, match="Triton is not installed"):
+        build.choose_ops("triton", torch.device("cuda"))
