@@ -132,8 +132,6 @@ def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> 
     """Return how many tokens fit behind the prompt; check that those asked for do."""
     if not ids:
         raise InvalidRequestError(f"{param} must not be empty", param)
-    if asked is not None and asked < 1:
-        raise InvalidRequestError(f"max_tokens must be at least 1, not {asked}", "max_tokens")
     room = max_model_len - len(ids)
     if room < (asked or 1):
         raise ContextLengthError(

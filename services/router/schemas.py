@@ -30,6 +30,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
 ]
+AtLeastOne = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -47,7 +48,7 @@ class GenerationBody(BaseModel):
     model_config = _STRICT
 
     model: str
-    max_tokens: int | None = None
+    max_tokens: AtLeastOne | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Finite | None = None
     top_p: Finite | None = None
@@ -94,7 +95,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: AtLeastOne | None = None
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:

@@ -108,6 +108,13 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
         assert len(error.message) < 300
 
 
+@pytest.mark.parametrize("value", [0, -1, -(2**63), "5", 1.5])
+def test_the_newer_name_of_max_tokens_is_named_by_itself(value):
+    error = refusal(chat, max_completion_tokens=value)
+    assert error.param == "max_completion_tokens"
+    assert "max_completion_tokens" in error.message
+
+
 def test_a_wrong_item_is_named_by_its_index():
     assert refusal(completion, stop=["a", ""]).param == "stop[1]"
     assert refusal(completion, stop=["a", "b" * 257]).param == "stop[1]"
