@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -32,16 +32,26 @@ STOP_TIMEOUT_S = 15
 SPARE_S = 60  # for locust, over the load's duration
 
 # Small enough that one worker cannot keep all shared prompts and conversations at once.
-NUM_BLOCKS = 768
-RATES = "2,4,6,8"
+NUM_BLOCKS = 1024
+RATES = "2,4,6"
 STAGE_S = 20.0
 QUICK_RATES = "4"
 QUICK_STAGE_S = 6.0
 
-DISAGGREGATED = ("disaggregated", "1 prefill + 1 decode", 1, 1, "prefix")
-AGGREGATED = ("aggregated", "2 aggregated", 0, 2, "prefix")
-ROUND_ROBIN = ("round-robin", "2 aggregated, round robin", 0, 2, "round_robin")
-COMPARISONS = (("disaggregated", "aggregated"), ("aggregated", "round-robin"))
+SHARING = ("ChatUser", "SharedPromptUser")
+TWO = ("--prefill", "0", "--decode", "2")
+DISAGGREGATED = RunPlan(
+    "disaggregated",
+    "1 prefill + 1 decode",
+    ("--prefill", "1", "--decode", "1", "--policy", "prefix"),
+)
+PLANS = (
+    DISAGGREGATED,
+    RunPlan("aggregated", "2 aggregated", (*TWO, "--policy", "prefix")),
+    RunPlan("prefix-aware", "prefix-aware placement", (*TWO, "--policy", "prefix"), SHARING),
+    RunPlan("round-robin", "round robin placement", (*TWO, "--policy", "round_robin"), SHARING),
+)
+COMPARISONS = (("disaggregated", "aggregated"), ("prefix-aware", "round-robin"))
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,6 @@ class Load:
         stage_s: seconds a rate.
         slo_ttft_ms: latest first token of a good request.
         slo_itl_ms: largest mean time between its tokens.
-        users: names of locust's user classes; empty means all.
     """
 
     shape: str
@@ -62,16 +71,15 @@ class Load:
     stage_s: float
     slo_ttft_ms: float
     slo_itl_ms: float
-    users: tuple[str, ...]
 
     @property
     def slo(self) -> Slo:
         """The objectives."""
         return Slo(self.slo_ttft_ms / 1000, self.slo_itl_ms / 1000)
 
-    def locust_command(self, url: str, out: Path) -> list[str]:
-        """Return the command line of a run against a router."""
-        command = [sys.executable, "-P", "-m", "locust", "-f", str(LOCUSTFILE), *self.users]
+    def locust_command(self, url: str, out: Path, users: Sequence[str]) -> list[str]:
+        """Return the command line of a run against a router, with all users if none is named."""
+        command = [sys.executable, "-P", "-m", "locust", "-f", str(LOCUSTFILE), *users]
         command += ["--headless", "--only-summary", "--host", url, "--out", str(out)]
         command += ["--stop-timeout", str(STOP_TIMEOUT_S), "--html", str(out / "locust.html")]
         command += ["--json-file", str(out / "locust"), "--load-shape", self.shape]
@@ -82,19 +90,13 @@ class Load:
 
 def plans(options: argparse.Namespace) -> tuple[RunPlan, ...]:
     """Return the runs that the command line asks for."""
+    users = tuple(filter(None, options.users.split(",")))
     if options.host:
-        return (RunPlan("cluster", options.host, ()),)
-    chosen = (DISAGGREGATED,) if options.quick else (DISAGGREGATED, AGGREGATED, ROUND_ROBIN)
+        return (RunPlan("cluster", options.host, (), users),)
+    more = ("--num-blocks", str(options.num_blocks), *shlex.split(options.up))
     return tuple(
-        RunPlan(
-            name,
-            label,
-            (
-                *("--prefill", str(prefill), "--decode", str(decode), "--policy", policy),
-                *("--num-blocks", str(options.num_blocks), *shlex.split(options.up)),
-            ),
-        )
-        for name, label, prefill, decode, policy in chosen
+        replace(plan, options=(*plan.options, *more), users=users or plan.users)
+        for plan in ((DISAGGREGATED,) if options.quick else PLANS)
     )
 
 
@@ -109,7 +111,7 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
     say(f"{plan.label}: {duration_s:.0f} s of load")
     with _endpoint(plan, directory, host) as url, (directory / "locust.log").open("wb") as log:
         done = subprocess.run(
-            load.locust_command(url, directory),
+            load.locust_command(url, directory, plan.users),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -211,7 +213,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage-s", type=float, help=f"seconds a rate; default {STAGE_S:g}")
     parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="latest first token")
     parser.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
-    parser.add_argument("--users", default="", help="for example ChatUser,DocumentUser")
+    parser.add_argument("--users", default="", help="for all runs: ChatUser,DocumentUser")
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="KV blocks a worker")
     parser.add_argument("--up", default="", help='more options of pagewire up: "--device cpu"')
     parser.add_argument("--out", type=Path, default=HERE / "report", help="where reports go")
@@ -228,7 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage_s=options.stage_s or (QUICK_STAGE_S if options.quick else STAGE_S),
         slo_ttft_ms=options.slo_ttft_ms,
         slo_itl_ms=options.slo_itl_ms,
-        users=tuple(filter(None, options.users.split(","))),
     )
     stages = tuple(schedule(options.shape, [float(r) for r in load.rates.split(",")], load.stage_s))
     chosen = plans(options)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from pagewire.loadtest.records import Sample
 from pagewire.loadtest.results import RunResult
@@ -16,12 +17,16 @@ from pagewire.loadtest.slo import Percentiles, Slo, StageSummary
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")  # also apart for the colour-blind
 PERCENTILES = ("p50", "p90", "p99")
-HIT_WINDOW_S = 5.0
+HIT_WINDOW_S = 10.0
 DPI = 110
 
 
-def draw_all(results: Sequence[RunResult], slo: Slo, directory: Path) -> list[str]:
-    """Write every plot; returns their file names, in the order in which the report shows them."""
+def draw_all(results: Sequence[RunResult], slo: Slo, directory: Path, group: str) -> list[str]:
+    """Write the plots of runs that belong together.
+
+    Returns:
+        Their file names, in the order in which the report shows them; each begins with `group`.
+    """
     percentile_plots: list[tuple[str, str, float, Callable[[StageSummary], Percentiles]]] = [
         ("ttft.png", "Time to first token", slo.ttft_s, lambda stage: stage.ttft),
         ("itl.png", "Time between tokens", slo.itl_s, lambda stage: stage.itl),
@@ -34,8 +39,8 @@ def draw_all(results: Sequence[RunResult], slo: Slo, directory: Path) -> list[st
     figures["prefix_hits.png"] = _hit_figure(results)
     figures["kv_use.png"] = _kv_figure(results)
     for name, figure in figures.items():
-        figure.savefig(directory / name)
-    return list(figures)
+        figure.savefig(directory / f"{group}-{name}")
+    return [f"{group}-{name}" for name in figures]
 
 
 def hit_rates(samples: Sequence[Sample]) -> list[tuple[float, float]]:
@@ -68,6 +73,9 @@ def _percentile_figure(
             values = [getattr(select(stage), name) * 1000 for stage in result.stages]
             axis.plot(rates, values, marker="o", color=color, label=result.label)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_title(name)
         axis.set_xlabel("offered requests/s")
     for axis in axes:

@@ -40,18 +40,16 @@ def write_report(directory: Path) -> Path:
     """Write the report beside the raw data; returns the page's path."""
     manifest = Manifest.load(directory)
     results = load_results(directory, manifest)
-    plots = draw_all(results, manifest.slo, directory)
+    groups = [
+        {**group, "plots": draw_all(group["results"], manifest.slo, directory, group["name"])}
+        for group in _groups(manifest, results)
+    ]
     summary = json.dumps(_without_nan(_summary(manifest, results)), indent=2)
     (directory / SUMMARY).write_text(summary + "\n", encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters.update(ms=_ms, number=_number, percent=_percent)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    page = template.render(
-        manifest=manifest,
-        results=results,
-        plots=plots,
-        comparisons=[_named_ratios(results, *pair) for pair in manifest.comparisons],
-    )
+    page = template.render(manifest=manifest, groups=groups)
     (directory / REPORT).write_text(page, encoding="utf-8")
     return directory / REPORT
 
@@ -77,13 +75,19 @@ def _quotient(one: float, other: float) -> float:
     return one / other if other else math.nan
 
 
-def _named_ratios(results: Sequence[RunResult], one: str, other: str) -> dict[str, Any]:
+def _groups(manifest: Manifest, results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return the runs that are shown together: each comparison, or all where nothing is compared.
+
+    The name begins the plots' file names.
+    """
     by_name = {result.plan.name: result for result in results}
-    first, second = by_name[one], by_name[other]
-    return {
-        "title": f"{first.label} against {second.label}",
-        "rows": ratios(first.stages, second.stages),
-    }
+    groups: list[dict[str, Any]] = []
+    for pair in manifest.comparisons:
+        one, other = (by_name[name] for name in pair)
+        title = f"{one.label} against {other.label}"
+        rows = ratios(one.stages, other.stages)
+        groups.append({"name": pair[0], "title": title, "results": [one, other], "rows": rows})
+    return groups or [{"name": "all", "title": "", "results": list(results), "rows": []}]
 
 
 def _summary(manifest: Manifest, results: Sequence[RunResult]) -> dict[str, Any]:

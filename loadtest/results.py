@@ -22,11 +22,13 @@ class RunPlan:
         name: of its directory.
         label: in plots and tables.
         options: of `pagewire up`; empty for an endpoint that was there before.
+        users: names of locust's user classes; empty means all.
     """
 
     name: str
     label: str
     options: tuple[str, ...]
+    users: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Manifest:
             slo=Slo(**fields["slo"]),
             schedule=tuple(Stage(**stage) for stage in fields["schedule"]),
             plans=tuple(
-                RunPlan(each["name"], each["label"], tuple(each["options"]))
+                RunPlan(each["name"], each["label"], tuple(each["options"]), tuple(each["users"]))
                 for each in fields["plans"]
             ),
             comparisons=tuple((one, other) for one, other in fields["comparisons"]),

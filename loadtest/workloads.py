@@ -13,7 +13,7 @@ from functools import cache
 from pydoc_data import topics
 from typing import Any
 
-SYSTEM_PROMPTS = 8
+SYSTEM_PROMPTS = 24
 SYSTEM_PROMPT_CHARS = 3000
 MAX_TURNS = 6
 DOCUMENT_CHARS = (4000, 8000)

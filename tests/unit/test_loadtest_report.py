@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,10 @@ def test_sample_of_a_metrics_page() -> None:
 def test_hit_rate_looks_at_a_window_and_not_at_all_time() -> None:
     samples = [
         Sample(t=float(t), queries=q, hits=h, running=0, waiting=0, used={}, cached={})
-        for t, q, h in ((0, 0, 0), (1, 100, 0), (5, 100, 0), (10, 200, 90), (20, 200, 90))
+        for t, q, h in ((0, 0, 0), (1, 100, 0), (10, 100, 0), (15, 200, 90), (30, 200, 90))
     ]
     rates = hit_rates(samples)
-    assert [t for t, _ in rates] == [0, 1, 5, 10, 20]
+    assert [t for t, _ in rates] == [0, 1, 10, 15, 30]
     assert math.isnan(rates[0][1])
     assert [share for _, share in rates[1:4]] == [0.0, 0.0, 0.9]
     assert math.isnan(rates[4][1])
@@ -114,7 +115,10 @@ def finished(tmp_path: Path) -> Path:
     """The raw data of two runs."""
     write_run(tmp_path / "one", 0.01)
     write_run(tmp_path / "other", 0.02)
-    plans = (RunPlan("one", "One", ("--decode", "2")), RunPlan("other", "Other", ()))
+    plans = (
+        RunPlan("one", "One", ("--decode", "2"), ("ChatUser",)),
+        RunPlan("other", "Other", ()),
+    )
     manifest = Manifest(
         command="compare --rates 1,2,3",
         date="2026-01-02 03:04 +0000",
@@ -136,8 +140,8 @@ def test_report_has_tables_comparison_plots_and_escaped_errors(finished: Path) -
     assert "A &amp; B" in page
     assert "&lt;b&gt;refused&lt;/b&gt;" in page
     for name in ("ttft", "itl", "goodput", "prefix_hits", "kv_use"):
-        assert f'src="{name}.png"' in page
-        content = (finished / f"{name}.png").read_bytes()
+        assert f'src="one-{name}.png"' in page
+        content = (finished / f"one-{name}.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         assert len(content) > 5000
 
@@ -152,6 +156,14 @@ def test_summary_is_strict_json_with_the_figures_of_the_runs(finished: Path) -> 
     assert one["stages"][0]["cached_share"] == pytest.approx(0.16)
     assert one["stages"][2]["ttft"]["p50"] is None
     assert other["stages"][0]["ttft"]["p50"] > one["stages"][0]["ttft"]["p50"]
+
+
+def test_a_single_run_is_shown_without_comparison(finished: Path) -> None:
+    manifest = Manifest.load(finished)
+    replace(manifest, plans=manifest.plans[:1], comparisons=()).save(finished)
+    page = write_report(finished).read_text(encoding="utf-8")
+    assert "against" not in page
+    assert 'src="all-ttft.png"' in page
 
 
 def test_results_name_each_error_once(finished: Path) -> None:
@@ -170,13 +182,22 @@ def test_all_compared_clusters_have_the_same_number_of_workers() -> None:
 
 
 def test_a_running_cluster_is_tested_as_it_is() -> None:
-    [plan] = compare.plans(compare.parse(["--host", "http://127.0.0.1:8000"]))
+    words = ["--host", "http://127.0.0.1:8000", "--users", "ChatUser,BurstUser"]
+    [plan] = compare.plans(compare.parse(words))
     assert (plan.label, plan.options) == ("http://127.0.0.1:8000", ())
+    assert plan.users == ("ChatUser", "BurstUser")
+
+
+def test_what_is_compared_differs_in_the_cluster_alone() -> None:
+    chosen = {plan.name: plan for plan in compare.plans(compare.parse([]))}
+    for one, other in compare.COMPARISONS:
+        assert chosen[one].users == chosen[other].users
+        assert chosen[one].options != chosen[other].options
 
 
 def test_locust_gets_the_load(tmp_path: Path) -> None:
-    load = compare.Load("burst", "2,8", 5.0, 400.0, 30.0, ("ChatUser",))
-    words = load.locust_command("http://h:1", tmp_path)
+    load = compare.Load("burst", "2,8", 5.0, 400.0, 30.0)
+    words = load.locust_command("http://h:1", tmp_path, ("ChatUser",))
     for option, value in (
         ("--load-shape", "burst"),
         ("--rates", "2,8"),
