@@ -71,9 +71,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, this lets other threads run meanwhile: a long text takes seconds.
+            encodings = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except TypeError as exc:  # JSON can carry one, and then the library sees no text.
             raise InvalidRequestError("the text is not valid Unicode: a lone surrogate") from exc
+        ids: list[int] = encodings[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

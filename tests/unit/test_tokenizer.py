@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +348,26 @@ class TestChatTemplate:
     def test_demo_template_names_an_unknown_role(self) -> None:
         with pytest.raises(InvalidRequestError, match="not wizard"):
             DEMO.render_chat([{"role": "wizard", "content": "hi"}])
+
+
+def test_a_long_text_lets_other_threads_run() -> None:
+    tokenizer = Tokenizer.from_dir(demo_model_path())
+    done = threading.Event()
+    turns = 0
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not done.is_set():
+            time.sleep(0.001)
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    try:
+        before = turns
+        tokenizer.encode("\u00e9\U0001f600" * 100_000)
+        meanwhile = turns - before
+    finally:
+        done.set()
+        other.join()
+    assert meanwhile > 10
