@@ -48,7 +48,7 @@ class Departures:
                 while not peer.settled.is_set():
                     await peer.settled.wait()
                 if peer.error is not None:
-                    raise TransferError(f"no way to {peer.peer_id!r}") from peer.error
+                    raise TransferError(f"no way to {peer.peer_id!r}: {peer.error}") from peer.error
                 patience_ms = max(0, int((deadline - loop.time()) * 1000))
                 peer.grants[seq] = grant
                 self._post(peer, Offer(peer.out, seq, patience_ms, encode_header(header)))

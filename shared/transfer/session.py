@@ -55,6 +55,7 @@ _MAX_OFFERS = 1024  # of one peer in line; more are refused
 _MAX_STRANGERS = 256  # peers that said hello before we connected to them
 _MAX_WAYS = 4096  # incarnations of peers of which we know how often we linked to them
 _REPAIR_TIMEOUT_S = 5.0
+_LAST_WORD_S = 0.05
 _ARRIVAL_GRACE_S = 0.5  # for payloads in motion when their sender is disconnected
 
 
@@ -236,19 +237,11 @@ class SessionTransport(KvTransport):
         self._arrivals.drop(peer)
 
     def _break(self, peer: Peer, reason: str) -> None:
-        """Drop what is under way with a peer and make the way to it anew."""
+        """Drop what is under way with a peer and make the way to it anew, unless it has left."""
         if self._peers.get(peer.peer_id) is not peer or peer.repair or peer.error:
             return
-        if peer.left:
-            peer.repair = asyncio.create_task(self._let_go(peer))
-            return
-        self.stats.broken += 1
-        logger.warning("KV connection to %r broken off: %s", peer.peer_id, reason)
         peer.reset(TransferError(f"the connection to {peer.peer_id!r} broke: {reason}"))
-        del self._by_channel[peer.channel]
-        peer.channel = 0
-        self._number(peer)  # anew, which tells the peer that we have forgotten all
-        peer.repair = asyncio.create_task(self._repair(peer))
+        peer.repair = asyncio.create_task(self._repair(peer, reason))
 
     def _number(self, peer: Peer) -> None:
         """Choose what the peer puts on its messages to us."""
@@ -256,18 +249,22 @@ class SessionTransport(KvTransport):
             peer.channel = secrets.randbits(CHANNEL_BITS)
         self._by_channel[peer.channel] = peer
 
-    async def _let_go(self, peer: Peer) -> None:
-        """Give up the way to a peer that has left; it may come back by a way of its own."""
-        try:
-            await self._unlink(peer)
-        finally:
-            peer.repair = None
-        peer.fail(TransferError(f"{peer.peer_id!r} has disconnected"))
+    async def _repair(self, peer: Peer, reason: str | None = None) -> None:
+        """Make the way to a peer anew.
 
-    async def _repair(self, peer: Peer) -> None:
+        Args:
+            peer: it has been reset.
+            reason: why we broke the connection; None if the peer has made it anew.
+        """
         deadline = asyncio.get_running_loop().time() + _REPAIR_TIMEOUT_S
         try:
             await self._unlink(peer)
+            if reason is not None:
+                await asyncio.sleep(_LAST_WORD_S)  # it may be slower than the news of the closing
+                if peer.left:
+                    peer.fail(TransferError(f"{peer.peer_id!r} has disconnected"))
+                    return
+                self._forget(peer, reason)
             async with until(deadline, f"{peer.peer_id!r} did not answer"):
                 await self._make_way(peer)
         except TransferError as exc:
@@ -277,6 +274,13 @@ class SessionTransport(KvTransport):
         finally:
             peer.repair = None
         self._greet(peer)
+
+    def _forget(self, peer: Peer, reason: str) -> None:
+        self.stats.broken += 1
+        logger.warning("KV connection to %r broken off: %s", peer.peer_id, reason)
+        del self._by_channel[peer.channel]
+        peer.channel = 0
+        self._number(peer)  # anew, which tells the peer that we have forgotten all
 
     def _claim(self, channel: int, seq: int, nbytes: int) -> tuple[Peer, Landing] | None:
         """Return where a payload that has come is to land; None: nobody wants it."""
@@ -298,6 +302,10 @@ class SessionTransport(KvTransport):
             self._on_hello(message)
             return
         peer = self._by_channel.get(message.channel)
+        if peer is not None and isinstance(message, Bye):
+            peer.left = True
+            peer.reset(TransferError(f"{peer.peer_id!r} has disconnected"))
+            return
         if peer is None or not peer.reachable:
             self.stats.strays += 1
             return
@@ -310,9 +318,6 @@ class SessionTransport(KvTransport):
                 self._departures.on_grant(peer, seq)
             case Refusal(seq=seq, reason=reason):
                 self._departures.on_refusal(peer, seq, reason)
-            case Bye():
-                peer.left = True
-                peer.reset(TransferError(f"{peer.peer_id!r} has disconnected"))
             case _:
                 self.stats.note_malformed(f"a {type(message).__name__} without its payload")
 

@@ -31,6 +31,7 @@ from pagewire.shared.transfer.wire import (
 
 _MESSAGE_TAG = 0
 _PAYLOAD_FLAG = 1 << 63
+_FLUSH_S, _FLUSH_PERIOD_S = 0.05, 0.001
 
 
 class UcxTransport(SessionTransport):
@@ -76,7 +77,17 @@ class UcxTransport(SessionTransport):
     async def _unlink(self, peer: Peer) -> None:
         endpoint = self._endpoints.pop(peer, None)
         if endpoint is not None:
-            self._opened.close_endpoint(endpoint, peer)
+            try:
+                await self._flush(peer)
+            finally:
+                self._opened.close_endpoint(endpoint, peer)
+
+    async def _flush(self, peer: Peer) -> None:
+        """Give a last message a moment: closing an endpoint by force drops it."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _FLUSH_S
+        while self._opened.busy(peer) and loop.time() < deadline:  # noqa: ASYNC110 - UCX is polled
+            await asyncio.sleep(_FLUSH_PERIOD_S)
 
     def _post(self, peer: Peer, message: SessionMessage) -> None:
         endpoint = self._endpoints.get(peer)

@@ -105,6 +105,10 @@ class UcxPort:
         self._wake()
         return endpoint
 
+    def busy(self, owner: object) -> bool:
+        """Whether UCX works on transfers of an owner."""
+        return any(transfer.owner is owner for transfer in self._transfers)
+
     def close_endpoint(self, endpoint: Any, owner: object) -> None:
         """Close an endpoint by force: the owner's transfers have ended when this returns."""
         endpoint.remove_close_callback()
@@ -115,7 +119,7 @@ class UcxPort:
         for _ in range(_CLOSE_TURNS):
             self._worker.progress()
             self._settle()
-            if not any(t.owner is owner for t in self._transfers):
+            if not self.busy(owner):
                 break
         else:  # not seen so far; the transfer's buffer stays alive, and its slot held
             logger.error("UCX did not end a transfer when its endpoint was closed")

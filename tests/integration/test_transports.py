@@ -344,6 +344,22 @@ def test_close_is_idempotent_and_drops_what_nobody_took(kind: str) -> None:
     run_async(scenario())
 
 
+def test_peer_that_closes_is_not_taken_for_broken(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with network(kind) as net:
+            a, b = await net.pair()
+            await asyncio.gather(a.send("b", 1, 100), b.take_all(1))
+            await b.transport.close()
+            with pytest.raises(TransferError, match=r"disconnected|took no piece"):
+                await a.send("b", 2, 100, timeout=0.3)
+            assert a.transport.stats.broken == 0
+
+    run_async(scenario())
+    assert caplog.records == []
+
+
 def test_close_before_start(kind: str) -> None:
     async def scenario() -> None:
         async with network(kind) as net:

@@ -1,7 +1,7 @@
 """A process with a KV transport that a test talks to, and may stop or kill.
 
-Run as `python -m pagewire.tests.support.transfer_child KIND MODE PIECE_BYTES`. It prints its
-address in hex, reads the test's address as a line, connects it as "parent" and then
+Run as `python -m pagewire.tests.support.transfer_child KIND MODE PIECE_BYTES DEVICE`. It prints
+its address in hex, reads the test's address as a line, connects it as "parent" and then
 
     send     sends 32 MiB in pieces, waits for the end of its input and closes properly,
     flood    sends pieces until it dies,
@@ -36,24 +36,25 @@ def piece_header(piece: int, nbytes: int) -> PieceHeader:
     )
 
 
-def piece_bytes(piece: int, nbytes: int) -> torch.Tensor:
+def piece_bytes(piece: int, nbytes: int, device: str = "cpu") -> torch.Tensor:
     """Return bytes that differ from piece to piece and from place to place."""
     generator = torch.Generator().manual_seed(piece)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
+    if content.is_cuda:
+        torch.cuda.synchronize(device)
+    return content
 
 
-async def _send(transport: KvTransport, first: int, count: int, nbytes: int) -> None:
-    pieces = range(first, first + count)
-    await asyncio.gather(
-        *(
-            transport.send("parent", piece_header(i, nbytes), piece_bytes(i, nbytes), _PATIENCE_S)
-            for i in pieces
-        )
-    )
+async def _send(transport: KvTransport, nbytes: int, device: str) -> None:
+    async def send_piece(piece: int) -> None:
+        payload = piece_bytes(piece, nbytes, device)
+        await transport.send("parent", piece_header(piece, nbytes), payload, _PATIENCE_S)
+
+    await asyncio.gather(*(send_piece(i) for i in range(TOTAL_BYTES // nbytes)))
 
 
-async def _flood(transport: KvTransport, nbytes: int) -> None:
-    payloads = [piece_bytes(i, nbytes) for i in range(_IN_FLIGHT)]
+async def _flood(transport: KvTransport, nbytes: int, device: str) -> None:
+    payloads = [piece_bytes(i, nbytes, device) for i in range(_IN_FLIGHT)]
 
     async def one_after_the_other(lane: int) -> None:
         while True:
@@ -69,18 +70,18 @@ async def _receive(transport: KvTransport) -> None:
         piece.slot.release()
 
 
-async def _serve(kind: str, mode: str, nbytes: int) -> None:
-    staging = StagingPool(_IN_FLIGHT, nbytes, torch.device("cpu"))
+async def _serve(kind: str, mode: str, nbytes: int, device: str) -> None:
+    staging = StagingPool(_IN_FLIGHT, nbytes, torch.device(device))
     transport = create_transport(kind, "child", staging)
     print((await transport.start(_PATIENCE_S)).hex(), flush=True)
     address = await asyncio.to_thread(sys.stdin.readline)
     await transport.connect("parent", bytes.fromhex(address), _PATIENCE_S)
     try:
         if mode == "send":
-            await _send(transport, 0, TOTAL_BYTES // nbytes, nbytes)
+            await _send(transport, nbytes, device)
             await asyncio.to_thread(sys.stdin.readline)
         elif mode == "flood":
-            await _flood(transport, nbytes)
+            await _flood(transport, nbytes, device)
         else:
             await _receive(transport)
     except TransferError as exc:
@@ -91,4 +92,4 @@ async def _serve(kind: str, mode: str, nbytes: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(_serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    asyncio.run(_serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))

@@ -48,7 +48,8 @@ class Node:
             piece = await self.transport.recv()
         nbytes = piece.header.nbytes
         assert piece.header == piece_header(piece.header.piece, nbytes)
-        assert torch.equal(piece.slot.buffer[:nbytes], piece_bytes(piece.header.piece, nbytes))
+        expected = piece_bytes(piece.header.piece, nbytes)
+        assert torch.equal(piece.slot.buffer[:nbytes].cpu(), expected)
         return piece
 
     async def take_all(self, count: int) -> list[int]:
@@ -80,8 +81,10 @@ class Network:
             case _:
                 return UcxTransport(name, staging)
 
-    async def open(self, name: str, num_slots: int = 4, slot_bytes: int = 1 << 16) -> Node:
-        staging = StagingPool(num_slots, slot_bytes, torch.device("cpu"))
+    async def open(
+        self, name: str, num_slots: int = 4, slot_bytes: int = 1 << 16, device: str = "cpu"
+    ) -> Node:
+        staging = StagingPool(num_slots, slot_bytes, torch.device(device))
         node = Node(self.create(name, staging), staging)
         self.nodes.append(node)
         node.address = await node.transport.start(PATIENCE_S)
