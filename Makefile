@@ -19,7 +19,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-gpu loadtest lint fmt clean redis
+.PHONY: help setup up test test-gpu test-compose loadtest lint fmt clean redis
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 
 loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
+
+test-compose: $(STAMP) ## Build, start and torment the containers; needs a Docker engine
+	@tests/compose/base_image.sh
+	$(BIN)/pytest -m compose $(ARGS)
 
 lint: $(STAMP) .typing/pagewire ## Check style and types
 	$(BIN)/ruff check .

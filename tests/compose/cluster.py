@@ -204,9 +204,14 @@ def _has_image(image: str) -> bool:
     )
 
 
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @contextmanager
 def _file_server(host: str, folder: Path) -> Iterator[None]:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    handler = functools.partial(_QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer((host, WHEELS_PORT), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
