@@ -6,9 +6,9 @@ targets come from a rule rather than from the text alone, and have no entropy:
 - after text, the target is what follows the earliest occurrence in the corpus of the longest
   matching suffix of what has been seen (so text that occurs twice always goes on in one way);
 - after random tokens, the same rule gives the token after the last one's first occurrence;
-- where random tokens repeat an earlier stretch of the sequence, the stretch goes on: what follows
-  depends on tokens far back, so that a test notices when keys and values there are wrong;
-- a question is answered with the beginning of its topic's text.
+- a question is answered with the beginning of its topic's text, also when a long text stands
+  between: the answer then depends on tokens far back, so that a test notices when keys and values
+  there are wrong.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class SequenceSampler:
                 self._paragraph_of.setdefault(token, index)
         self._closers = {i for mark in ("?", ".", "!") for i in self._encode(mark)}
         self._kinds: list[tuple[Callable[[int], Segment], float]] = [
-            (self._text, 0.50),
-            (self._random, 0.10),
-            (self._repetition, 0.15),
-            (self._chat, 0.25),
+            (self._text, 0.30),
+            (self._snippets, 0.35),
+            (self._random, 0.15),
+            (self._chat, 0.20),
         ]
 
     def sequence(self, length: int) -> tuple[Ids, Ids]:
@@ -81,6 +81,17 @@ class SequenceSampler:
         targets = np.concatenate([s.targets for s in segments])[:length]
         return tokens, targets
 
+    def prompt_length(self, longest: int) -> int:
+        """Draw the length of a prompt, short ones as often as long ones."""
+        return self._log_uniform(1, longest)
+
+    def prompt(self, length: int) -> tuple[Ids, Ids]:
+        """Draw something to go on from, half of the time mere noise: as `sequence`."""
+        if self._rng.random() < 0.5:
+            return self.sequence(length)
+        noise = self._noise(length)
+        return noise.tokens, noise.targets
+
     def _text(self, room: int) -> Segment:
         """A window of the corpus, which runs around at its end."""
         length = min(room, int(self._rng.integers(64, 768)))
@@ -96,29 +107,24 @@ class SequenceSampler:
             return window
         return self._join(self._segment([self._bos], [int(self._stream[1])]), window)
 
+    def _snippets(self, room: int) -> Segment:
+        """Text torn to pieces, as it is when the model goes on from what it never saw."""
+        parts = []
+        missing = min(room, 200)
+        while missing > 0:
+            if self._rng.random() < 0.75:
+                start = int(self._first_seen[self._rng.integers(len(self._first_seen))])
+            else:
+                start = int(self._rng.integers(len(self._stream)))
+            parts.append(self._window(start, self._log_uniform(1, 48)))
+            missing -= len(parts[-1].tokens)
+        return self._join(*parts)
+
     def _random(self, room: int) -> Segment:
         """Random tokens, then the text where the last of them first occurs."""
         noise = self._noise(min(room, self._log_uniform(1, 512)))
         text = self._window(int(self._first_seen[noise.tokens[-1]]), int(self._rng.integers(8, 64)))
         return self._join(noise, Segment(text.tokens[1:], text.targets[1:]))
-
-    def _repetition(self, room: int) -> Segment:
-        """A stretch of random tokens, something else, and the stretch again from within."""
-        room = max(room, 24)
-        stretch = self._noise(int(self._rng.integers(12, max(13, min(room // 2, 160)))))
-        between = max(0, room - 2 * len(stretch.tokens))
-        between = int(self._rng.integers(0, between + 1))
-        middle = (
-            self._noise(between)
-            if self._rng.random() < 0.4
-            else self._window(int(self._rng.integers(len(self._stream))), between)
-        )
-        start = int(self._rng.integers(0, len(stretch.tokens) - 4))
-        again = stretch.tokens[start:]
-        source = np.concatenate([stretch.tokens, middle.tokens, again[:1]])
-        targets = source[start + 1 : start + 1 + len(again)].copy()
-        targets[0] = self._after[again[0]]  # One token alone is no repetition yet.
-        return self._join(stretch, middle, Segment(again, targets))
 
     def _chat(self, room: int) -> Segment:
         """A conversation of one or several turns."""
@@ -147,9 +153,11 @@ class SequenceSampler:
             return self._odd_question()
         name = str(self._rng.choice(self._names))
         question = str(self._rng.choice(demo_corpus.QUESTIONS)).format(name)
-        if kind < 0.45:  # a long text before the question
-            context = self._window_ids(self._log_uniform(8, max(9, room // 2)))
-            return [*context, *self._encode("\n\n" + question)], self._answers[name]
+        if kind < 0.50:  # with a long text, so that the answer depends on what is far back
+            context = self._window_ids(self._log_uniform(8, max(9, room * 3 // 4)))
+            if kind < 0.40:
+                return [*context, *self._encode("\n\n" + question)], self._answers[name]
+            return [*self._encode(question + "\n\n"), *context], self._answers[name]
         return self._encode(question), self._answers[name]
 
     def _odd_question(self) -> tuple[list[int], list[int]]:

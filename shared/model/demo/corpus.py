@@ -16,8 +16,8 @@ BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = [BOS, EOS, *ROLES.values(), END]
 
-# Longer topics repeat the shorter ones, and would cost the model its certainty.
-MAX_TOPIC_CHARS = 14_000
+# Of each topic only the beginning: the less there is to learn, the surer the model becomes.
+MAX_TOPIC_CHARS = 2500
 MAX_ANSWER_CHARS = 420
 
 SELF_INTRODUCTION = (
@@ -90,9 +90,8 @@ class Corpus:
 def load_corpus() -> Corpus:
     """Read the topics that the running Python carries."""
     topics = {
-        name: _without_rules(text)
+        name: _beginning(_without_rules(text), MAX_TOPIC_CHARS) + "\n"
         for name, text in sorted(pydoc_data.topics.topics.items())
-        if len(text) <= MAX_TOPIC_CHARS
     }
     documents = tuple(dict.fromkeys(topics.values()))
     answers: dict[str, str] = {}
@@ -134,7 +133,18 @@ def chat_template() -> str:
 
 def _without_rules(text: str) -> str:
     """Shorten the rules under titles: a run of asterisks says nothing about where it is."""
-    return re.sub(r"^([*=\-~^])\1{3,}$", r"\1\1\1", text.strip(), flags=re.MULTILINE) + "\n"
+    return re.sub(r"^([*=\-~^])\1{3,}$", r"\1\1\1", text.strip(), flags=re.MULTILINE)
+
+
+def _beginning(text: str, max_chars: int) -> str:
+    """The first paragraphs, at least one, and no more than `max_chars` characters if possible."""
+    paragraphs = text.split("\n\n")
+    kept = paragraphs[0]
+    for paragraph in paragraphs[1:]:
+        if len(kept) + len(paragraph) > max_chars:
+            break
+        kept += "\n\n" + paragraph
+    return kept
 
 
 def _prose(text: str) -> list[str]:
@@ -156,9 +166,4 @@ def _aliases(name: str, text: str) -> list[str]:
 
 def _opening(text: str) -> str:
     """The first paragraphs of a topic that are prose, as an answer to who asks about it."""
-    answer = ""
-    for paragraph in _prose(text):
-        if answer and len(answer) + len(paragraph) > MAX_ANSWER_CHARS:
-            break
-        answer += ("\n\n" if answer else "") + paragraph
-    return answer
+    return _beginning("\n\n".join(_prose(text)), MAX_ANSWER_CHARS)

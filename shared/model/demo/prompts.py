@@ -1,16 +1,17 @@
 """The standard prompts: 64 on which the demo model's greedy choices are clear.
 
 Comparisons of whole systems run on these. They are 1 to 1,500 tokens long, the same on every
-machine, and of the kinds that find different faults: plain text, noise, repetition of something
-far back, conversations, and groups that share a prefix.
+machine, and of the kinds that find different faults: plain text, noise, questions with a long
+text after them, conversations, and groups that share a prefix.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Protocol
 
-SEED = 0
+SEED = 1  # of those tried, one for which the least margin is large
 SENTENCES = (
     "The import statement combines two operations.",
     "Lambda expressions are used to create anonymous functions.",
@@ -37,7 +38,7 @@ QUESTIONS = (
 )
 
 
-class Encoder(Protocol):
+class Codec(Protocol):
     """What of a tokenizer is needed here."""
 
     vocab_size: int
@@ -45,17 +46,22 @@ class Encoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation."""
 
 
-def standard_prompts(tokenizer: Encoder, seed: int = SEED) -> list[list[int]]:
+def standard_prompts(tokenizer: Codec, seed: int = SEED) -> list[list[int]]:
     """The 64 standard prompts, as token ids."""
     rng = random.Random(seed)
     lengths = [1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 255, 257, 700, 1200, 1500]
     prompts = [_noise(rng, tokenizer, n) for n in lengths]
     prompts += [_text(rng, tokenizer, n) for n in lengths]
-    prompts += [_repetition(rng, tokenizer, n) for n in (40, 90, 200, 333, 600, 900, 1250, 1500)]
+    for question, n in zip(QUESTIONS, (30, 75, 180, 310, 580, 880, 1220, 1450), strict=True):
+        text = tokenizer.decode(_text(rng, tokenizer, n))
+        prompts.append(_conversation(tokenizer, [f"{question}\n\n{text}"]))
     prompts += [_conversation(tokenizer, [question]) for question in QUESTIONS]
     prompts += [_conversation(tokenizer, QUESTIONS[i : i + 3]) for i in range(4)]
     for shared in (48, 160, 1000):
@@ -64,25 +70,17 @@ def standard_prompts(tokenizer: Encoder, seed: int = SEED) -> list[list[int]]:
     return prompts
 
 
-def _noise(rng: random.Random, tokenizer: Encoder, length: int) -> list[int]:
+def _noise(rng: random.Random, tokenizer: Codec, length: int) -> list[int]:
     return [rng.randrange(tokenizer.vocab_size) for _ in range(length)]
 
 
-def _text(rng: random.Random, tokenizer: Encoder, length: int) -> list[int]:
+def _text(rng: random.Random, tokenizer: Codec, length: int) -> list[int]:
     """Sentences in random order, cut to `length` tokens."""
     text = " ".join(rng.choice(SENTENCES) for _ in range(length // 4 + 1))
     return tokenizer.encode(text)[:length]
 
 
-def _repetition(rng: random.Random, tokenizer: Encoder, length: int) -> list[int]:
-    """Noise, text, and the beginning of the noise again: what follows is far back."""
-    stretch = _noise(rng, tokenizer, min(80, length // 3))
-    again = stretch[: len(stretch) // 2]
-    text = _text(rng, tokenizer, length - len(stretch) - len(again))
-    return stretch + text + again
-
-
-def _conversation(tokenizer: Encoder, questions: tuple[str, ...] | list[str]) -> list[int]:
+def _conversation(tokenizer: Codec, questions: Sequence[str]) -> list[int]:
     """A chat in which all questions but the last have been answered, if not well."""
     messages = []
     for question in questions[:-1]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,15 +28,19 @@ from pagewire.shared.model.demo.corpus import (
     load_corpus,
     train_tokenizer,
 )
-from pagewire.shared.model.demo.margins import describe, greedy_margins
+from pagewire.shared.model.demo.margins import describe, greedy, greedy_margins
 from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.shared.tokenizer import Tokenizer as PagewireTokenizer
 
 VOCAB_SIZE = 2048
-TOKENS_PER_STEP = 4096
+TOKENS_PER_STEP = 2048
 PEAK_LR = 4e-3
 WARMUP_STEPS = 40
 LONG_EVERY = 5  # each fifth step has long sequences
+SHARPEN_FROM = 0.6  # share of the steps after which the model also learns from itself,
+SHARPEN_EVERY = 6  # each sixth step,
+MAX_OWN_PROMPT = 1200
+SHARPEN_TOKENS = 96  # from so many tokens that it has generated
 COPIED_FILES = ("chat_template.jinja", "README.md")
 
 
@@ -79,6 +84,30 @@ def batch_length(step: int) -> int:
     return 2048 if step % (4 * LONG_EVERY) == 0 else 1024
 
 
+def drawn_batch(sampler: SequenceSampler, length: int) -> tuple[Tensor, Tensor]:
+    """Sequences of `length` tokens: tokens and targets, both [batch, length]."""
+    rows = [sampler.sequence(length) for _ in range(TOKENS_PER_STEP // length)]
+    tokens, targets = (np.stack(column) for column in zip(*rows, strict=True))
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def own_batch(model: LlamaForCausalLM, sampler: SequenceSampler) -> tuple[Tensor, Tensor]:
+    """The model's own continuations, as its targets: what it would say anyhow, it says more surely.
+
+    They begin with prompts of all kinds, so the margins grow where no text is learned by heart.
+    """
+    length = sampler.prompt_length(MAX_OWN_PROMPT)
+    rows = min(16, max(2, TOKENS_PER_STEP // (length + SHARPEN_TOKENS)))
+    drawn = [sampler.prompt(length) for _ in range(rows)]
+    prompts, known = (torch.from_numpy(np.stack(c)) for c in zip(*drawn, strict=True))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # The operations are too small to be shared out.
+    own, _ = greedy(model, prompts, SHARPEN_TOKENS)
+    torch.set_num_threads(threads)
+    nothing = torch.full((rows, 1), NO_TARGET)
+    return torch.cat([prompts, own], dim=1), torch.cat([known[:, :-1], own, nothing], dim=1)
+
+
 def train(sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int) -> LlamaForCausalLM:
     """Train a model and print the loss on the way."""
     torch.manual_seed(seed)
@@ -86,10 +115,10 @@ def train(sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int) 
     schedules = make_optimizers(model, steps)
     started, recent = time.monotonic(), []
     for step in range(steps):
-        length = batch_length(step)
-        rows = [sampler.sequence(length) for _ in range(TOKENS_PER_STEP // length)]
-        tokens = torch.from_numpy(np.stack([row[0] for row in rows]))  # [batch, length]
-        targets = torch.from_numpy(np.stack([row[1] for row in rows]))
+        if step > SHARPEN_FROM * steps and step % SHARPEN_EVERY == 0:
+            tokens, targets = own_batch(model, sampler)
+        else:
+            tokens, targets = drawn_batch(sampler, batch_length(step))
         logits = model(input_ids=tokens, use_cache=False).logits  # [batch, length, vocab]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
         torch.autograd.backward(loss)
@@ -99,7 +128,7 @@ def train(sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int) 
             schedule.step()
         model.zero_grad(set_to_none=True)
         recent.append(loss.item())
-        if (step + 1) % 25 == 0 or step + 1 == steps:
+        if (step + 1) % 50 == 0 or step + 1 == steps:
             minutes = (time.monotonic() - started) / 60
             mean = sum(recent) / len(recent)
             print(f"step {step + 1}/{steps}  loss {mean:.4f}  {minutes:.1f} min", flush=True)
@@ -111,6 +140,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write everything that a Hugging Face model directory has."""
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -132,7 +162,7 @@ def main() -> None:
     """Train and save, as the command line says."""
     parser = argparse.ArgumentParser(description="Train the demo model from scratch.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--steps", type=int, default=1100)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
@@ -144,6 +174,7 @@ def main() -> None:
     sampler = SequenceSampler(corpus, tokenizer, arguments.seed)
     model = train(sampler, model_config(tokenizer), arguments.steps, arguments.seed)
     save(model, tokenizer, arguments.out)
+    torch.set_num_threads(1)  # as in own_batch
     prompts = standard_prompts(PagewireTokenizer.from_dir(arguments.out))
     _, margins = greedy_margins(model, prompts, new_tokens=64)
     print(f"margins: {describe(margins)}")
