@@ -39,6 +39,9 @@ class PrefillLink:
 class PrefillLinks:
     """Keeps one link to every live prefill worker in the directory.
 
+    A transport by which nothing crosses (say, UCX's once a network was taken away from this
+    process) is left out for that life of the prefill worker, as long as there is another one.
+
     Attributes:
         on_message: called with the link and each message but the handshake's.
         on_lost: called once for a link that was usable and is not any more.
@@ -56,6 +59,7 @@ class PrefillLinks:
         self._on_message = on_message
         self._on_lost = on_lost
         self._links: dict[str, PrefillLink] = {}
+        self._unfit: dict[tuple[str, int], set[str]] = {}
 
     def get(self, worker_id: str) -> PrefillLink | None:
         """Return the usable link to a worker."""
@@ -90,6 +94,10 @@ class PrefillLinks:
             if isinstance(message, KvWelcome):
                 if not welcome.done():
                     welcome.set_result(message)
+                elif message.error is not None:
+                    self._leave_out(link)
+                    link.client.close()
+                    self._lose(link, message.error)
             else:
                 self._on_message(link, message)
 
@@ -106,24 +114,38 @@ class PrefillLinks:
         try:
             pong = await client.connect(timeout)
             link.epoch = pong.epoch
-            client.post(self._hello())
+            client.post(self._hello(link))
             answer = _accepted(await asyncio.wait_for(welcome, timeout))
             link.transport = self._runtime.transports[answer.transport]
             await link.transport.connect(card.worker_id, answer.address, timeout)
             client.post(KvReady())
+        except TransferError:
+            self._leave_out(link)
+            client.close()
+            raise
         except BaseException:
             client.close()
             raise
         self._links[card.worker_id] = link
         logger.info("linked to %s over %s", card.worker_id, answer.transport)
 
-    def _hello(self) -> KvHello:
+    def _leave_out(self, link: PrefillLink) -> None:
+        """Note that nothing crosses by the transport of a link."""
+        if link.transport is None:
+            return
+        cards = {(card.worker_id, card.epoch) for card in self._directory.workers("prefill")}
+        self._unfit = {life: names for life, names in self._unfit.items() if life in cards}
+        self._unfit.setdefault((link.worker_id, link.epoch), set()).add(link.transport.name)
+
+    def _hello(self, link: PrefillLink) -> KvHello:
         runtime = self._runtime
+        unfit = self._unfit.get((link.worker_id, link.epoch), set())
+        fit = {name: at for name, at in runtime.addresses.items() if name not in unfit}
         return KvHello(
             worker_id=runtime.worker_id,
             epoch=runtime.epoch,
             layout=runtime.built.layout,
-            addresses=runtime.addresses,
+            addresses=fit or runtime.addresses,
             slot_bytes=runtime.receive_staging.slot_bytes,
         )
 

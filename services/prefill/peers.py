@@ -71,22 +71,35 @@ class DecodePeers:
         )
 
     async def _connect(self, hello: KvHello) -> tuple[KvTransport, bytes]:
-        """Connect on the first transport of the peer's that this side has, too."""
+        """Connect on the first transport of the peer's that this side has, too, and that works.
+
+        Raises:
+            TransferError: there is none.
+        """
         runtime = self._runtime
         if hello.slot_bytes < runtime.send_staging.slot_bytes:
             raise LayoutMismatchError(
                 f"{hello.worker_id} has staging slots of {hello.slot_bytes} bytes, "
                 f"this worker {runtime.send_staging.slot_bytes}: give all the same"
             )
+        problems = []
+        # All of them together must not take longer than the decode worker waits.
+        timeout = runtime.settings.transfer_timeout_s / (1 + len(hello.addresses))
         for name, address in hello.addresses.items():
-            if name in runtime.transports:
-                transport = runtime.transports[name]
-                timeout = runtime.settings.transfer_timeout_s
+            if name not in runtime.transports:
+                continue
+            transport = runtime.transports[name]
+            try:
                 await transport.connect(hello.worker_id, address, timeout)
-                return transport, runtime.addresses[name]
+            except TransferError as exc:
+                logger.warning("no %s to %s: %s", name, hello.worker_id, exc)
+                problems.append(f"{name}: {exc}")
+                continue
+            return transport, runtime.addresses[name]
         raise TransferError(
             f"{hello.worker_id} offers {', '.join(hello.addresses) or 'no transport'}, "
             f"this worker has {', '.join(runtime.transports)}"
+            + "".join(f"; {problem}" for problem in problems)
         )
 
     async def forget(self, peer_id: str) -> None:
@@ -94,9 +107,10 @@ class DecodePeers:
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
-        newer = any(other.worker_id == peer.worker_id for other in self._peers.values())
+        newer = [other for other in self._peers.values() if other.worker_id == peer.worker_id]
         if not newer:
             self._runtime.links.pop(peer.worker_id, None)
+        if all(other.transport is not peer.transport for other in newer):
             await peer.transport.disconnect(peer.worker_id)
 
     async def send(
@@ -135,6 +149,7 @@ class DecodePeers:
                 seconds = time.perf_counter() - start
         except (TransferError, TimeoutError) as exc:
             logger.warning("the KV way to %s could not be measured: %r", peer.worker_id, exc)
+            self._give_up(peer_id, f"nothing crosses by {peer.transport.name}")
             return
         gbps = PROBE_PIECES * self._runtime.send_staging.slot_bytes / seconds / 1e9
         lane = peer.transport.lane(peer.worker_id)
@@ -143,6 +158,13 @@ class DecodePeers:
                 peer=peer.worker_id, transport=peer.transport.name, lane=lane, gbps=gbps
             )
         logger.info("KV way to %s: %s, %.2f GB/s", peer.worker_id, lane, gbps)
+
+    def _give_up(self, peer_id: str, reason: str) -> None:
+        """Let the decode worker come back by another transport."""
+        runtime = self._runtime
+        runtime.server.post(
+            peer_id, KvWelcome(worker_id=runtime.worker_id, epoch=runtime.epoch, error=reason)
+        )
 
     async def _probe_once(self, peer: _Peer, pieces: range) -> None:
         limit = asyncio.Semaphore(PROBE_IN_FLIGHT)
