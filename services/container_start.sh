@@ -13,7 +13,7 @@ export PAGEWIRE_WORKER_ID PAGEWIRE_ADVERTISE_HOST
 # others stay visible behind it, since CUDA IPC reaches only devices that a process can see.
 if [ -n "${PAGEWIRE_GPUS:-}" ]; then
     for gpu in $(echo "$PAGEWIRE_GPUS" | tr , ' '); do
-        exec 9>"/run/pagewire/gpu-$gpu"
+        exec 9>"${PAGEWIRE_GPU_LOCKS:-/run/pagewire}/gpu-$gpu"
         if flock --nonblock 9; then
             others=$(echo ",$PAGEWIRE_GPUS," | sed "s/,$gpu,/,/; s/^,//; s/,\$//")
             export CUDA_VISIBLE_DEVICES="$gpu${others:+,$others}"
