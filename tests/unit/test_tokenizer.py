@@ -23,6 +23,8 @@ from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())
 
+# Text in which nothing reads as a special token, which decoding would leave out.
+PLAIN_TEXT = st.text().filter(lambda text: "<|" not in text)
 TEXTS = {
     "english": "The import statement combines two operations.",
     "code": "def f(x):\n\treturn  x + 1\n",
@@ -104,7 +106,7 @@ class TestAgainstHuggingFace:
 
 
 class TestEncode:
-    @given(st.text())
+    @given(PLAIN_TEXT)
     @settings(deadline=None)
     def test_any_text_survives(self, text: str) -> None:
         assert DEMO.decode(DEMO.encode(text)) == text
@@ -126,7 +128,7 @@ class TestEncode:
 
 
 class TestIncrementalDetokenizer:
-    @given(st.text(), st.text(max_size=8), st.integers(1, 4))
+    @given(PLAIN_TEXT, st.text(max_size=8), st.integers(1, 4))
     @settings(deadline=None)
     def test_any_text_comes_back(self, text: str, prompt: str, step: int) -> None:
         ids = DEMO.encode(text, add_special_tokens=False)
