@@ -121,7 +121,7 @@ def excerpt(rng: random.Random, length: int) -> str:
     """Return manual text of `length` characters, put together from shuffled paragraphs."""
     paragraphs = _paragraphs()
     chosen: list[str] = []
-    missing = length
+    missing = length + 1  # the last paragraph has no line end
     while missing > 0:
         chosen.append(rng.choice(paragraphs))
         missing -= len(chosen[-1]) + 1
