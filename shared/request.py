@@ -14,6 +14,7 @@ Terminal statuses are reachable from everywhere.
 from __future__ import annotations
 
 import enum
+import reprlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -69,8 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         for ok, field, rule in checks:
             if not ok:
-                value = getattr(self, field)
-                raise InvalidRequestError(f"{field} must be {rule}, not {value!r}", field)
+                value = reprlib.repr(getattr(self, field))
+                raise InvalidRequestError(f"{field} must be {rule}, not {value}", field)
 
 
 class RequestStatus(enum.Enum):

@@ -69,6 +69,12 @@ def test_no_float_slips_through_as_temperature_or_top_p(value: float) -> None:
             assert ok
 
 
+def test_a_refusal_is_short_whatever_was_asked_for() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(stop_token_ids=(1,) * 500_000).validate()
+    assert len(caught.value.message) < 300
+
+
 def test_each_terminal_status_has_a_finish_reason() -> None:
     reasons = {s.finish_reason for s in RequestStatus if s.is_finished}
     assert reasons == {"stop", "length", "abort", "error"}
