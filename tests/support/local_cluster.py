@@ -96,6 +96,18 @@ class LocalCluster:
         assert len(pids) == 1, f"{name}: {pids}"
         return pids[0]
 
+    def processes(self) -> dict[int, list[str]]:
+        """Return the processes of the cluster with their command lines, the supervisor's not."""
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+        lines = {pid: _command_line(pid) for pid in pids if self.process.pid in _ancestors(pid)}
+        return {pid: line.decode().split("\0") for pid, line in lines.items() if line}
+
+    def pid_of(self, word: str) -> int:
+        """Return the process id of the service that has this word on its command line."""
+        pids = [pid for pid, words in self.processes().items() if any(word in w for w in words)]
+        assert len(pids) == 1, f"{word}: {pids}"
+        return pids[0]
+
     def health(self) -> dict[str, Any]:
         """Return the router's view of the cluster."""
         body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()

@@ -1,0 +1,278 @@
+"""Strangers at every port, unkind clients, a lost router, a Redis in trouble, a frozen worker.
+
+Each test ends alike: requests are answered rightly, no worker holds a block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.model.demo.prompts import standard_prompts
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.local_cluster import LocalCluster, complete_all, local_cluster
+
+pytestmark = pytest.mark.timeout(120)
+
+MAX_TOKENS = 32
+WORKERS = 2
+LISTENING = "0A"  # state in /proc/net/tcp
+LOOPBACK = ("0100007F", "00000000000000000000000001000000")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster("--prefill", "1", "--decode", "1", "--device", "cpu") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and their greedy tokens by one process."""
+    llm = LLM("demo", device="cpu")
+    assert llm.tokenizer is not None
+    prompts = standard_prompts(llm.tokenizer)[:16]
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    return prompts, [output.token_ids for output in llm.generate(prompts, greedy)]
+
+
+class Expectation:
+    """A cluster and what it must answer."""
+
+    def __init__(self, cluster: LocalCluster, expected: Any) -> None:
+        self.cluster = cluster
+        self.prompts, self.truth = expected
+
+    def answers_rightly(self, while_: Callable[[], None] | None = None, in_flight: int = 8) -> int:
+        """Ask everything, with trouble beside it; returns how many prompt tokens were cached."""
+
+        async def main() -> list[dict[str, Any]]:
+            async with asyncio.TaskGroup() as group:
+                if while_ is not None:
+                    group.create_task(asyncio.to_thread(while_))
+                bodies = [greedy_body(prompt) for prompt in self.prompts]
+                asked = group.create_task(
+                    complete_all(self.cluster.url, bodies, in_flight, timeout=60)
+                )
+            return asked.result()
+
+        answers = run_async(main(), 90)
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == self.truth
+        self.cluster.wait_idle(WORKERS, timeout=20)
+        usages = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        return sum(usages)
+
+
+@pytest.fixture
+def asked(cluster: LocalCluster, expected: Any) -> Expectation:
+    return Expectation(cluster, expected)
+
+
+def greedy_body(prompt: list[int], **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "pagewire-demo",
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+def listening(cluster: LocalCluster) -> list[tuple[str, int]]:
+    """Address (as the kernel writes it) and port of every socket that the cluster listens on."""
+    inodes = set()
+    for pid in [cluster.process.pid, *cluster.processes()]:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(str(fd.readlink()).removeprefix("socket:[").rstrip("]"))
+            except FileNotFoundError:
+                continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+class Marker:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_everything_listens_on_loopback(cluster: LocalCluster) -> None:
+    sockets = listening(cluster)
+    assert cluster.port in [port for _, port in sockets]
+    assert len(sockets) >= 5  # the router, and each worker's control and metrics
+    assert [each for each in sockets if each[0] not in LOOPBACK] == []
+
+
+def test_bytes_of_strangers_at_every_port_do_nothing(asked: Expectation, tmp_path: Path) -> None:
+    marker = tmp_path / "unpickled"
+    payloads = [
+        pickle.dumps(Marker(marker)),
+        b"\xff" + bytes(8) + b"\x01\x7f\x03\x00NULL" + bytes(48),  # a ZeroMQ peer without a key
+        secrets.token_bytes(5000),
+        bytes(100_000),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ]
+
+    def knock() -> None:
+        for _, port in listening(asked.cluster):
+            for payload in payloads:
+                with socket.create_connection(("127.0.0.1", port), 2) as stranger:
+                    stranger.sendall(payload)
+
+    asked.answers_rightly(while_=knock)
+    assert not marker.exists()
+    assert " died" not in asked.cluster.output
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 10**9),
+        ("stop", [f"stop {i}" for i in range(10_000)]),
+        ("logit_bias", {str(i): 1 for i in range(100_000)}),
+        ("prompt", ["a"] * 1_000_000),
+        ("prompt", [1] * 1_000_000),
+        ("prompt", [1, 2, 10**6]),
+        ("prompt", [1, 2, 2**70]),
+        ("prompt", "word " * 500_000),
+        ("stop_token_ids", [1] * 500_000),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else None,
+)
+def test_what_has_no_bound_is_refused_at_once(
+    cluster: LocalCluster, field: str, value: object
+) -> None:
+    body = greedy_body([5, 6, 7]) | {field: value}
+    started = time.monotonic()
+    response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert len(response.content) < 1000
+    assert time.monotonic() - started < 10
+
+
+def test_readers_that_hardly_read_hold_nobody_up(asked: Expectation) -> None:
+    body = json.dumps(greedy_body([5, 6, 7], max_tokens=4000, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    readers = []
+    try:
+        for _ in range(4):
+            reader = socket.socket()
+            readers.append(reader)
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            reader.connect(("127.0.0.1", asked.cluster.port))
+            reader.sendall(head.encode() + body)
+        bodies = [greedy_body(prompt) for prompt in asked.prompts]
+        answers = run_async(complete_all(asked.cluster.url, bodies, 8, timeout=60), 90)
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == asked.truth
+        assert all(reader.recv(1) == b"H" for reader in readers)
+    finally:
+        for reader in readers:
+            reader.close()
+    asked.answers_rightly()
+
+
+def test_half_of_many_choices_cancelled_leaves_the_other_half(asked: Expectation) -> None:
+    order = [0, len(asked.prompts) - 1] * 2
+    body = greedy_body([5], n=3) | {"prompt": [asked.prompts[i] for i in order]}
+
+    async def one(client: httpx.AsyncClient, patience: float) -> list[list[int]] | None:
+        try:
+            async with asyncio.timeout(patience):
+                response = await client.post(f"{asked.cluster.url}/v1/completions", json=body)
+        except TimeoutError:
+            return None
+        return [choice["token_ids"] for choice in response.json()["choices"]]
+
+    async def main() -> list[list[list[int]] | None]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*(one(client, patience) for patience in (0.1, 60, 0.3, 60)))
+
+    for answer in run_async(main(), 90)[1::2]:
+        assert answer == [asked.truth[i] for i in order for _ in range(3)]
+    asked.answers_rightly()
+
+
+def test_a_killed_router_comes_back_and_its_requests_are_cancelled(asked: Expectation) -> None:
+    cluster = asked.cluster
+    with httpx.stream(
+        "POST",
+        f"{cluster.url}/v1/completions",
+        json=greedy_body([5, 6, 7], max_tokens=4000, stream=True),
+        timeout=30,
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(cluster.pid_of("router"), signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            list(lines)
+    deadline = time.monotonic() + 30
+    while not re.search("router is ready again", cluster.output):
+        assert time.monotonic() < deadline, cluster.output
+        time.sleep(0.1)
+    cluster.wait_idle(WORKERS)
+    asked.answers_rightly()
+
+
+def test_a_killed_redis_costs_cache_hits_for_a_while_alone(asked: Expectation) -> None:
+    cluster = asked.cluster
+    asked.answers_rightly()
+    pid = cluster.pid_of("redis.sock")
+    asked.answers_rightly(while_=lambda: os.kill(pid, signal.SIGKILL))
+    deadline = time.monotonic() + 30
+    while cluster.health()["redis"] != "up" or "redis is ready again" not in cluster.output:
+        assert time.monotonic() < deadline, cluster.output
+        time.sleep(0.1)
+    assert asked.answers_rightly() > 0
+
+
+def test_a_frozen_redis_costs_no_request(asked: Expectation) -> None:
+    pid = asked.cluster.pid_of("redis.sock")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        asked.answers_rightly()
+        asked.answers_rightly()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    asked.answers_rightly()
+
+
+def test_requests_outlast_a_frozen_decode_worker(asked: Expectation) -> None:
+    pid = asked.cluster.worker_pid("decode-0")
+
+    def freeze() -> None:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)  # longer than its lease
+        os.kill(pid, signal.SIGCONT)
+
+    # All at once: later ones would rightly be refused, for there is no other worker.
+    asked.answers_rightly(while_=freeze, in_flight=len(asked.prompts))
+    asked.answers_rightly()
