@@ -187,6 +187,16 @@ def test_second_copy_of_a_content_is_not_registered_nor_what_follows_it() -> Non
     assert pool.counts().free == 6
 
 
+def test_child_of_a_second_copy_is_not_registered_later_either() -> None:
+    pool = BlockPool(8)
+    first = fill(pool, (1,))
+    second = pool.allocate(3)
+    for i in range(3):
+        pool.register(second, hashes_of((1, 2, 3)), i, i + 1)
+    assert pool.lookup(hashes_of((1, 2, 3))) == first
+    assert pool.cached_hashes() == [hash_of((1,))]
+
+
 def test_shared_block_stays_in_use_until_its_last_holder_lets_go() -> None:
     pool = BlockPool(4)
     blocks = fill(pool, (1, 2))

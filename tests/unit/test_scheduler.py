@@ -51,6 +51,7 @@ class World:
     max_model_len: int
     caching: bool
     overlap: bool
+    turns_a_step: int  # that the device takes
     arrivals: list[Arrival]
 
 
@@ -70,6 +71,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_model_len=draw(st.sampled_from([1024, 1024, 13])),
         caching=draw(st.booleans()),
         overlap=draw(st.booleans()),
+        turns_a_step=draw(st.integers(1, 3)),
         arrivals=draw(st.lists(arrivals(capacity), min_size=3, max_size=9)),
     )
 
@@ -141,14 +143,15 @@ class Simulation:
         while self.to_come or not all(life.is_over for life in self.lives.values()):
             self.turn()
             assert self.now < 4000, "no end in sight"
-        for _ in range(8):  # held blocks are forgotten, steps in flight are read
+        for _ in range(12):  # held blocks are forgotten, steps in flight are read
             self.turn()
 
     def turn(self) -> None:
         self.let_arrive()
         for life in list(self.lives.values()):
             self.tend(life)
-        outputs, _worked = self.core.step()
+        self.device.has_run = self.now % self.world.turns_a_step == 0
+        outputs, _worked = self.core.step(wait=False)
         for output in outputs:
             life = self.lives[output.request_id]
             assert not life.is_over, "an output behind the last one"
@@ -349,11 +352,17 @@ def test_watermark_never_keeps_a_lone_sequence_out(overlap: bool) -> None:
 
 
 def test_watermark_holds_blocks_back_for_those_running() -> None:
-    core, _ = make_core(num_blocks=8, block_size=4, watermark_blocks=2)
+    core, _ = make_core(num_blocks=8, watermark_blocks=2, max_num_batched_tokens=64)
     core.add(make_sequence("a", [1] * 16))
     core.add(make_sequence("b", [0] * 12))
+    core.add(make_sequence("c", [0] * 4))  # would fit, but does not overtake
     step(core)
     assert running(core) == ["a"]
+    drain(core)
+    core.add(make_sequence("a", [1] * 16))
+    core.add(make_sequence("b", [0] * 8))
+    step(core)
+    assert running(core) == ["a", "b"]
 
 
 def test_decode_rows_come_before_chunks_and_chunks_take_what_is_left() -> None:
