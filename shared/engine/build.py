@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pagewire.kernels import BackendName, Ops, load_ops
@@ -87,47 +88,39 @@ def build_engine(
     max_model_len = min(max_model_len, num_blocks * settings.block_size)
     runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
     if device.type == "cuda":
-        progress("compiling kernels")
-        _warm_up(runner, settings, max_model_len)
-        if settings.cuda_graphs:
-            sizes = batch_buckets(settings.max_num_seqs)
-            runner.capture_graphs(sizes, lambda n: progress(f"capturing CUDA graphs: batch {n}"))
-    fingerprint = model_fingerprint(path, config, settings.load_format)
-    dtype_name = str(dtype).removeprefix("torch.")
-    scheduler = Scheduler(
-        limits=SchedulerLimits(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_waiting=settings.max_waiting,
-            watermark_blocks=num_blocks // 100,
-            local_prefill_tokens=local_prefill_tokens,
-        ),
-        pool=BlockPool(num_blocks, settings.enable_prefix_caching, listener),
-        hasher=BlockHasher(
-            settings.cluster_secret.get_secret_value(),
-            fingerprint,
-            dtype_name,
-            settings.block_size,
-        ),
+        _prepare(runner, settings, max_model_len, progress)
+    layout = BlockLayout(
+        fingerprint=model_fingerprint(path, config, settings.load_format),
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=settings.block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_bytes=shape.block_bytes,
     )
-    return BuiltEngine(
-        core=EngineCore(scheduler, runner, overlap=device.type == "cuda"),
-        runner=runner,
-        config=config,
-        model_path=path,
-        layout=BlockLayout(
-            fingerprint=fingerprint,
-            dtype=dtype_name,
-            block_size=settings.block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_bytes=shape.block_bytes,
-        ),
-        device=device,
+    pool = BlockPool(num_blocks, settings.enable_prefix_caching, listener)
+    limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
+    scheduler = Scheduler(limits, pool, _hasher(settings, layout))
+    core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
+    return BuiltEngine(core, runner, config, path, layout, device, max_model_len)
+
+
+def _limits(
+    settings: EngineSettings, num_blocks: int, max_model_len: int, local_prefill_tokens: int
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=max_model_len,
+        max_waiting=settings.max_waiting,
+        watermark_blocks=num_blocks // 100,
+        local_prefill_tokens=local_prefill_tokens,
     )
+
+
+def _hasher(settings: EngineSettings, layout: BlockLayout) -> BlockHasher:
+    secret = settings.cluster_secret.get_secret_value()
+    return BlockHasher(secret, layout.fingerprint, layout.dtype, layout.block_size)
 
 
 def choose_device(name: str) -> torch.device:
@@ -195,8 +188,7 @@ def new_sequence(
     resumed = output_token_ids or []
     stops = frozenset(sampling.stop_token_ids)
     if sampling.seed is None:
-        fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-        sampling = SamplingParams(**{**fields, "seed": secrets.randbits(63)})
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
     return Sequence(
         request_id=request_id,
         token_ids=[*prompt_token_ids, *resumed],
@@ -257,6 +249,17 @@ def _fitting_blocks(
         )
     logger.info("KV pool: %d blocks, %.1f GiB", num_blocks, budget / 2**30)
     return num_blocks
+
+
+def _prepare(
+    runner: ModelRunner, settings: EngineSettings, max_model_len: int, progress: Progress
+) -> None:
+    """Compile kernels and capture CUDA graphs, so that no request waits for it."""
+    progress("compiling kernels")
+    _warm_up(runner, settings, max_model_len)
+    if settings.cuda_graphs:
+        sizes = batch_buckets(settings.max_num_seqs)
+        runner.capture_graphs(sizes, lambda n: progress(f"capturing CUDA graphs: batch {n}"))
 
 
 def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> None:

@@ -72,7 +72,7 @@ class EngineCore:
 
     Attributes:
         overlap: launch a step before the tokens of the one before are read.
-        awaits_device: a step or a hook's work is on the device; turn the loop again soon.
+        hooks_busy: a hook waits for the device.
     """
 
     scheduler: Scheduler

@@ -111,8 +111,10 @@ class LLM:
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             vocab_size = self.engine.config.vocab_size
-            if not all(0 <= token < vocab_size for token in prompt):
-                raise InvalidRequestError(f"token ids must be below {vocab_size}", "prompts")
+            if not all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
+                raise InvalidRequestError(
+                    f"token ids must be integers from 0 to {vocab_size - 1}", "prompts"
+                )
             return list(prompt)
         if self.tokenizer is None:
             raise InvalidRequestError(
@@ -144,9 +146,11 @@ class LLM:
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [[int(token) for token in prompts if isinstance(token, int)]]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    tokens = [item for item in prompts if isinstance(item, int)]
+    others = [item for item in prompts if not isinstance(item, int)]
+    if tokens and others:
+        raise InvalidRequestError("prompts must be token ids or prompts, not both", "prompts")
+    return [tokens] if tokens else others
 
 
 def _take(result: RequestOutput, output: StepOutput) -> None:

@@ -51,7 +51,6 @@ class Sequence:
     decodes_from_slot: bool = False
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
-    error: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -84,8 +83,4 @@ class Sequence:
 
     def extend_hashes(self, hasher: BlockHasher) -> None:
         """Hash the full blocks that `token_ids` has grown by."""
-        size = hasher.block_size
-        while (start := len(self.block_hashes) * size) + size <= len(self.token_ids):
-            parent = self.block_hashes[-1] if self.block_hashes else None
-            tokens = self.token_ids[start : start + size]
-            self.block_hashes.append(hasher.hash_block(parent, tokens))
+        hasher.extend(self.block_hashes, self.token_ids)

@@ -14,6 +14,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.cuda_graph import DecodeGraphs
 from pagewire.shared.engine.llm import RequestOutput
 from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.demo.prompts import standard_prompts
 
@@ -34,6 +35,11 @@ def make_llm(*, overlap: bool = False, **settings: Any) -> LLM:
     llm = LLM("demo", device="cpu", dtype="float32", **settings)
     llm.engine.core.overlap = overlap
     return llm
+
+
+@pytest.fixture(scope="module")
+def shared_llm(one_thread: None) -> LLM:
+    return make_llm(enable_prefix_caching=False)
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -95,7 +101,6 @@ CASES = {
         "overlap": True,
     },
     "tight": TIGHT,
-    "tight-overlap": {**TIGHT, "overlap": True},
     "tight-chunk-7-overlap": {**TIGHT, "max_num_batched_tokens": 7, "overlap": True},
     "tight-chunk-64": {**TIGHT, "max_num_batched_tokens": 64},
     "tight-chunk-100-uncached": {
@@ -227,6 +232,54 @@ def test_another_seed_gives_other_tokens(truth: Truth) -> None:
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=32) for seed in seeds]
     first, other, again = tokens_of(make_llm().generate([prompt] * 3, params))
     assert first == again != other
+
+
+# What `LLM.generate` takes
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "param"),
+    [
+        ([[1, 2], 3], None, "prompts"),
+        ([1, [2]], None, "prompts"),
+        ([[1], [1, -1]], None, "prompts"),
+        ([[1], [1, 10**6]], None, "prompts"),
+        ([[1], ["a"]], None, "prompts"),
+        ([[1], []], None, "prompt"),
+        ([[1], [1] * 4096], None, "prompt"),
+        ([[1]], SamplingParams(top_p=0.0), "top_p"),
+        ([[1]], [GREEDY, GREEDY], "sampling_params"),
+    ],
+    ids=[
+        "list-then-token",
+        "token-then-list",
+        "negative",
+        "outside-vocabulary",
+        "not-a-number",
+        "empty",
+        "too-long",
+        "bad-parameter",
+        "too-many-parameters",
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(
+    shared_llm: LLM, prompts: Any, params: Any, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        shared_llm.generate(prompts, params)
+    assert caught.value.param == param
+    assert_idle(shared_llm)
+
+
+def test_one_prompt_may_come_without_a_list(shared_llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=5)
+    assert shared_llm.tokenizer is not None
+    text = "The import statement"
+    tokens = shared_llm.tokenizer.encode(text)
+    one = shared_llm.generate(text, sampling)
+    assert one == shared_llm.generate([text], sampling) == shared_llm.generate(tokens, sampling)
+    assert one[0].text == shared_llm.tokenizer.decode(one[0].token_ids)
+    assert shared_llm.generate([], sampling) == []
 
 
 # The prefix cache
