@@ -1,12 +1,16 @@
 """Shared by all tests: Triton's interpreter where there is no GPU, and GPU tests only where one is.
 
-The variable must be set before Triton is imported for the first time, so it is set here.
+The variables must be set before Triton and torch are imported for the first time, so that is here.
+One thread a process: the clusters that the tests start share the cores, and threads that wait for
+each other in turn take longer than one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
