@@ -22,8 +22,9 @@ from pagewire.tests.support.redis_server import RedisServer
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A job in the background of a shell ignores Ctrl-C, and so would everything that the tests start.
+# A job in the background, or under nohup, ignores these, and so would everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
