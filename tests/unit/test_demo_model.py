@@ -94,7 +94,7 @@ class TestWhatItSays:
         ("question", "words"),
         [
             ("What is a lambda?", "anonymous functions"),
-            ("Tell me about the import statement.", "module"),
+            ("Tell me about the import statement.", "import statement"),
             ("How does the with statement work?", "context manager"),
             ("Hello!", "Pagewire demo model"),
         ],
