@@ -150,6 +150,10 @@ def test_failed_question_ends_nothing_but_the_exit_code(old: OpenAIServer) -> No
     assert done.stderr.count("the GPU is on fire") == 2
 
 
+# Between its prompt and its wait for a key, Python's readline sees neither Ctrl-C nor Ctrl-D.
+SETTLE_S = 0.5
+
+
 def test_chat_on_a_terminal_stops_an_answer_and_goes_on(cluster: Cluster) -> None:
     command = [*CLI, "chat", "--url", cluster.url]
     main, side = pty.openpty()
@@ -167,8 +171,10 @@ def test_chat_on_a_terminal_stops_an_answer_and_goes_on(cluster: Cluster) -> Non
             cluster.worker.step_s = 0.0
             os.write(main, b"And now?\n")
             assert TEXT.encode() in read_until(main, "TTFT", "> ")
+            time.sleep(SETTLE_S)
             process.send_signal(signal.SIGINT)
-            read_until(main, "once more")
+            read_until(main, "once more", "> ")
+            time.sleep(SETTLE_S)
             os.write(main, b"\x04")
             assert process.wait(10) == 0
         finally:
