@@ -12,27 +12,9 @@ import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.bench import LLAMA_8B
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 
 
 @pytest.fixture(autouse=True)
