@@ -114,6 +114,17 @@ class Client:
         """Close the connections."""
         await self._http.aclose()
 
+    async def transfer_seconds(self) -> tuple[float, float]:
+        """Return the sum and count so far of what the KV took behind the first token."""
+        text = (await self._http.get(f"{self._url}/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+        name = "pagewire_request_transfer_seconds"
+        seconds, count = (
+            sum(float(v) for k, v in values.items() if k.startswith(f"{name}_{part}"))
+            for part in ("sum", "count")
+        )
+        return seconds, count
+
     async def complete(self, length: int, out: int) -> Answer:
         """Stream one answer; a chunk of k tokens counts as k tokens at once."""
         prompt = [self._rng.randrange(10, VOCAB_USED) for _ in range(length)]
@@ -159,11 +170,14 @@ async def unloaded(client: Client, label: str) -> None:
     """One request at a time: TTFT, the gap behind the first token, the usual gap."""
     for length in UNLOADED_PROMPTS:
         await client.complete(length, 4)
+        before = await client.transfer_seconds()
         answers = [await client.complete(length, 32) for _ in range(UNLOADED_TIMES)]
+        after = await client.transfer_seconds()
         ttft = [answer.ttft * 1e3 for answer in answers]
         emit(
             label=label,
             what="unloaded",
+            exposed_ms=(after[0] - before[0]) / max(1, after[1] - before[1]) * 1e3,
             prompt=length,
             ttft_ms=statistics.median(ttft),
             low=min(ttft),

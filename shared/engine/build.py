@@ -278,7 +278,7 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
         block_ids=list(range(-(-(length + 1) // settings.block_size))),
         slot=0,
     )
-    chunk = ScheduledTokens(sequence, 0, length, True, False, 0)
+    chunk = ScheduledTokens(sequence, 0, length, True, 0)
     runner.execute(ScheduledBatch([], [chunk])).wait()
-    row = ScheduledTokens(sequence, length, 1, True, True, 0)
+    row = ScheduledTokens(sequence, length, 1, True, 0)
     runner.execute(ScheduledBatch([row], [])).wait()

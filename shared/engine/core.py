@@ -164,7 +164,9 @@ class EngineCore:
             self._fail_batch(batch, exc)
             return
         self.stats.steps += 1
-        self.stats.prompt_tokens_computed += sum(part.length for part in batch.prefills)
+        self.stats.prompt_tokens_computed += sum(
+            part.length for part in batch if part.start < part.sequence.num_prompt_tokens
+        )
         self._in_flight.append((batch, pending))
 
     def _postprocess(self, batch: ScheduledBatch, pending: PendingTokens) -> None:

@@ -55,21 +55,26 @@ class ScheduledTokens:
         start: position of the first token.
         length: tokens to run.
         samples: the last of them is the sequence's newest, so that a token is drawn.
-        from_slot: the one input token is on the device already (a decode row).
         num_preemptions: of the sequence when scheduled; a result of an older life is not cached.
+        input_token: of a decode row whose token is not in its slot: nothing was sampled there.
     """
 
     sequence: Sequence
     start: int
     length: int
     samples: bool
-    from_slot: bool
     num_preemptions: int
+    input_token: int | None = None
 
     @property
     def end(self) -> int:
         """Position behind the last token."""
         return self.start + self.length
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is a decode row: a single token, behind which the next one is drawn."""
+        return self.samples and self.length == 1
 
     @property
     def is_stale(self) -> bool:
@@ -217,17 +222,17 @@ class Scheduler:
         decodes: list[ScheduledTokens] = []
         prefills: list[ScheduledTokens] = []
         # Decode rows before chunks: a long prompt does not hold up those who are talking.
-        order = sorted(self.running, key=lambda sequence: not sequence.decodes_from_slot)
+        order = sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens != 1)
         for sequence in order:
             if budget == 0:
                 break
             if sequence.status is RequestStatus.RUNNING and self._wants_to_run(sequence):
                 part = self._grow(sequence, budget)
                 if part is not None:
-                    (decodes if part.from_slot else prefills).append(part)
+                    (decodes if part.is_decode else prefills).append(part)
                     budget -= part.length
         if self.num_preemptions == before:
-            self._admit_waiting(prefills, budget)
+            self._admit_waiting(decodes, prefills, budget)
         # A later sequence's growth may have preempted an earlier choice.
         batch = ScheduledBatch(
             [part for part in decodes if not part.is_stale],
@@ -246,13 +251,15 @@ class Scheduler:
         full = min(end // size, len(sequence.block_hashes))
         self.pool.register(sequence.block_ids, sequence.block_hashes, start // size, full)
 
-    def _admit_waiting(self, prefills: list[ScheduledTokens], budget: int) -> None:
+    def _admit_waiting(
+        self, decodes: list[ScheduledTokens], prefills: list[ScheduledTokens], budget: int
+    ) -> None:
         """Admit from the queue while there is room."""
         while budget > 0 and (admitted := self._admit()) is not None:
             if admitted.status is RequestStatus.RUNNING:
                 part = self._grow(admitted, budget)
                 if part is not None:
-                    prefills.append(part)
+                    (decodes if part.is_decode else prefills).append(part)
                     budget -= part.length
 
     def _wants_to_run(self, sequence: Sequence) -> bool:
@@ -281,8 +288,8 @@ class Scheduler:
             start=sequence.num_computed_tokens,
             length=length,
             samples=end == sequence.num_tokens,
-            from_slot=sequence.decodes_from_slot and length == 1,
             num_preemptions=sequence.num_preemptions,
+            input_token=None if sequence.decodes_from_slot else sequence.token_ids[end - 1],
         )
 
     def _admit(self) -> Sequence | None:

@@ -11,7 +11,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import torch
@@ -29,7 +29,7 @@ IN_FLIGHT = 4
 TURNS = 5
 _MIB = 1 << 20
 _TOTAL_BYTES = {"cpu": 256 * _MIB, "cuda": 2048 * _MIB}
-_PATIENCE_S = 60.0
+PATIENCE_S = 60.0
 
 
 def _staging(device: str) -> StagingPool:
@@ -53,51 +53,63 @@ def _header(nbytes: int) -> PieceHeader:
 
 async def _send_pieces(transport: KvTransport, staging: StagingPool, nbytes: int, n: int) -> None:
     async def send_one() -> None:
-        slot = await staging.acquire(_PATIENCE_S)
+        slot = await staging.acquire(PATIENCE_S)
         try:
             payload = slot.buffer[:nbytes]
-            await transport.send("receiver", _header(nbytes), payload, _PATIENCE_S)
+            await transport.send("receiver", _header(nbytes), payload, PATIENCE_S)
         finally:
             slot.release()
 
     await asyncio.gather(*(send_one() for _ in range(n)))
 
 
-async def _child(kind: str, device: str) -> None:
-    """Send as told on standard input: lines of piece size and count."""
-    staging = _staging(device)
+async def serve_orders(
+    kind: str,
+    staging: StagingPool,
+    obey: Callable[[KvTransport, list[int]], Awaitable[None]],
+) -> None:
+    """Be the sending process: connect to the parent, obey each line of numbers that it writes."""
     transport = create_transport(kind, "sender", staging)
     try:
-        print((await transport.start(_PATIENCE_S)).hex(), flush=True)
+        print((await transport.start(PATIENCE_S)).hex(), flush=True)
         address = await asyncio.to_thread(sys.stdin.readline)
-        await transport.connect("receiver", bytes.fromhex(address), _PATIENCE_S)
+        await transport.connect("receiver", bytes.fromhex(address), PATIENCE_S)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            nbytes, count = map(int, line.split())
-            await _send_pieces(transport, staging, nbytes, count)
+            await obey(transport, [int(word) for word in line.split()])
     finally:
         await transport.close()
 
 
+async def _child(kind: str, device: str) -> None:
+    """Send as told: pieces of so many bytes, so many of them."""
+    staging = _staging(device)
+
+    async def obey(transport: KvTransport, order: list[int]) -> None:
+        await _send_pieces(transport, staging, *order)
+
+    await serve_orders(kind, staging, obey)
+
+
 @asynccontextmanager
-async def _sender(
-    kind: str, device: str, transport: KvTransport, address: bytes
+async def child_process(
+    command: tuple[str, ...], transport: KvTransport, address: bytes
 ) -> AsyncIterator[asyncio.StreamWriter]:
-    """Start a child and connect with it; yields what it is told through."""
+    """Start the sending process and connect with it; yields what it takes orders from."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pagewire.shared.transfer.bench", "--child", kind, device),
+        *(sys.executable, "-P", "-m", *command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     try:
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the child has no pipes")
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             theirs = bytes.fromhex((await process.stdout.readline()).decode())
-        await transport.connect("sender", theirs, _PATIENCE_S)
+        await transport.connect("sender", theirs, PATIENCE_S)
         process.stdin.write(f"{address.hex()}\n".encode())
         yield process.stdin
         process.stdin.close()
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             await process.wait()
     finally:
         if process.returncode is None:
@@ -111,7 +123,7 @@ async def _turn(
     """Return the GB/s of `count` pieces."""
     started = time.perf_counter()
     orders.write(f"{nbytes} {count}\n".encode())
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(PATIENCE_S):
         for _ in range(count):
             piece = await transport.recv()
             piece.slot.release()
@@ -122,8 +134,9 @@ async def _measure(kind: str, source: str, target: str) -> None:
     staging = _staging(target)
     transport = create_transport(kind, "receiver", staging)
     try:
-        address = await transport.start(_PATIENCE_S)
-        async with _sender(kind, source, transport, address) as orders:
+        address = await transport.start(PATIENCE_S)
+        command = ("pagewire.shared.transfer.bench", "--child", kind, source)
+        async with child_process(command, transport, address) as orders:
             row = []
             for mib in PIECES_MIB:
                 count = _TOTAL_BYTES[torch.device(target).type] // (mib * _MIB)
@@ -135,9 +148,9 @@ async def _measure(kind: str, source: str, target: str) -> None:
         await transport.close()
 
 
-def _copy_gbps(source: str, target: str) -> float:
-    """Return the GB/s of a plain copy of 64 MiB."""
-    a = torch.ones(64 * _MIB, dtype=torch.uint8, device=source)
+def copy_gbps(source: str, target: str, nbytes: int = 64 * _MIB) -> float:
+    """Return the GB/s of a plain copy."""
+    a = torch.ones(nbytes, dtype=torch.uint8, device=source)
     b = torch.empty_like(a, device=target)
     speeds = []
     for _ in range(2 * TURNS):
@@ -170,7 +183,7 @@ def main() -> None:
         asyncio.run(_child(*options.child))
         return
     print(f"{options.source} -> {options.target}, {IN_FLIGHT} pieces in flight, GB/s (1e9 bytes)")
-    print(f"plain copy of 64 MiB: {_copy_gbps(options.source, options.target):.2f}")
+    print(f"plain copy of 64 MiB: {copy_gbps(options.source, options.target):.2f}")
     print(f"{'':16}" + "".join(f"{mib:6d} MiB" for mib in PIECES_MIB))
     for kind in options.transports:
         asyncio.run(_measure(kind, options.source, options.target))

@@ -66,7 +66,8 @@ class UcxTransport(SessionTransport):
         if cuda:  # UCX works in the thread's current CUDA context
             torch.cuda.set_device(self.staging.device)
             torch.cuda.synchronize(self.staging.device)
-        self._port = UcxPort(self._on_arrival, ucx_settings(self._host, cuda=cuda))
+        settings = ucx_settings(self._host, cuda=cuda)
+        self._port = UcxPort(self._on_arrival, settings, eager=cuda)
         return self._port.address
 
     async def _link(self, peer: Peer) -> None:

@@ -64,10 +64,12 @@ class ComposeCluster:
 
     Attributes:
         url: of the gateway.
+        network: the one between the services.
     """
 
     def __init__(self, settings: dict[str, str]) -> None:
         self.project = f"pagewire-test-{os.getpid()}"
+        self.network = f"{self.project}_cluster"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [*compose_command(), "--env-file", ".env.example", "-p", self.project]

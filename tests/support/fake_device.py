@@ -105,6 +105,7 @@ class FakeDevice:
     Attributes:
         cells: [block][offset], the token that was run there.
         batches: (tokens, sequences) of every step.
+        num_decode_rows: of all steps together.
         longest_table: most blocks that a sequence ever had in a step.
         has_run: whether the device is done with its steps.
         has_moved: whether it is done with what it packs and unpacks.
@@ -116,6 +117,7 @@ class FakeDevice:
     block_size: int
     cells: list[list[int | None]] = field(init=False)
     batches: list[tuple[int, int]] = field(default_factory=list)
+    num_decode_rows: int = 0
     longest_table: int = 0
     has_run: bool = True
     has_moved: bool = True
@@ -130,6 +132,7 @@ class FakeDevice:
     def execute(self, batch: ScheduledBatch) -> FakePending:
         self._check_batch(batch)
         self.batches.append((batch.num_tokens, len(list(batch))))
+        self.num_decode_rows += len(batch.decodes)
         error, self.fail_execute = self.fail_execute, None
         if error is not None:
             raise error
@@ -179,9 +182,9 @@ class FakeDevice:
         assert len(set(slots)) == len(slots)
         assert all(slot is not None and 0 <= slot < self.limits.max_num_seqs for slot in slots)
         for part in batch.decodes:
-            assert part.from_slot and part.samples and part.length == 1
+            assert part.is_decode
         for part in batch.prefills:
-            assert not part.from_slot
+            assert not part.is_decode
         for part in parts:
             self._check_part(part)
 
@@ -201,7 +204,7 @@ class FakeDevice:
 
     def _write(self, part: ScheduledTokens) -> None:
         sequence = part.sequence
-        if part.from_slot:
+        if part.input_token is None:
             owner, position, token = self._slots[sequence.slot or 0]
             assert owner is sequence and position == part.start
             self._put(sequence, position, token)

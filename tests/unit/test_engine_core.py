@@ -269,6 +269,7 @@ def test_activated_sequence_runs_on_from_its_first_token(overlap: bool) -> None:
     assert tokens_of(outputs, "remote") == expected[1:]
     assert all(o.cached_tokens is None for o in outputs)
     assert device.batches[0] == (1, 1)  # none of the prompt was computed again
+    assert device.num_decode_rows == len(device.batches)  # for which there are CUDA graphs
     assert_idle(core)
 
 
@@ -472,3 +473,18 @@ def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: b
     device.has_run = True
     assert drain(core) == []
     assert_idle(core)
+
+
+@BOTH
+def test_last_token_behind_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap)
+    prompt = [1] * 9  # two full blocks and one token
+    core.add(make_sequence("first", prompt, max_tokens=1))
+    drain(core)
+    computed, rows = core.stats.prompt_tokens_computed, device.num_decode_rows
+    second = make_sequence("second", prompt, max_tokens=1)
+    core.add(second)
+    drain(core)
+    assert second.num_cached_tokens == 8
+    assert device.num_decode_rows == rows + 1
+    assert core.stats.prompt_tokens_computed == computed + 1

@@ -1,0 +1,188 @@
+"""The KV wire: scattered blocks of one prompt, from pool to pool, between two processes.
+
+    python -P -m pagewire.shared.transfer.kv_bench --tokens 8192
+
+A child gathers the blocks into staging slots with their checksums and sends them; this process
+scatters them into its own pool and compares the checksums. GB/s counts from the order to the last
+block's verification, beside one contiguous copy of as many bytes between the same devices in the
+same run: medians of `TURNS` turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.shared.errors import TransferError
+from pagewire.shared.protocol import PieceHeader
+from pagewire.shared.transfer import KvTransport, StagingPool, create_transport
+from pagewire.shared.transfer.base import ReceivedPiece
+from pagewire.shared.transfer.bench import PATIENCE_S, child_process, copy_gbps, serve_orders
+
+LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
+SLOTS = 8
+SLOT_BLOCKS = (4, 8, 16, 32)
+TURNS = 9
+_SPARE = 2  # the pool is so many times larger than the prompt
+
+
+class _BlockMover:
+    """One side's pool, with the blocks of a prompt strewn over it."""
+
+    def __init__(self, device: str, num_blocks: int) -> None:
+        self._ops = load_ops("auto", torch.device(device).type)
+        shape = (_SPARE * num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        self._pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        self.block_bytes = self._pool[0].nbytes
+        self._blocks = random.Random(0).sample(range(shape[0]), num_blocks)
+
+    def fill(self) -> None:
+        """Write something that differs from block to block."""
+        self._pool.view(torch.uint8).random_(0, 255)
+
+    async def pack(self, start: int, count: int, staging: torch.Tensor) -> list[int]:
+        """Gather blocks of the prompt; returns their checksums when it is done."""
+        return await self._done(self._ops.pack_blocks(self._pool, self._ids(start, count), staging))
+
+    async def unpack(self, start: int, count: int, staging: torch.Tensor) -> list[int]:
+        """Scatter blocks of the prompt, likewise."""
+        ids = self._ids(start, count)
+        return await self._done(self._ops.unpack_blocks(staging, self._pool, ids))
+
+    def _ids(self, start: int, count: int) -> torch.Tensor:
+        host = torch.tensor(
+            self._blocks[start : start + count], dtype=torch.int64, pin_memory=self._pool.is_cuda
+        )
+        return host.to(self._pool.device, non_blocking=True)
+
+    async def _done(self, checksums: torch.Tensor) -> list[int]:
+        if not checksums.is_cuda:
+            values: list[int] = checksums.tolist()
+            return values
+        host = torch.empty(checksums.shape, dtype=checksums.dtype, pin_memory=True)
+        host.copy_(checksums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        while not event.query():  # noqa: ASYNC110 - a device is polled
+            await asyncio.sleep(0)
+        values = host.tolist()
+        return values
+
+
+def _staging(device: str, block_bytes: int) -> StagingPool:
+    return StagingPool(SLOTS, max(SLOT_BLOCKS) * block_bytes, torch.device(device))
+
+
+async def _send(
+    transport: KvTransport, mover: _BlockMover, staging: StagingPool, start: int, count: int
+) -> None:
+    slot = await staging.acquire(PATIENCE_S)
+    try:
+        payload = slot.buffer[: count * mover.block_bytes]
+        checksums = await mover.pack(start, count, payload)
+        header = PieceHeader(
+            job_id="bench",
+            decode_epoch=0,
+            prefill_epoch=0,
+            piece=start,
+            positions=list(range(start, start + count)),
+            checksums=checksums,
+            nbytes=payload.nbytes,
+        )
+        await transport.send("receiver", header, payload, PATIENCE_S)
+    finally:
+        slot.release()
+
+
+async def _child(kind: str, device: str, num_blocks: int) -> None:
+    """Send the prompt's blocks as told: so many a piece."""
+    mover = _BlockMover(device, num_blocks)
+    mover.fill()
+    staging = _staging(device, mover.block_bytes)
+
+    async def obey(transport: KvTransport, order: list[int]) -> None:
+        (count,) = order
+        async with asyncio.TaskGroup() as group:
+            for start in range(0, num_blocks, count):
+                group.create_task(_send(transport, mover, staging, start, count))
+
+    await serve_orders(kind, staging, obey)
+
+
+async def _take(mover: _BlockMover, piece: ReceivedPiece) -> None:
+    header = piece.header
+    try:
+        payload = piece.slot.buffer[: header.nbytes]
+        checksums = await mover.unpack(header.positions[0], len(header.positions), payload)
+    finally:
+        piece.slot.release()
+    if checksums != header.checksums:
+        raise TransferError(f"piece {header.piece} arrived damaged")
+
+
+async def _turn(
+    transport: KvTransport, orders: asyncio.StreamWriter, mover: _BlockMover, pieces: int, size: int
+) -> float:
+    """Return the seconds that all blocks take in pieces of `size` blocks."""
+    started = time.perf_counter()
+    orders.write(f"{size}\n".encode())
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        for _ in range(pieces):
+            group.create_task(_take(mover, await transport.recv()))
+    return time.perf_counter() - started
+
+
+async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None:
+    mover = _BlockMover(target, num_blocks)
+    total = num_blocks * mover.block_bytes
+    ceiling = copy_gbps(source, target, total)
+    print(f"plain copy of {total >> 20} MiB: {ceiling:.1f} GB/s")
+    transport = create_transport(kind, "receiver", _staging(target, mover.block_bytes))
+    command = ("pagewire.shared.transfer.kv_bench", "--child", kind, source, str(num_blocks))
+    try:
+        address = await transport.start(PATIENCE_S)
+        async with child_process(command, transport, address) as orders:
+            for size in SLOT_BLOCKS:
+                pieces = -(-num_blocks // size)
+                times = [
+                    await _turn(transport, orders, mover, pieces, size) for _ in range(2 + TURNS)
+                ][2:]
+                median = total / statistics.median(times) / 1e9
+                print(
+                    f"{kind} {transport.lane('sender')}, pieces of {size * mover.block_bytes >> 20}"
+                    f" MiB: {median:.1f} GB/s ({total / max(times) / 1e9:.1f} - "
+                    f"{total / min(times) / 1e9:.1f}), {median / ceiling:.2f} of the copy",
+                    flush=True,
+                )
+    finally:
+        await transport.close()
+
+
+def main() -> None:
+    """Measure one transport."""
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", default="ucx")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--source", default="cuda:0" if gpus else "cpu", help="the sender's device")
+    parser.add_argument(
+        "--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu", help="the receiver's"
+    )
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        kind, device, num_blocks = options.child
+        asyncio.run(_child(kind, device, int(num_blocks)))
+        return
+    num_blocks = -(-options.tokens // BLOCK_SIZE)
+    asyncio.run(_measure(options.transport, options.source, options.target, num_blocks))
+
+
+if __name__ == "__main__":
+    main()
