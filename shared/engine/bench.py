@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["ttft", "decode", "throughput"])
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     emit(what="copy", tb_s=bandwidth / 1e12)
@@ -170,6 +171,7 @@ def main() -> None:
             load_format="dummy",
             max_model_len=16384,
             max_num_batched_tokens=args.budget,
+            max_num_seqs=args.max_num_seqs,
             enable_prefix_caching=False,
         )
         emit(what="start", s=time.perf_counter() - start, blocks=llm.block_counts().total)

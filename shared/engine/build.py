@@ -15,7 +15,6 @@ import torch
 from pagewire.kernels import BackendName, Ops, load_ops
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.cuda_graph import batch_buckets
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
 from pagewire.shared.engine.scheduler import (
@@ -258,8 +257,8 @@ def _prepare(
     progress("compiling kernels")
     _warm_up(runner, settings, max_model_len)
     if settings.cuda_graphs:
-        sizes = batch_buckets(settings.max_num_seqs)
-        runner.capture_graphs(sizes, lambda n: progress(f"capturing CUDA graphs: batch {n}"))
+        longest = min(settings.max_num_batched_tokens, max_model_len)
+        runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
 
 
 def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> None:

@@ -1,8 +1,8 @@
-"""Decode steps captured as CUDA graphs, one a batch size.
+"""Steps captured as CUDA graphs: decode batches, and small prefill steps.
 
-A step reads all that changes from the device state through a buffer of slots, so a replay needs
-one small copy, and none when the batch is the same as before. A batch between two captured sizes
-is padded with the slot that belongs to nobody.
+A graph takes all that changes from step to step from device memory, so that a replay needs one
+small copy. Where a decode step is short, and for prompts of up to some hundred tokens, launching
+the kernels one by one would take the host longer than running them takes the device.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from pagewire.shared.engine.prefill_inputs import PrefillInputs, PrefillShape
+from pagewire.shared.engine.scheduler import ScheduledTokens
+
+LARGEST_PREFILL = 512  # tokens; above it the device is the slower one
+_CHUNKS = (1, 8)
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -20,9 +27,43 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def prefill_shapes(max_tokens: int, max_num_seqs: int) -> list[PrefillShape]:
+    """Return the prefill steps to capture, those of one chunk and those of several."""
+    sizes = [16, 32, 64, 128, *range(192, LARGEST_PREFILL + 1, 64)]
+    return [
+        PrefillShape(size, chunks)
+        for chunks in _CHUNKS
+        for size in sizes
+        if size <= max_tokens and chunks <= max_num_seqs
+    ]
+
+
+class GraphPool:
+    """Captures graphs that share memory, since only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch names no type for it
+
+    @torch.inference_mode()
+    def capture(
+        self, step: Callable[[], torch.Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Return a graph of a step and the tensor that holds its result behind each replay."""
+        step()  # compiles kernels and fills caches outside the capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = step()
+        self._pool = self._pool or graph.pool()
+        return graph, result
+
+
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Captured graphs and their static buffers.
+    """Decode steps, one graph a batch size.
+
+    A batch between two captured sizes is padded with the slot that belongs to nobody.
 
     Attributes:
         sizes: captured batch sizes, ascending.
@@ -43,23 +84,17 @@ class DecodeGraphs:
         sizes: list[int],
         padding_slot: int,
         device: torch.device,
-        progress: Callable[[int], None],
+        pool: GraphPool,
+        progress: Callable[[str], None],
     ) -> DecodeGraphs:
         """Capture `step(slots) -> tokens` at each size, largest first so that memory is shared."""
         slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
         graphs = cls(sorted(sizes), slots, padding_slot)
-        pool = None
-        with torch.inference_mode():
-            for size in reversed(graphs.sizes):
-                view = slots[:size]
-                step(view)  # compiles kernels and fills caches outside the capture
-                torch.cuda.synchronize(device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    graphs._tokens[size] = step(view)
-                pool = pool or graph.pool()
-                graphs._graphs[size] = graph
-                progress(size)
+        for size in reversed(graphs.sizes):
+            view = slots[:size]
+            graph, tokens = pool.capture(lambda view=view: step(view))  # type: ignore[misc]
+            graphs._graphs[size], graphs._tokens[size] = graph, tokens
+            progress(f"decode of {size}")
         graphs._current = [padding_slot] * max(sizes)
         return graphs
 
@@ -77,3 +112,58 @@ class DecodeGraphs:
             self._current[:size] = padded
         self._graphs[size].replay()
         return self._tokens[size][: len(slots)]
+
+
+@dataclass(slots=True)
+class PrefillGraphs:
+    """Small prefill steps, one graph a shape.
+
+    Attributes:
+        shapes: captured, by number of chunks, then tokens.
+    """
+
+    shapes: list[PrefillShape]
+    block_size: int
+    padding_slot: int
+    _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
+    _graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    _tokens: dict[PrefillShape, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def capture(
+        cls,
+        step: Callable[[PrefillInputs], torch.Tensor],
+        shapes: list[PrefillShape],
+        block_size: int,
+        padding_slot: int,
+        device: torch.device,
+        pool: GraphPool,
+        progress: Callable[[str], None],
+    ) -> PrefillGraphs:
+        """Capture `step(inputs) -> tokens` at each shape."""
+        graphs = cls(shapes, block_size, padding_slot)
+        for shape in reversed(shapes):
+            inputs = graphs._padded([], shape).to(device)
+            graph, tokens = pool.capture(lambda inputs=inputs: step(inputs))  # type: ignore[misc]
+            graphs._inputs[shape] = inputs
+            graphs._graphs[shape], graphs._tokens[shape] = graph, tokens
+            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
+        return graphs
+
+    def shape_of(self, chunks: list[ScheduledTokens]) -> PrefillShape | None:
+        """Return the smallest shape that these chunks fit, None if there is none."""
+        tokens = sum(chunk.length for chunk in chunks)
+        for shape in self.shapes:
+            if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:
+                return shape
+        return None
+
+    def replay(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> torch.Tensor:
+        """Run a prefill step; returns the tokens of the chunks that sample, perhaps none."""
+        host = self._padded(chunks, shape).buffer.pin_memory()
+        self._inputs[shape].buffer.copy_(host, non_blocking=True)
+        self._graphs[shape].replay()
+        return self._tokens[shape][: sum(chunk.samples for chunk in chunks)]
+
+    def _padded(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> PrefillInputs:
+        return PrefillInputs.build_padded(chunks, self.block_size, shape, self.padding_slot)

@@ -14,10 +14,16 @@ from typing import Protocol
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.engine.cuda_graph import DecodeGraphs
+from pagewire.shared.engine.cuda_graph import (
+    DecodeGraphs,
+    GraphPool,
+    PrefillGraphs,
+    batch_buckets,
+    prefill_shapes,
+)
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
-from pagewire.shared.engine.scheduler import ScheduledBatch
+from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
 from pagewire.shared.model.inputs import ForwardBatch
 
 # A point in the work that has been launched on a device; None where work runs at once.
@@ -116,14 +122,15 @@ class ModelRunner:
 
     Attributes:
         kv_pool: [NB, L, 2, KH, BS, D].
-        graphs: decode steps as CUDA graphs, if there are any.
+        decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
     """
 
     model: CausalLM
     ops: Ops
     kv_pool: torch.Tensor
     state: DeviceState
-    graphs: DecodeGraphs | None = None
+    decode_graphs: DecodeGraphs | None = None
+    prefill_graphs: PrefillGraphs | None = None
     _move_stream: torch.cuda.Stream | None = None
 
     @property
@@ -136,11 +143,32 @@ class ModelRunner:
         """Launch a step. Later calls' work is ordered behind it."""
         self.state.sync(batch)
         slots = [part.sequence.slot or 0 for part in batch.decodes]
+        tokens = self._replay(slots, batch.prefills)
+        if tokens is not None:
+            return PendingTokens(tokens)
         if not batch.prefills:
-            if self.graphs is not None and self.graphs.fits(len(slots)):
-                return PendingTokens(self.graphs.replay(slots))
             return PendingTokens(self.decode(self.state.upload([slots])[0]))
         return PendingTokens(self._run_mixed(slots, batch))
+
+    def _replay(self, slots: list[int], chunks: list[ScheduledTokens]) -> torch.Tensor | None:
+        """Run a step by CUDA graphs, or return None if there are none for all of it.
+
+        Decode rows beside small chunks take two graphs: to read the weights twice is quicker than
+        to launch every kernel.
+        """
+        tokens = []
+        shape = None
+        if slots and (self.decode_graphs is None or not self.decode_graphs.fits(len(slots))):
+            return None
+        if chunks:
+            shape = self.prefill_graphs.shape_of(chunks) if self.prefill_graphs else None
+            if shape is None:
+                return None
+        if slots and self.decode_graphs is not None:
+            tokens.append(self.decode_graphs.replay(slots))
+        if shape is not None and self.prefill_graphs is not None:
+            tokens.append(self.prefill_graphs.replay(chunks, shape))
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
         """Run one decode step of these slots, [B] int64, and return the tokens, [B] int64.
@@ -152,6 +180,18 @@ class ModelRunner:
         # The padding slot stays at position 0: it runs in many more steps than a sequence does.
         is_real = slots != self.state.padding_slot
         return self._sample(hidden, slots, torch.where(is_real, inputs.positions + 1, 0))
+
+    def prefill(self, inputs: PrefillInputs) -> torch.Tensor:
+        """Run a step of prefill chunks alone and return the tokens of those that sample.
+
+        Everything is read from and written to the device, so that this can be captured.
+        """
+        forward = inputs.forward_batch(self.state.block_tables)
+        hidden = self.model.forward(forward, self.kv_pool)
+        if inputs.num_samples == 0:
+            # On the device all the same: a step is waited for by its tokens.
+            return inputs.sample_slots
+        return self._sample(hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions)
 
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
         state = self.state
@@ -174,23 +214,21 @@ class ModelRunner:
         )
 
     def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor:
-        """Run decode rows and prefill chunks in one pass; returns the tokens, perhaps none."""
+        """Run decode rows, if any, and prefill chunks in one pass; returns the tokens."""
         inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
-        forward = inputs.forward_batch(self.state.block_tables)
-        sample_slots, positions, rows = inputs.sample_slots, inputs.sample_positions, inputs.rows
-        if slots:
-            decode_slots = self.state.upload([slots])[0]
-            decodes = self._decode_inputs(decode_slots)
-            forward = _joined(decodes, forward)
-            sample_slots = torch.cat([decode_slots, sample_slots])
-            positions = torch.cat([decodes.positions + 1, positions])
-            decode_rows = torch.arange(len(slots), device=self.state.device)
-            rows = torch.cat([decode_rows, rows + len(slots)])
+        if not slots:
+            return self.prefill(inputs)
+        decode_slots = self.state.upload([slots])[0]
+        decodes = self._decode_inputs(decode_slots)
+        forward = _joined(decodes, inputs.forward_batch(self.state.block_tables))
+        decode_rows = torch.arange(len(slots), device=self.state.device)
+        rows = torch.cat([decode_rows, inputs.rows + len(slots)])
         hidden = self.model.forward(forward, self.kv_pool)
-        if sample_slots.shape[0] == 0:
-            # On the device all the same: a step is waited for by its tokens.
-            return sample_slots
-        return self._sample(hidden[rows], sample_slots, positions)
+        return self._sample(
+            hidden[rows],
+            torch.cat([decode_slots, inputs.sample_slots]),
+            torch.cat([decodes.positions + 1, inputs.sample_positions]),
+        )
 
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -245,10 +283,17 @@ class ModelRunner:
         with torch.cuda.stream(self._move_stream):
             yield
 
-    def capture_graphs(self, batch_sizes: list[int], progress: Callable[[int], None]) -> None:
-        """Capture the decode step at these batch sizes; `progress` hears each."""
-        self.graphs = DecodeGraphs.capture(
-            self.decode, batch_sizes, self.state.padding_slot, self.state.device, progress
+    def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
+        """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""
+        state = self.state
+        pool = GraphPool(state.device)
+        sizes = batch_buckets(state.num_slots)
+        self.decode_graphs = DecodeGraphs.capture(
+            self.decode, sizes, state.padding_slot, state.device, pool, progress
+        )
+        shapes = prefill_shapes(max_tokens, state.num_slots)
+        self.prefill_graphs = PrefillGraphs.capture(
+            self.prefill, shapes, self.block_size, state.padding_slot, state.device, pool, progress
         )
 
 

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagewire.shared.engine.scheduler import ScheduledTokens
 from pagewire.shared.model.inputs import ForwardBatch
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """What prefill inputs are padded to, so that one CUDA graph serves many steps.
+
+    Attributes:
+        num_tokens: T, of all chunks together.
+        num_chunks: P; as many may sample.
+    """
+
+    num_tokens: int
+    num_chunks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +46,34 @@ class PrefillInputs:
     @classmethod
     def build(cls, chunks: list[ScheduledTokens], block_size: int) -> PrefillInputs:
         """Lay out the inputs of some chunks."""
-        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-        cumulative = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-        positions = [np.arange(chunk.start, chunk.end, dtype=np.int64) for chunk in chunks]
-        slot_mapping = [
-            np.asarray(chunk.sequence.block_ids, dtype=np.int64)[position // block_size]
-            * block_size
-            + position % block_size
-            for chunk, position in zip(chunks, positions, strict=True)
+        num_samples = sum(chunk.samples for chunk in chunks)
+        num_tokens = sum(chunk.length for chunk in chunks)
+        longest = max(chunk.length for chunk in chunks)
+        flat = torch.from_numpy(np.concatenate(_columns(chunks, block_size)))
+        return cls(flat, num_tokens, len(chunks), num_samples, longest)
+
+    @classmethod
+    def build_padded(
+        cls,
+        chunks: list[ScheduledTokens],
+        block_size: int,
+        shape: PrefillShape,
+        padding_slot: int,
+    ) -> PrefillInputs:
+        """Lay out the inputs of some chunks, or of none, in a shape that is large enough.
+
+        Padding tokens are written nowhere and belong to no chunk; padding chunks are empty and
+        sample into the slot that belongs to nobody, at position 0.
+        """
+        tokens, rows = shape.num_tokens, shape.num_chunks
+        num_tokens = sum(chunk.length for chunk in chunks)
+        sizes = [tokens, tokens, tokens, rows, rows, rows + 1, rows, rows, rows]
+        fills = [0, 0, -1, padding_slot, 0, num_tokens, 0, padding_slot, 0]
+        padded = [
+            np.pad(column, (0, size - len(column)), constant_values=fill)
+            for column, size, fill in zip(_columns(chunks, block_size), sizes, fills, strict=True)
         ]
-        samples = [i for i, chunk in enumerate(chunks) if chunk.samples]
-        parts = [
-            *(chunk.sequence.token_ids[chunk.start : chunk.end] for chunk in chunks),
-            *positions,
-            *slot_mapping,
-            [chunk.sequence.slot for chunk in chunks],
-            [chunk.end for chunk in chunks],
-            cumulative,
-            [cumulative[i + 1] - 1 for i in samples],
-            [chunks[i].sequence.slot for i in samples],
-            [chunks[i].end for i in samples],
-        ]
-        flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
-        return cls(
-            torch.from_numpy(flat), int(cumulative[-1]), len(chunks), len(samples), max(lengths)
-        )
+        return cls(torch.from_numpy(np.concatenate(padded)), tokens, rows, rows, tokens)
 
     def to(self, device: torch.device) -> PrefillInputs:
         """Copy to the device without waiting."""
@@ -81,7 +101,7 @@ class PrefillInputs:
             prefill_block_tables=block_tables[head[3]],
             prefill_cu_query_lens=head[5].to(torch.int32),
             prefill_seq_lens=head[4].to(torch.int32),
-            max_query_len=int(self.max_query_len),
+            max_query_len=self.max_query_len,
         )
 
     def _tail(self, part: int) -> torch.Tensor:
@@ -102,3 +122,34 @@ class PrefillInputs:
     def sample_positions(self) -> torch.Tensor:
         """[N] positions that the new tokens will have."""
         return self._tail(2)
+
+
+def _columns(chunks: list[ScheduledTokens], block_size: int) -> list[_Integers]:
+    """Return the parts of the buffer in their order."""
+    cumulative = np.cumsum([0, *(chunk.length for chunk in chunks)], dtype=np.int64)
+    positions = [np.arange(chunk.start, chunk.end, dtype=np.int64) for chunk in chunks]
+    slot_mapping = [
+        _integers(chunk.sequence.block_ids)[position // block_size] * block_size
+        + position % block_size
+        for chunk, position in zip(chunks, positions, strict=True)
+    ]
+    samples = [i for i, chunk in enumerate(chunks) if chunk.samples]
+    return [
+        _joined([chunk.sequence.token_ids[chunk.start : chunk.end] for chunk in chunks]),
+        _joined(positions),
+        _joined(slot_mapping),
+        _integers([chunk.sequence.slot or 0 for chunk in chunks]),
+        _integers([chunk.end for chunk in chunks]),
+        cumulative,
+        _integers([cumulative[i + 1] - 1 for i in samples]),
+        _integers([chunks[i].sequence.slot or 0 for i in samples]),
+        _integers([chunks[i].end for i in samples]),
+    ]
+
+
+def _integers(values: Sequence[int]) -> _Integers:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _joined(parts: Sequence[Sequence[int] | _Integers]) -> _Integers:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(p, np.int64) for p in parts)])

@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.cuda_graph import DecodeGraphs
+from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
 from pagewire.shared.engine.llm import RequestOutput
 from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.prefill_inputs import PrefillShape
+from pagewire.shared.engine.scheduler import ScheduledTokens
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.demo.prompts import standard_prompts
@@ -154,13 +156,28 @@ class PaddedSteps(DecodeGraphs):
         return self.runner.decode(torch.tensor(padded))[: len(slots)]
 
 
-def test_padded_decode_steps_give_the_same_tokens(truth: Truth) -> None:
-    llm = make_llm(overlap=True)
+class PaddedPrefills(PrefillGraphs):
+    """Likewise prefill steps."""
+
+    runner: ModelRunner
+
+    def replay(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> torch.Tensor:
+        tokens = self.runner.prefill(self._padded(chunks, shape))
+        assert tokens.shape == (shape.num_chunks,)
+        return tokens[: sum(chunk.samples for chunk in chunks)]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 64])
+def test_padded_steps_give_the_same_tokens(truth: Truth, max_num_batched_tokens: int) -> None:
+    llm = make_llm(overlap=True, max_num_batched_tokens=max_num_batched_tokens)
     runner = llm.engine.runner
-    padded = PaddedSteps([2, 8, 48], torch.empty(0), runner.state.padding_slot)
-    padded.runner = runner
-    runner.graphs = padded
+    padding_slot = runner.state.padding_slot
+    decodes = PaddedSteps([2, 8, 48], torch.empty(0), padding_slot)
+    prefills = PaddedPrefills(prefill_shapes(2048, 8), runner.block_size, padding_slot)
+    decodes.runner = prefills.runner = runner
+    runner.decode_graphs, runner.prefill_graphs = decodes, prefills
     assert_equal(tokens_of(llm.generate(truth.prompts, GREEDY)), truth.tokens)
+    assert runner.state.position[padding_slot] == 0
 
 
 def test_padding_rows_never_run_out_of_positions() -> None:
