@@ -19,7 +19,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-gpu test-compose loadtest lint fmt clean redis
+.PHONY: help setup up test test-gpu test-compose loadtest bench-gpu bench-gpu-2 lint fmt clean redis
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 
 loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
+
+bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, beside vLLM where it is installed
+	@$(BIN)/python -P -m pagewire.loadtest.gpu.one $(ARGS)
+
+bench-gpu-2: $(STAMP) ## Time the KV wire and serving on two GPUs, likewise
+	@$(BIN)/python -P -m pagewire.loadtest.gpu.two $(ARGS)
 
 test-compose: $(STAMP) ## Build, start and torment the containers; needs a Docker engine
 	@tests/compose/base_image.sh

@@ -1,0 +1,112 @@
+"""Clients that ask for completions of random prompts and note when each token comes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from pagewire.loadtest.gpu.clusters import BenchError
+from pagewire.shared.engine.bench import VOCAB_USED
+
+REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """Arrival times of one answer's tokens, in seconds from the request."""
+
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.times[0]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between tokens; tokens that came together have gaps of 0."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+class Client:
+    """Asks the endpoints in turn.
+
+    Args:
+        urls: of endpoints.
+        prefill_url: of a vLLM server that is to compute each prompt first.
+    """
+
+    def __init__(self, urls: list[str], prefill_url: str | None = None) -> None:
+        self._urls, self._prefill_url, self._turn = urls, prefill_url, 0
+        self._rng = random.Random(0)
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def transfer_seconds(self) -> tuple[float, float]:
+        """Return sum and count so far of what KV took behind first tokens; zeros elsewhere."""
+        text = (await self._http.get(f"{self._urls[0]}/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+        name = "pagewire_request_transfer_seconds"
+        seconds, count = (
+            sum(float(v) for k, v in values.items() if k.startswith(f"{name}_{part}"))
+            for part in ("sum", "count")
+        )
+        return seconds, count
+
+    async def complete(self, length: int, out: int) -> Answer:
+        """Stream one answer; a chunk of k tokens counts as k tokens at once.
+
+        Raises:
+            BenchError: an error, or another number of tokens than asked for.
+        """
+        body: dict[str, Any] = {
+            "model": "m",
+            "prompt": [self._rng.randrange(10, VOCAB_USED) for _ in range(length)],
+            "max_tokens": out,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        stream = {"stream": True, "return_token_ids": True}
+        url = self._urls[self._turn % len(self._urls)]
+        self._turn += 1
+        answer = Answer()
+        start = time.perf_counter()
+        if self._prefill_url is not None:
+            stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, body)
+        async for chunk in self._events(url, json.dumps(body | stream)):
+            now = time.perf_counter() - start
+            for choice in chunk["choices"]:
+                answer.times.extend([now] * len(choice.get("token_ids") or ()))
+        if len(answer.times) != out:
+            raise BenchError(f"{len(answer.times)} tokens came, not {out}")
+        return answer
+
+    async def _prefill_first(self, url: str, body: dict[str, Any]) -> Any:
+        """Have a prompt computed and held for another server; returns what tells it where."""
+        wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+        ticket = {"max_tokens": 1, "kv_transfer_params": wish | dict.fromkeys(names)}
+        response = await self._http.post(f"{url}/v1/completions", json=body | ticket)
+        if response.status_code != httpx.codes.OK:
+            raise BenchError(response.text)
+        return response.json()["kv_transfer_params"]
+
+    async def _events(self, url: str, body: str) -> AsyncIterator[dict[str, Any]]:
+        headers = {"Content-Type": "application/json"}
+        url = f"{url}/v1/completions"
+        async with self._http.stream("POST", url, content=body, headers=headers) as response:
+            if response.status_code != httpx.codes.OK:
+                raise BenchError((await response.aread()).decode())
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])

@@ -1,0 +1,149 @@
+"""What is measured: clusters of Pagewire, and two vLLM servers as its peer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+READY_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 30.0
+MAX_MODEL_LEN = 16384
+MAX_NUM_SEQS = 256
+_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+class BenchError(Exception):
+    """A server did not start, or gave an answer that cannot be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A cluster of Pagewire.
+
+    Attributes:
+        prefill, decode: workers; without prefill workers those for decode do both.
+        budget: tokens of a step.
+    """
+
+    prefill: int
+    decode: int
+    budget: int
+
+    @classmethod
+    def parse(cls, text: str, budget: int) -> Topology:
+        """Return what PREFILL:DECODE or PREFILL:DECODE:BUDGET means."""
+        prefill, decode, *rest = map(int, text.split(":"))
+        return cls(prefill, decode, *(rest or [budget]))
+
+    @property
+    def label(self) -> str:
+        """As in the tables."""
+        kind = f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
+        return f"{kind}, steps of {self.budget}"
+
+
+@contextmanager
+def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
+    """Start a cluster and yield its URL. Aggregated workers take requests in turn."""
+    port = _free_port()
+    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", str(port)]
+    command += ["--prefill", str(topology.prefill), "--decode", str(topology.decode)]
+    command += ["--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    command += ["--max-num-batched-tokens", str(topology.budget), "--device", "cuda"]
+    command += ["--no-enable-prefix-caching"]
+    command += ["--policy", "prefix" if topology.prefill else "round_robin"]
+    with _server(command, model / "up.log", dict(os.environ)) as (process, log):
+        _wait(process, log, lambda: "Ctrl-C stops everything" in log.read_text())
+        print("\n".join(line for line in log.read_text().splitlines() if " -> " in line))
+        yield f"http://127.0.0.1:{port}"
+
+
+def has_vllm(*, pair: bool) -> bool:
+    """Whether vLLM is installed, for a pair of servers its KV connector, too."""
+    names = ("vllm", "nixl") if pair else ("vllm",)
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+@contextmanager
+def running_vllm_pair(model: Path) -> Iterator[list[str]]:
+    """Start a vLLM server on each of two GPUs, able to send KV to each other; yields their URLs."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for gpu in range(2):
+            port = _free_port()
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
+            command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
+            command += ["--max-num-seqs", str(MAX_NUM_SEQS), "--gpu-memory-utilization", "0.8"]
+            command += ["--no-enable-prefix-caching"]
+            command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
+            env = {
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": str(gpu),
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
+            }
+            log = model / f"vllm-{gpu}.log"
+            process, log = stack.enter_context(_server(command, log, env))
+            started.append((process, log, f"http://127.0.0.1:{port}"))
+        for process, log, url in started:
+            _wait(process, log, lambda url=url: _answers(f"{url}/health"))  # type: ignore[misc]
+        yield [url for _, _, url in started]
+
+
+@contextmanager
+def _server(
+    command: list[str], log: Path, env: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start a server with its children in a session of its own; stop all of them at the end."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    try:
+        yield process, log
+    finally:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not is_ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise BenchError(f"a server did not start:\n{log.read_text()[-3000:]}")
+        time.sleep(0.2)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

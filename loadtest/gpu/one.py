@@ -1,0 +1,82 @@
+"""Kernels and engine on one GPU: `python -P -m pagewire.loadtest.gpu.one`.
+
+Every kernel is compared with its reference before it is timed, beside FlashAttention 3 where vLLM
+can be imported; a wrong one ends the bench. Then the engine on Llama-3.1-8B's shape with random
+weights: time to the first token, decode step, throughput, start; and vLLM's, the same way, in the
+same run. Ends with the tables of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+from pagewire.loadtest.gpu.clusters import has_vllm
+from pagewire.loadtest.gpu.phases import Row
+from pagewire.loadtest.gpu.tables import markdown
+
+PARTS = {
+    "ttft": ("prompt", "ms"),
+    "decode": ("batch", "ms"),
+    "throughput": ("inp", "out_tok_s"),
+    "start": ("what", "s"),
+}
+
+
+def results(module: str, *options: str) -> list[Row] | None:
+    """Run a bench, passing its output on; returns its results, None if it failed."""
+    command = [sys.executable, "-P", "-m", module, *options]
+    rows: list[Row] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith("RESULT "):
+                rows.append(json.loads(line.removeprefix("RESULT ")))
+    return rows if process.returncode == 0 else None
+
+
+def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
+    """Return a table of one kind of result, with the peer's figures where there are any."""
+    key, value = PARTS[what]
+    by_key = {(row[key], row.get("out")): row for row in theirs if row["what"] == what}
+    rows = []
+    for row in (row for row in ours if row["what"] == what):
+        peer = by_key.get((row[key], row.get("out")))
+        # More tokens a second are better, less time is.
+        extra = {} if peer is None else {"vllm": peer[value], "ratio": row[value] / peer[value]}
+        rows.append({**row, **extra})
+    out = ("out", "n") if what == "throughput" else ()
+    spread = ("low", "high") if what != "start" else ()
+    of_ceiling = ("of_ceiling",) if what == "decode" else ()
+    return markdown(rows, (key, *out, value, *spread, *of_ceiling, "vllm", "ratio"))
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--times", default="5", help="that each is measured")
+    parser.add_argument("--max-num-seqs", default="512")
+    parser.add_argument("--no-kernels", dest="kernels", action="store_false")
+    args = parser.parse_args()
+    if args.kernels and results("pagewire.kernels.bench.run") is None:
+        print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)
+        return 1
+    options = ("--times", args.times, "--max-num-seqs", args.max_num_seqs)
+    ours = results("pagewire.shared.engine.bench", *options)
+    theirs: list[Row] | None = []
+    if has_vllm(pair=False):
+        theirs = results("pagewire.loadtest.gpu.vllm_offline", *options)
+    else:
+        print("vLLM cannot be imported: no peer", file=sys.stderr)
+    if ours is None or theirs is None:
+        print("error: an engine's bench failed", file=sys.stderr)
+        return 1
+    for what in PARTS:
+        print(f"\n### {what}\n\n{compare(what, ours, theirs)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What a cluster is asked: TTFT unloaded, gaps between tokens under long prompts, goodput."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+from pagewire.loadtest.gpu.client import Client
+
+UNLOADED_PROMPTS = (128, 1024, 4096, 8192)
+UNLOADED_TIMES = 7
+UNLOADED_TOKENS = 32
+STREAMS = 8
+STREAM_PROMPT, STREAM_TOKENS = 1024, 600
+LONG_PROMPT = 8192
+LONG_PROMPTS_PER_S = 2.0
+GOODPUT_PROMPT, GOODPUT_TOKENS = 6144, 256
+
+Row = dict[str, Any]
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return a percentile by the nearest rank below."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
+
+
+async def unloaded(client: Client) -> list[Row]:
+    """One request at a time: TTFT, the gap behind the first token, the usual gap, in ms."""
+    rows = []
+    for length in UNLOADED_PROMPTS:
+        for _ in range(2):
+            await client.complete(length, UNLOADED_TOKENS)
+        before = await client.transfer_seconds()
+        answers = [await client.complete(length, UNLOADED_TOKENS) for _ in range(UNLOADED_TIMES)]
+        after = await client.transfer_seconds()
+        ttft = [answer.ttft * 1e3 for answer in answers]
+        rows.append(
+            {
+                "what": "unloaded",
+                "prompt": length,
+                "ttft": statistics.median(ttft),
+                "low": min(ttft),
+                "high": max(ttft),
+                "exposed": (after[0] - before[0]) / max(1, after[1] - before[1]) * 1e3,
+                "second": statistics.median(answer.gaps[0] for answer in answers) * 1e3,
+                "usual": statistics.median(gap for a in answers for gap in a.gaps[1:]) * 1e3,
+            }
+        )
+    return rows
+
+
+async def isolation(client: Client) -> list[Row]:
+    """Gaps of some streams in ms, alone and while long prompts arrive."""
+    rows = []
+    for loaded in (False, True):
+        streams = [
+            asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS))
+            for _ in range(STREAMS)
+        ]
+        disturbers = []
+        await asyncio.sleep(0.5)  # the streams' own prompts are not what is asked for
+        while loaded and not all(task.done() for task in streams):
+            disturbers.append(asyncio.create_task(client.complete(LONG_PROMPT, 2)))
+            await asyncio.sleep(1 / LONG_PROMPTS_PER_S)
+        answers = await asyncio.gather(*streams)
+        long = [answer.ttft * 1e3 for answer in await asyncio.gather(*disturbers)]
+        # The first gaps belong to the other streams' own prompts.
+        gaps = [gap * 1e3 for answer in answers for gap in answer.gaps[64:]]
+        rows.append(
+            {
+                "what": "isolation",
+                "loaded": loaded,
+                "p50": percentile(gaps, 50),
+                "p99": percentile(gaps, 99),
+                "max": max(gaps),
+                "long_ttft": statistics.median(long) if long else None,
+            }
+        )
+    return rows
+
+
+async def goodput(client: Client, rates: list[float], seconds: float) -> list[Row]:
+    """Poisson arrivals of long prompts with answers of some length; times in ms."""
+    rows = []
+    for rate in rates:
+        rng = random.Random(int(rate * 10))
+        tasks = []
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            tasks.append(asyncio.create_task(client.complete(GOODPUT_PROMPT, GOODPUT_TOKENS)))
+            await asyncio.sleep(rng.expovariate(rate))
+        answers = await asyncio.gather(*tasks)
+        elapsed = time.perf_counter() - start
+        ttft = [answer.ttft * 1e3 for answer in answers]
+        gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
+        rows.append(
+            {
+                "what": "goodput",
+                "rate": rate,
+                "requests": len(answers),
+                "ttft_p50": percentile(ttft, 50),
+                "ttft_p99": percentile(ttft, 99),
+                "gap_p50": percentile(gaps, 50),
+                "gap_p99": percentile(gaps, 99),
+                "completed_per_s": len(answers) / elapsed,
+            }
+        )
+    return rows
+
+
+async def run(client: Client, names: list[str], rates: list[float], seconds: float) -> list[Row]:
+    """Run the phases of these names, one after the other."""
+    rows: list[Row] = []
+    try:
+        if "unloaded" in names:
+            rows += await unloaded(client)
+        if "isolation" in names:
+            rows += await isolation(client)
+        if "goodput" in names:
+            rows += await goodput(client, rates, seconds)
+    finally:
+        await client.close()
+    return rows

@@ -1,0 +1,120 @@
+"""Serving on two GPUs of one host: prefill and decode apart, against aggregated replicas.
+
+    python -P -m pagewire.loadtest.gpu.two [--topologies 1:1 0:2:512 ...] [--phases ...]
+
+First the kernels that move blocks, each against its reference, then the KV wire between the GPUs,
+then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. Where vLLM
+and its NIXL connector can be imported, two vLLM servers are asked the same, as two replicas and as
+one for prefill and one for decode. Ends with the tables of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pagewire.loadtest.gpu import phases
+from pagewire.loadtest.gpu.client import Client
+from pagewire.loadtest.gpu.clusters import (
+    BenchError,
+    Topology,
+    has_vllm,
+    running_cluster,
+    running_vllm_pair,
+)
+from pagewire.loadtest.gpu.model import write_model
+from pagewire.loadtest.gpu.phases import Row
+from pagewire.loadtest.gpu.tables import markdown
+
+TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
+PHASES = ("unloaded", "isolation")
+COLUMNS = {
+    "unloaded": ("prompt", "ttft", "low", "high", "exposed", "second", "usual"),
+    "isolation": ("loaded", "p50", "p99", "max", "long_ttft"),
+    "goodput": (
+        "rate",
+        "requests",
+        "completed_per_s",
+        "ttft_p50",
+        "ttft_p99",
+        "gap_p50",
+        "gap_p99",
+    ),
+}
+
+
+def check_and_time_the_wire() -> None:
+    """Run the kernels' and the wire's benches.
+
+    Raises:
+        BenchError: a kernel gives wrong results, or blocks arrive damaged.
+    """
+    for module, *options in (
+        ("pagewire.kernels.bench.run", "--ops", "kv_pack"),
+        ("pagewire.shared.transfer.kv_bench",),
+    ):
+        done = subprocess.run([sys.executable, "-P", "-m", module, *options], check=False)
+        if done.returncode != 0:
+            raise BenchError(f"{module} failed: nothing else is timed")
+
+
+def measure(args: argparse.Namespace, model: Path) -> list[Row]:
+    """Run the phases on each cluster; prints one JSON line a result."""
+    rows: list[Row] = []
+
+    def ask(label: str, client: Client, names: list[str]) -> None:
+        for row in asyncio.run(_phases(client, names, args)):
+            rows.append({"cluster": label, **row})
+            print(json.dumps(rows[-1]), flush=True)
+
+    for text in args.topologies:
+        topology = Topology.parse(text, args.budget)
+        with running_cluster(model, topology) as url:
+            ask(topology.label, Client([url]), args.phases)
+    if args.peer and has_vllm(pair=True):
+        with running_vllm_pair(model) as urls:
+            ask("vLLM, 2 aggregated", Client(urls), args.phases)
+            ask("vLLM, 1P1D", Client(urls[1:], urls[0]), args.phases)
+    elif args.peer:
+        print("vLLM and nixl cannot be imported: no peer", file=sys.stderr)
+    return rows
+
+
+async def _phases(client: Client, names: list[str], args: argparse.Namespace) -> list[Row]:
+    return await phases.run(client, names, args.rates, args.seconds)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
+    parser.add_argument("--phases", nargs="+", choices=COLUMNS, default=list(PHASES))
+    parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each rate")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--no-peer", dest="peer", action="store_false")
+    parser.add_argument("--no-wire", dest="wire", action="store_false")
+    args = parser.parse_args()
+    try:
+        if args.wire:
+            check_and_time_the_wire()
+        with tempfile.TemporaryDirectory() as directory:
+            write_model(Path(directory))
+            rows = measure(args, Path(directory))
+    except BenchError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    for phase in args.phases:
+        print(f"\n### {phase}, ms\n")
+        chosen = [row for row in rows if row["what"] == phase]
+        print(markdown(chosen, ("cluster", *COLUMNS[phase])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
