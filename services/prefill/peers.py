@@ -60,15 +60,14 @@ class DecodePeers:
             runtime.server.post(peer_id, answer)
             return
         self._peers[peer_id] = _Peer(hello.worker_id, hello.epoch, transport, hello.slot_bytes)
-        runtime.server.post(
-            peer_id,
-            KvWelcome(
-                worker_id=runtime.worker_id,
-                epoch=runtime.epoch,
-                transport=transport.name,
-                address=address,
-            ),
+        welcome = KvWelcome(
+            worker_id=runtime.worker_id,
+            epoch=runtime.epoch,
+            transport=transport.name,
+            address=address,
         )
+        if not runtime.server.post(peer_id, welcome):
+            await self.forget(peer_id)  # it left meanwhile: nobody will tell us again
 
     async def _connect(self, hello: KvHello) -> tuple[KvTransport, bytes]:
         """Connect on the first transport of the peer's that this side has, too, and that works.
@@ -172,11 +171,19 @@ class DecodePeers:
         async def one(piece: int) -> None:
             async with limit:
                 landed = peer.probe_acks[piece] = asyncio.Event()
-                await self._send_probe(peer, piece)
-                await landed.wait()
-                del peer.probe_acks[piece]
+                try:
+                    await self._send_probe(peer, piece)
+                    await landed.wait()
+                finally:
+                    del peer.probe_acks[piece]
 
-        await asyncio.gather(*(one(piece) for piece in pieces))
+        sends = [asyncio.create_task(one(piece)) for piece in pieces]
+        try:
+            await asyncio.gather(*sends)
+        finally:  # one that failed says enough of the others
+            for send in sends:
+                send.cancel()
+            await asyncio.wait(sends)
 
     async def _send_probe(self, peer: _Peer, piece: int) -> None:
         staging = self._runtime.send_staging

@@ -1,0 +1,151 @@
+"""A prefill worker's KV ways to decode workers that leave in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pagewire.services.prefill import peers as peers_module
+from pagewire.services.prefill.peers import DecodePeers
+from pagewire.shared.channel import ControlClient, make_client_id
+from pagewire.shared.errors import TransferError
+from pagewire.shared.protocol import Cancel, ControlMessage, KvHello, ProbeDone
+from pagewire.shared.transfer.loopback import LoopbackHub
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.cards import LAYOUT
+from pagewire.tests.support.kv_runtimes import KEYS, KvRuntime, kv_runtime
+
+
+class Decode:
+    """A decode worker's side: its control connection, and its transport."""
+
+    def __init__(self, runtime: KvRuntime) -> None:
+        self.runtime = runtime
+        self.client_id = make_client_id(runtime.worker_id)
+        self.received: list[ControlMessage] = []
+
+    def hello(self) -> KvHello:
+        runtime = self.runtime
+        return KvHello(
+            worker_id=runtime.worker_id,
+            epoch=runtime.epoch,
+            layout=LAYOUT,
+            addresses=runtime.addresses,
+            slot_bytes=runtime.receive_staging.slot_bytes,
+        )
+
+    @asynccontextmanager
+    async def connected(self, prefill: KvRuntime) -> AsyncIterator[ControlClient]:
+        client = ControlClient(
+            prefill.endpoint, KEYS, self.client_id, self.received.append, lambda reason: None
+        )
+        await client.connect(5)
+        client.post(Cancel(request_id="any"))
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+def test_a_decode_worker_that_leaves_while_its_way_opens_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
+            peers, decode, lost = DecodePeers(p), Decode(d), asyncio.Event()
+            p.on_peer_lost = lambda peer_id: lost.set()
+            connect = p.transport.connect
+
+            async def slow_connect(peer_id: str, address: bytes, timeout: float) -> None:
+                await connect(peer_id, address, timeout)
+                await lost.wait()
+                await peers.forget(decode.client_id)  # as the service does when it hears of it
+
+            monkeypatch.setattr(p.transport, "connect", slow_connect)
+            async with decode.connected(p):
+                opening = asyncio.create_task(peers.open(decode.client_id, decode.hello()))
+                await eventually(lambda: p.connected)
+            await opening
+            assert not peers.is_open(decode.client_id, "decode-0", 1)
+            assert not p.connected
+
+    run_async(scenario())
+
+
+async def opened(p: KvRuntime, d: KvRuntime, decode: Decode) -> DecodePeers:
+    """Both sides' ways are open."""
+    peers = DecodePeers(p)
+    await eventually(lambda: decode.client_id in p.server.peers)
+    await peers.open(decode.client_id, decode.hello())
+    await d.transport.connect("prefill-0", p.addresses["loopback"], 5)
+    return peers
+
+
+def test_a_probe_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
+            decode = Decode(d)
+            async with decode.connected(p):
+                peers = await opened(p, d, decode)
+                send, count = p.transport.send, 0
+
+                async def send_one(*args: object) -> None:
+                    nonlocal count
+                    count += 1
+                    if count > 1:
+                        raise TransferError("broke")
+                    await send(*args)
+
+                monkeypatch.setattr(p.transport, "send", send_one)
+                await peers.probe(decode.client_id)  # the first piece is never acknowledged
+                assert not [task for task in asyncio.all_tasks() if "_probe_once" in repr(task)]
+                assert p.send_staging.num_free == p.send_staging.num_slots
+                await eventually(lambda: any(getattr(m, "error", None) for m in decode.received))
+                if d.receive_staging.num_free < d.receive_staging.num_slots:
+                    (await d.transport.recv()).slot.release()
+
+    run_async(scenario())
+
+
+def test_a_probe_that_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.3)
+
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
+            decode = Decode(d)
+            async with decode.connected(p):
+                peers = await opened(p, d, decode)
+                await peers.probe(decode.client_id)
+                assert p.send_staging.num_free == p.send_staging.num_slots
+                assert "decode-0" not in p.links
+
+    run_async(scenario())
+
+
+def test_a_way_that_works_is_measured() -> None:
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
+            decode = Decode(d)
+            async with decode.connected(p):
+                peers = await opened(p, d, decode)
+
+                async def acknowledge() -> None:
+                    while True:
+                        piece = await d.transport.recv()
+                        piece.slot.release()
+                        header = piece.header
+                        done = ProbeDone(probe_id=header.job_id, piece=header.piece)
+                        peers.on_probe_done(decode.client_id, done)
+
+                d.tasks.spawn(acknowledge(), "acknowledging")
+                await peers.probe(decode.client_id)
+                assert p.links["decode-0"].gbps > 0
+
+    run_async(scenario())
