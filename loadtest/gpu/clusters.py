@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.machinery
 import json
 import os
 import signal
@@ -72,14 +72,26 @@ def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def has_vllm(*, pair: bool) -> bool:
-    """Whether vLLM is installed, for a pair of servers its KV connector, too."""
+def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | None:
+    """Return the environment in which vLLM can be imported, None if it is not installed.
+
+    Args:
+        folder: of an installation of its own (`pip install --target`), since it pins its
+            dependencies; None looks where this process imports from.
+        pair: whether its KV connector is needed, too.
+    """
     names = ("vllm", "nixl") if pair else ("vllm",)
-    return all(importlib.util.find_spec(name) is not None for name in names)
+    path = None if folder is None else [str(folder)]
+    if any(importlib.machinery.PathFinder.find_spec(name, path) is None for name in names):
+        return None
+    if folder is None:
+        return dict(os.environ)
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), before)))}
 
 
 @contextmanager
-def running_vllm_pair(model: Path) -> Iterator[list[str]]:
+def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list[str]]:
     """Start a vLLM server on each of two GPUs, able to send KV to each other; yields their URLs."""
     with contextlib.ExitStack() as stack:
         started = []
@@ -92,7 +104,7 @@ def running_vllm_pair(model: Path) -> Iterator[list[str]]:
             command += ["--no-enable-prefix-caching"]
             command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
             env = {
-                **os.environ,
+                **environment,
                 "CUDA_VISIBLE_DEVICES": str(gpu),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",

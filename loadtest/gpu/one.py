@@ -12,8 +12,9 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
-from pagewire.loadtest.gpu.clusters import has_vllm
+from pagewire.loadtest.gpu.clusters import vllm_environment
 from pagewire.loadtest.gpu.phases import Row
 from pagewire.loadtest.gpu.tables import markdown
 
@@ -25,11 +26,13 @@ PARTS = {
 }
 
 
-def results(module: str, *options: str) -> list[Row] | None:
+def results(
+    module: str, *options: str, environment: dict[str, str] | None = None
+) -> list[Row] | None:
     """Run a bench, passing its output on; returns its results, None if it failed."""
     command = [sys.executable, "-P", "-m", module, *options]
     rows: list[Row] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             if line.startswith("RESULT "):
@@ -59,15 +62,18 @@ def main() -> int:
     parser.add_argument("--times", default="5", help="that each is measured")
     parser.add_argument("--max-num-seqs", default="512")
     parser.add_argument("--no-kernels", dest="kernels", action="store_false")
+    parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
     args = parser.parse_args()
-    if args.kernels and results("pagewire.kernels.bench.run") is None:
+    with_peer = vllm_environment(args.vllm, pair=False)
+    if args.kernels and results("pagewire.kernels.bench.run", environment=with_peer) is None:
         print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)
         return 1
     options = ("--times", args.times, "--max-num-seqs", args.max_num_seqs)
     ours = results("pagewire.shared.engine.bench", *options)
     theirs: list[Row] | None = []
-    if has_vllm(pair=False):
-        theirs = results("pagewire.loadtest.gpu.vllm_offline", *options)
+    if with_peer is not None:
+        peer = "pagewire.loadtest.gpu.vllm_offline"
+        theirs = results(peer, *options, environment=with_peer)
     else:
         print("vLLM cannot be imported: no peer", file=sys.stderr)
     if ours is None or theirs is None:

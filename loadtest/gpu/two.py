@@ -23,9 +23,9 @@ from pagewire.loadtest.gpu.client import Client
 from pagewire.loadtest.gpu.clusters import (
     BenchError,
     Topology,
-    has_vllm,
     running_cluster,
     running_vllm_pair,
+    vllm_environment,
 )
 from pagewire.loadtest.gpu.model import write_model
 from pagewire.loadtest.gpu.phases import Row
@@ -76,8 +76,9 @@ def measure(args: argparse.Namespace, model: Path) -> list[Row]:
         topology = Topology.parse(text, args.budget)
         with running_cluster(model, topology) as url:
             ask(topology.label, Client([url]), args.phases)
-    if args.peer and has_vllm(pair=True):
-        with running_vllm_pair(model) as urls:
+    environment = vllm_environment(args.vllm, pair=True)
+    if args.peer and environment is not None:
+        with running_vllm_pair(model, environment) as urls:
             ask("vLLM, 2 aggregated", Client(urls), args.phases)
             ask("vLLM, 1P1D", Client(urls[1:], urls[0]), args.phases)
     elif args.peer:
@@ -97,6 +98,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
     parser.add_argument("--seconds", type=float, default=12.0, help="of each rate")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--no-wire", dest="wire", action="store_false")
     args = parser.parse_args()
