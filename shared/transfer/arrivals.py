@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.shared.background import start_task
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.protocol import decode_header
 from pagewire.shared.transfer.base import ReceivedPiece
@@ -91,6 +92,9 @@ class Arrivals:
 
     def on_offer(self, peer: Peer, offer: Offer) -> None:
         """Put an offered piece in line, or refuse it."""
+        if offer.seq in peer.offers or offer.seq in peer.landings:
+            self._stats.note_malformed(f"{peer.peer_id!r} offered piece {offer.seq} again")
+            return
         try:
             header = decode_header(offer.header)
         except ProtocolError as exc:
@@ -129,7 +133,7 @@ class Arrivals:
 
     def land(self, peer: Peer, landing: Landing, moving: Coroutine[Any, Any, None]) -> None:
         """Let a claimed payload come in; `moving` ends when no byte is written any more."""
-        task = asyncio.create_task(self._finish(peer, landing, moving))
+        task = start_task(self._finish(peer, landing, moving), f"a piece of {peer.peer_id}")
         peer.arriving[task] = landing
         task.add_done_callback(lambda done: peer.arriving.pop(done, None))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,6 +13,8 @@ from pagewire.shared.protocol import PieceHeader, encode_header
 from pagewire.shared.transfer.peer import Peer
 from pagewire.shared.transfer.waiting import uninterrupted, until
 from pagewire.shared.transfer.wire import SEQ_BITS, Offer, SessionMessage, Withdrawal
+
+logger = logging.getLogger(__name__)
 
 
 class Departures:
@@ -103,5 +106,6 @@ class Departures:
         if not push.done():
             self._break_off(peer, "a payload stalled")
             await asyncio.wait({push})
-        if not push.cancelled():
-            push.exception()
+        error = None if push.cancelled() else push.exception()
+        if error is not None and not isinstance(error, TransferError):
+            logger.error("a payload to %r failed", peer.peer_id, exc_info=error)

@@ -26,6 +26,7 @@ from collections import OrderedDict
 
 import torch
 
+from pagewire.shared.background import start_task
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer.arrivals import Arrivals, SessionStats
@@ -51,12 +52,12 @@ from pagewire.shared.transfer.wire import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_OFFERS = 1024  # of one peer in line; more are refused
 _MAX_STRANGERS = 256  # peers that said hello before we connected to them
 _MAX_WAYS = 4096  # incarnations of peers of which we know how often we linked to them
 _REPAIR_TIMEOUT_S = 5.0
 _LAST_WORD_S = 0.05
 _ARRIVAL_GRACE_S = 0.5  # for payloads in motion when their sender is disconnected
+_ARRIVAL_END_S = 5.0  # for them to notice that the way was given up
 
 
 class SessionTransport(KvTransport):
@@ -131,13 +132,14 @@ class SessionTransport(KvTransport):
         if peer.address.nonce == self._nonce:
             raise TransferError(f"the address given for {peer_id!r} is this transport's own")
         deadline = asyncio.get_running_loop().time() + timeout
-        await self.disconnect(peer_id)
+        async with until(deadline, f"{peer_id!r} was not disconnected"):
+            await self.disconnect(peer_id)
         self._check_open()
         try:
             async with until(deadline, f"{peer_id!r} did not answer"):
                 await self._make_way(peer)
-            while peer_id in self._peers:  # connected twice at the same time: the last one counts
-                await self.disconnect(peer_id)
+                while peer_id in self._peers:  # connected twice at once: the last one counts
+                    await self.disconnect(peer_id)
             self._check_open()
             self._admit(peer)
         finally:
@@ -169,7 +171,7 @@ class SessionTransport(KvTransport):
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
-        teardown = asyncio.create_task(self._tear_down(peer))
+        teardown = start_task(self._tear_down(peer), f"disconnecting {peer_id}")
         self._teardowns.add(teardown)
         teardown.add_done_callback(self._teardowns.discard)
         await asyncio.shield(teardown)
@@ -177,7 +179,7 @@ class SessionTransport(KvTransport):
     async def close(self) -> None:
         """Disconnect all peers and free everything. Safe to call twice."""
         if self._closing is None:
-            self._closing = asyncio.create_task(self._shut_down())
+            self._closing = start_task(self._shut_down(), "closing a transport")
         await asyncio.shield(self._closing)
 
     async def _shut_down(self) -> None:
@@ -195,8 +197,20 @@ class SessionTransport(KvTransport):
         """Begin to deal with a peer to which there is a way."""
         self._peers[peer.peer_id] = peer
         self._number(peer)
-        peer.granter = asyncio.create_task(self._arrivals.grant_offers(peer))
+        self._start_granter(peer)
         self._greet(peer)
+
+    def _start_granter(self, peer: Peer) -> None:
+        """Begin to answer a peer's offers; begin anew, all forgotten, should that ever fail."""
+
+        def on_end(granter: asyncio.Task[None]) -> None:
+            if not granter.cancelled() and self._peers.get(peer.peer_id) is peer:
+                self._start_granter(peer)
+                self._break(peer, "its offers were not answered")
+
+        name = f"granting pieces of {peer.peer_id}"
+        peer.granter = start_task(self._arrivals.grant_offers(peer), name)
+        peer.granter.add_done_callback(on_end)
 
     async def _make_way(self, peer: Peer) -> None:
         """Link to a peer, as often as it has linked to us at least."""
@@ -233,7 +247,9 @@ class SessionTransport(KvTransport):
             await asyncio.wait(peer.arriving, timeout=_ARRIVAL_GRACE_S)
         await self._unlink(peer)
         if peer.arriving:
-            await asyncio.wait(peer.arriving)
+            _, stuck = await asyncio.wait(peer.arriving, timeout=_ARRIVAL_END_S)
+            if stuck:  # each gives its slot back when it ends
+                logger.error("%d pieces of %r are still arriving", len(stuck), peer.peer_id)
         self._arrivals.drop(peer)
 
     def _break(self, peer: Peer, reason: str) -> None:
@@ -241,7 +257,7 @@ class SessionTransport(KvTransport):
         if self._peers.get(peer.peer_id) is not peer or peer.repair or peer.error:
             return
         peer.reset(TransferError(f"the connection to {peer.peer_id!r} broke: {reason}"))
-        peer.repair = asyncio.create_task(self._repair(peer, reason))
+        self._start_repair(peer, reason)
 
     def _number(self, peer: Peer) -> None:
         """Choose what the peer puts on its messages to us."""
@@ -249,7 +265,15 @@ class SessionTransport(KvTransport):
             peer.channel = secrets.randbits(CHANNEL_BITS)
         self._by_channel[peer.channel] = peer
 
-    async def _repair(self, peer: Peer, reason: str | None = None) -> None:
+    def _start_repair(self, peer: Peer, reason: str | None = None) -> None:
+        def on_end(repair: asyncio.Task[None]) -> None:
+            if not repair.cancelled() and (bug := repair.exception()) is not None:
+                peer.fail(TransferError(str(bug)))
+
+        peer.repair = start_task(self._repair(peer, reason), f"making a way to {peer.peer_id}")
+        peer.repair.add_done_callback(on_end)
+
+    async def _repair(self, peer: Peer, reason: str | None) -> None:
         """Make the way to a peer anew.
 
         Args:
@@ -345,7 +369,7 @@ class SessionTransport(KvTransport):
             peer.reset(TransferError(f"{peer.peer_id!r} has connected anew"))
         peer.learn(hello)
         if behind:
-            peer.repair = asyncio.create_task(self._repair(peer))
+            self._start_repair(peer)
             return
         if peer.error is not None:
             return
