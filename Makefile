@@ -30,7 +30,12 @@ up: $(STAMP) ## Start a cluster on this machine; options: ARGS="--prefill 1 --de
 	@$(BIN)/pagewire up $(ARGS)
 
 test: $(STAMP) redis ## Run all tests that this machine can run
+ifneq ($(ARGS),)
 	$(BIN)/pytest $(ARGS)
+else
+	$(BIN)/pytest -n 2 tests/unit tests/kernels
+	$(BIN)/pytest tests/integration tests/e2e tests/faults tests/gpu
+endif
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)

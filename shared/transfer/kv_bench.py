@@ -41,6 +41,7 @@ class _BlockMover:
         self._pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.block_bytes = self._pool[0].nbytes
         self._blocks = random.Random(0).sample(range(shape[0]), num_blocks)
+        self._polling = asyncio.Lock()
 
     def fill(self) -> None:
         """Write something that differs from block to block."""
@@ -69,8 +70,9 @@ class _BlockMover:
         host.copy_(checksums, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        while not event.query():  # noqa: ASYNC110 - a device is polled
-            await asyncio.sleep(0)
+        async with self._polling:  # what was launched first ends first
+            while not event.query():
+                await asyncio.sleep(0)
         values = host.tolist()
         return values
 
@@ -111,6 +113,7 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
         async with asyncio.TaskGroup() as group:
             for start in range(0, num_blocks, count):
                 group.create_task(_send(transport, mover, staging, start, count))
+                await asyncio.sleep(0)  # the first piece leaves while the next is gathered
 
     await serve_orders(kind, staging, obey)
 
