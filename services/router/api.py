@@ -18,7 +18,7 @@ from pagewire.services.router.responses import (
     Format,
     model_card,
 )
-from pagewire.services.router.service import InputReader, RouterService
+from pagewire.services.router.service import INLINE_BODY_BYTES, InputReader, RouterService
 from pagewire.services.router.stream import TextDelta
 
 router = APIRouter(redirect_slashes=False)
@@ -80,8 +80,8 @@ async def _generate(
     make_format: Callable[[str, GenerationInput], Format],
 ) -> Response:
     service = _service(request)
-    service.check_open()
-    asked = await service.read_input(reader, await read_body(request))
+    with service.admit():
+        asked = await _read(request, reader)
     form = make_format(service.model.name, asked)
     answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
@@ -96,6 +96,13 @@ async def _generate(
         answers.close()
         raise
     return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
+
+
+async def _read(request: Request, reader: InputReader) -> GenerationInput:
+    service, raw = _service(request), await read_body(request)
+    if len(raw) <= INLINE_BODY_BYTES:
+        return service.read_now(reader, raw)
+    return await unless_disconnected(request, service.read_in_thread(reader, raw))
 
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

@@ -12,13 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.services.router.api import router
-from pagewire.services.router.errors import describe
+from pagewire.services.router.errors import SERVER_ERROR, describe
 from pagewire.services.router.service import RouterService
 from pagewire.shared.errors import PagewireError
 
 logger = logging.getLogger(__name__)
-
-SERVER_ERROR = 500
 
 
 def create_app(service: RouterService) -> FastAPI:

@@ -13,7 +13,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -218,8 +219,11 @@ class Dispatcher:
     """All requests of this router.
 
     Args:
-        max_queue: sequences in the system at once.
+        max_queue: sequences in the system at once, and requests that are still read.
         request_timeout_s: without any token, after which a request fails.
+
+    Attributes:
+        num_reading: requests whose bodies arrive or are tokenized.
     """
 
     def __init__(
@@ -233,6 +237,7 @@ class Dispatcher:
     ) -> None:
         self.placer, self.links, self.ledger, self.metrics = placer, links, ledger, metrics
         self.max_queue, self.request_timeout_s = max_queue, request_timeout_s
+        self.num_reading = 0
         self._streams: set[TokenStream] = set()
 
     @property
@@ -251,8 +256,23 @@ class Dispatcher:
         Raises:
             OverloadedError: the queue is full.
         """
-        if len(self._streams) + count > self.max_queue:
-            raise OverloadedError(f"{len(self._streams)} requests are in the system")
+        held = len(self._streams) + self.num_reading
+        if held + count > self.max_queue:
+            raise OverloadedError(f"{held} requests are in the system")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a request of which nobody knows yet how many sequences it will be.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        self.check_room()
+        self.num_reading += 1
+        try:
+            yield
+        finally:
+            self.num_reading -= 1
 
     def open(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> list[TokenStream]:
         """Let sequences enter, all or none. The caller closes each.

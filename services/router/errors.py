@@ -20,6 +20,7 @@ from pagewire.shared.errors import (
 )
 
 NO_WORKER_RETRY_S = 2.0
+SERVER_ERROR = 500
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; so nginx names it in access logs
 
 _INVALID = "invalid_request_error"
@@ -101,7 +102,7 @@ def describe(exc: Exception) -> ApiError:
         case HTTPException():
             return _describe_http(exc)
         case _:
-            return ApiError(500, _INTERNAL_MESSAGE, _SERVER, None, "internal_error")
+            return ApiError(SERVER_ERROR, _INTERNAL_MESSAGE, _SERVER, None, "internal_error")
 
 
 def _describe_http(exc: HTTPException) -> ApiError:

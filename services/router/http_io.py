@@ -13,7 +13,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pagewire.services.router.answers import AnswerSet
-from pagewire.services.router.errors import BodyTooLargeError, ClientGoneError, describe
+from pagewire.services.router.errors import (
+    SERVER_ERROR,
+    BodyTooLargeError,
+    ClientGoneError,
+    describe,
+)
 from pagewire.services.router.responses import DONE, Format, error_event
 from pagewire.services.router.stream import TextDelta
 from pagewire.shared.background import end_task, start_task
@@ -25,7 +30,6 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 60.0
-SERVER_ERROR = 500
 
 
 async def read_body(request: Request) -> bytes:

@@ -8,7 +8,7 @@ import random
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 import httpx
@@ -123,25 +123,31 @@ class RouterService:
         """Whether a request would find a decode worker."""
         return not self.is_draining and bool(self.placer.decode_cards())
 
-    def check_open(self) -> None:
-        """Check, before a request costs anything, that there is room for one.
+    def admit(self) -> AbstractContextManager[None]:
+        """Check, before a request costs anything, that there is room; count it while it is read.
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full; on entering.
         """
         if self.is_draining:
             raise NoWorkerError("the router shuts down")
-        self.dispatcher.check_room()
+        return self.dispatcher.reading()
 
-    async def read_input(self, reader: InputReader, raw: bytes) -> GenerationInput:
-        """Check and tokenize a body, in a thread if that takes long.
+    def read_now(self, reader: InputReader, raw: bytes) -> GenerationInput:
+        """Check and tokenize a small body.
 
         Raises:
             InvalidRequestError: the client's fault; names the field.
         """
-        if len(raw) <= INLINE_BODY_BYTES:
-            return reader(raw, self.model, self.max_model_len)
+        return reader(raw, self.model, self.max_model_len)
+
+    async def read_in_thread(self, reader: InputReader, raw: bytes) -> GenerationInput:
+        """Check and tokenize a body that takes long. Cancelling it in line ends it.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field.
+        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._threads, reader, raw, self.model, self.max_model_len

@@ -71,7 +71,7 @@ class _BlockMover:
         event = torch.cuda.Event()
         event.record()
         async with self._polling:  # what was launched first ends first
-            while not event.query():
+            while not event.query():  # noqa: ASYNC110 - a device is polled
                 await asyncio.sleep(0)
         values = host.tolist()
         return values

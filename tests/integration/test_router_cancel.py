@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from pagewire.services.router.service import INPUT_THREADS
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
@@ -170,6 +172,53 @@ def test_more_than_the_queue_holds_is_refused_and_nothing_else_suffers(redis_url
         assert response.json()["error"]["param"] == "n"
 
     scenario_of(redis_url, scenario, max_queue=4)
+
+
+async def begin_request(router: LiveRouter) -> asyncio.StreamWriter:
+    """Announce a body and send half of it."""
+    host, _, port = router.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    raw = json.dumps(body(max_tokens=1)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw[: len(raw) // 2])
+    await writer.drain()
+    return writer
+
+
+def test_requests_count_while_their_bodies_arrive(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        dispatcher = router.service.dispatcher
+        writers = [await begin_request(router) for _ in range(2)]
+        await eventually(lambda: dispatcher.num_reading == 2)
+        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 429
+        writers[0].close()
+        await eventually(lambda: dispatcher.num_reading == 1)
+        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 200
+        assert (await router.complete(prompt="Hi", n=2, max_tokens=1)).status_code == 429
+        writers[1].close()
+        await eventually(lambda: dispatcher.num_reading == 0)
+
+    scenario_of(redis_url, scenario, max_queue=2)
+
+
+def test_leaving_in_line_for_the_tokenizer_takes_the_request_out(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        dispatcher, busy = router.service.dispatcher, threading.Event()
+        holders = [router.service._threads.submit(busy.wait, 20) for _ in range(INPUT_THREADS)]
+        try:
+            with pytest.raises(httpx.ReadTimeout):
+                await router.http.post(
+                    "/v1/completions", json=body(prompt="Hi " * 4000), timeout=0.3
+                )
+            await eventually(lambda: dispatcher.num_reading == 0, timeout=1)
+            assert await router.metric('pagewire_request_errors_total{status="499"}') == 1
+            assert router.service._threads._work_queue.qsize() <= 1  # cancelled, at most
+        finally:
+            busy.set()
+        assert all(holder.result() for holder in holders)
+        assert worker.generated == []
+
+    scenario_of(redis_url, scenario)
 
 
 def test_all_answers_of_a_request_enter_or_none(redis_url):
