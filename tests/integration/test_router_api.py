@@ -209,7 +209,7 @@ def test_a_bug_is_a_500_without_a_traceback(redis_url, monkeypatch, caplog):
         def explode() -> None:
             raise ZeroDivisionError("/secret/path")
 
-        monkeypatch.setattr(router.service, "check_open", explode)
+        monkeypatch.setattr(router.service, "admit", explode)
         response = await router.complete(prompt="Hi")
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
