@@ -52,16 +52,20 @@ def ucx_settings(host: str, *, cuda: bool) -> dict[str, str]:
         # ucxx would stage the fragments of all transfers in GPU memory.
         "RNDV_FRAG_MEM_TYPE": "cuda" if cuda else "host",
     }
-    if host not in _ALL and "UCX_TLS" not in _SET_BY_USER:
+    if host not in _ALL and _SET_BY_USER.isdisjoint({"UCX_TLS", "UCX_NET_DEVICES"}):
         if device := _device_of(host):
             settings["NET_DEVICES"] = device
         else:
-            logger.warning("no network device has the address %s: UCX listens on all", host)
+            logger.warning(
+                "no network device is known to have the IPv4 address %s, so UCX listens on all; "
+                "give an IPv4 address, or set UCX_NET_DEVICES to the device, such as eth0",
+                host,
+            )
     return {name: value for name, value in settings.items() if f"UCX_{name}" not in _SET_BY_USER}
 
 
 def _device_of(host: str) -> str | None:
-    """Return the name of the network device that has an address, None if none has."""
+    """Return the name of the network device that has an IPv4 address, None if none has."""
     try:
         address = ipaddress.ip_address(socket.gethostbyname(host))
     except OSError:

@@ -246,11 +246,20 @@ def test_ucx_listens_on_the_device_of_its_host_alone() -> None:
     assert run_async(scenario()) <= {"0100007F"}  # 127.0.0.1
 
 
-@pytest.mark.parametrize("host", ["", "127.0.0.1", "203.0.113.1"])
+@pytest.mark.parametrize("host", ["", "::", "127.0.0.1", "localhost", "203.0.113.1", "::1"])
 def test_ucx_device_of_a_host(host: str, caplog: pytest.LogCaptureFixture) -> None:
     settings = ucx_settings(host, cuda=False)
-    assert settings.get("NET_DEVICES") == ("lo" if host == "127.0.0.1" else None)
-    assert ("no network device" in caplog.text) == (host == "203.0.113.1")
+    assert settings.get("NET_DEVICES") == ("lo" if host in ("127.0.0.1", "localhost") else None)
+    assert ("set UCX_NET_DEVICES" in caplog.text) == (host in ("203.0.113.1", "::1"))
+
+
+def test_a_user_who_chose_the_device_is_not_told_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = frozenset({"UCX_NET_DEVICES"})
+    monkeypatch.setattr("pagewire.shared.transfer.ucx_settings._SET_BY_USER", chosen)
+    assert "NET_DEVICES" not in ucx_settings("::1", cuda=False)
+    assert caplog.text == ""
 
 
 def test_choice_of_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
