@@ -12,6 +12,7 @@ import contextlib
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
 from pagewire.loadtest.cluster import ClusterError, running_cluster, wait_idle
 from pagewire.loadtest.report import write_report
@@ -256,7 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(fine) else 1
 
 
+def end_cleanly(signum: int, _frame: FrameType | None) -> None:
+    """Take a signal as the end of the program: cluster and locust are stopped on the way out."""
+    signal.signal(signum, signal.SIG_IGN)  # another one would interrupt just that
+    sys.exit(128 + signum)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_cleanly)
     try:
         sys.exit(main())
     except ClusterError as exc:
