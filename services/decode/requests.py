@@ -45,7 +45,6 @@ class DecodeRequest:
     Attributes:
         engine_id: its name in the engine, unique whatever routers call it.
         tried: prefill workers that failed it.
-        delivered_first: the first token has gone to the router.
     """
 
     peer_id: str
@@ -55,7 +54,6 @@ class DecodeRequest:
     first_block: int = 0
     num_blocks: int = 0
     remote: RemotePrefill | None = None
-    delivered_first: bool = False
     first_token: int | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
