@@ -19,7 +19,6 @@ from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.scatterer import PieceFate, PieceScatterer
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.errors import OverloadedError
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
@@ -164,18 +163,13 @@ class RemotePrefills:
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
                 core.fall_back(sequence, first_token)
 
-        self._runtime.engine.submit(fall_back)
+        self._runtime.engine.submit(fall_back, admitted=True)
 
     # Blocks that arrive
 
     async def _receive(self, transport: KvTransport) -> None:
         while True:
-            received = await transport.recv()
-            try:
-                self._on_piece(received, transport.name)
-            except OverloadedError:
-                received.slot.release()
-                logger.warning("a piece was dropped: the engine does not keep up")
+            self._on_piece(await transport.recv(), transport.name)
 
     def _on_piece(self, received: ReceivedPiece, transport: str) -> None:
         header, slot = received.header, received.slot
@@ -194,7 +188,8 @@ class RemotePrefills:
             return
         engine_id = request.engine_id
         self._runtime.engine.submit(
-            lambda core: self._scatterer.scatter(engine_id, core.get(engine_id), header, slot)
+            lambda core: self._scatterer.scatter(engine_id, core.get(engine_id), header, slot),
+            admitted=True,
         )
 
     def _is_covered(self, request: DecodeRequest, received: ReceivedPiece) -> bool:
@@ -239,4 +234,4 @@ class RemotePrefills:
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
                 core.activate(sequence, first_token)
 
-        self._runtime.engine.submit(activate)
+        self._runtime.engine.submit(activate, admitted=True)

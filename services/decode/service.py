@@ -92,9 +92,14 @@ class DecodeService:
             self._runtime.server.post(peer_id, refusal)
             return
         request = DecodeRequest(peer_id, message, engine_id=f"r{next(self._ids)}")
+        try:
+            self._runtime.engine.submit(lambda core: self._add(core, request))
+        except OverloadedError as exc:
+            self._refuse(peer_id, message.request_id, exc)
+            return
+        # The engine's answers come through the loop: not before this.
         self._requests[request.engine_id] = request
         self._by_router[peer_id, message.request_id] = request
-        self._runtime.engine.submit(lambda core: self._add(core, request))
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.sampling.validate()
@@ -147,7 +152,7 @@ class DecodeService:
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
             self._remote.cancel(request)
-            self._runtime.engine.submit(lambda core: core.abort(request.engine_id))
+            self._runtime.engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
         known = self._requests.pop(request.engine_id, None) is not None

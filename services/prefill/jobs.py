@@ -20,7 +20,7 @@ class PrefillJob:
         num_blocks: of the prompt, the last and partial one included.
         positions: piece -> block positions, of the pieces that were packed so far.
         acked: pieces that the decode worker has scattered.
-        sends: piece -> how often it was sent.
+        sends: piece -> how often it was sent, or is to be as soon as it is packed.
         timers: piece -> end of the wait for its acknowledgement.
         has_first_token: `PrefillDone` was posted.
     """
@@ -46,9 +46,9 @@ class PrefillJob:
         return self.has_first_token and acked >= self.num_blocks - self.ticket.first_block
 
     def note_sent(self, piece: int, positions: list[int]) -> None:
-        """Count a sending of a piece."""
+        """Note a piece that was packed; its first sending counts with this."""
         self.positions[piece] = positions
-        self.sends[piece] = self.sends.get(piece, 0) + 1
+        self.sends.setdefault(piece, 1)
 
     def note_acked(self, piece: int) -> None:
         """Count a piece as scattered; a second acknowledgement changes nothing."""
@@ -66,6 +66,9 @@ class PrefillJob:
         for piece in list(self.timers):
             self.stop_timer(piece)
 
-    def may_send_again(self, piece: int) -> bool:
-        """Whether a piece was not yet sent too often."""
-        return self.sends.get(piece, 0) < MAX_SENDS_PER_PIECE
+    def count_again(self, piece: int) -> bool:
+        """Count one more sending of a piece, unless it was sent too often."""
+        if self.sends[piece] >= MAX_SENDS_PER_PIECE:
+            return False
+        self.sends[piece] += 1  # now: who asks often must not queue more than is ever sent
+        return True

@@ -106,8 +106,12 @@ class PrefillService:
             return
         block_size = self._runtime.built.layout.block_size
         job = PrefillJob(peer_id, ticket, num_blocks=-(-len(ticket.token_ids) // block_size))
-        self._jobs[job.job_id] = job
-        self._runtime.engine.submit(lambda core: self._start(core, job))
+        try:
+            self._runtime.engine.submit(lambda core: self._start(core, job))
+        except OverloadedError as exc:
+            self._post(peer_id, PrefillFailed(job_id=job.job_id, reason=str(exc)))
+            return
+        self._jobs[job.job_id] = job  # the engine's answers come through the loop: not before this
 
     def _refusal_of(self, peer_id: str, ticket: Prefill) -> str | None:
         """Say why a ticket is void, if it is."""
@@ -168,6 +172,7 @@ class PrefillService:
         finally:
             piece.slot.release()
         if self._is_live(job) and piece.piece not in job.acked:
+            job.stop_timer(piece.piece)  # of a copy that was sent meanwhile
             job.timers[piece.piece] = asyncio.get_running_loop().call_later(
                 timeout, self._send_again, job, piece.piece, "was not acknowledged in time"
             )
@@ -185,14 +190,16 @@ class PrefillService:
             self._send_again(job, nack.piece, "arrived damaged")
 
     def _send_again(self, job: PrefillJob, piece: int, reason: str) -> None:
+        if not self._is_live(job) or piece in job.acked:
+            return
         job.stop_timer(piece)
-        if not job.may_send_again(piece):
+        if not job.count_again(piece):
             self._fail(job, f"piece {piece} {reason}, {job.sends[piece]} times")
             return
         logger.warning("job %s: piece %d %s; sending it again", job.job_id, piece, reason)
         positions = job.positions[piece]
         self._runtime.engine.submit(
-            lambda _core: self._packer.send_again(job.job_id, piece, positions)
+            lambda _core: self._packer.send_again(job.job_id, piece, positions), admitted=True
         )
 
     # Its end
@@ -240,7 +247,7 @@ class PrefillService:
         if self._is_live(job):
             del self._jobs[job.job_id]
             job.stop_timers()
-            self._runtime.engine.submit(lambda core: self._free(core, job.job_id))
+            self._runtime.engine.submit(lambda core: self._free(core, job.job_id), admitted=True)
 
     def _free(self, core: EngineCore, job_id: str) -> None:
         self._packer.drop(job_id)

@@ -1,4 +1,4 @@
-"""The engine's own thread, and the bounded queues between it and the event loop."""
+"""The engine's own thread, and the queue of commands to it."""
 
 from __future__ import annotations
 
@@ -77,14 +77,20 @@ class EngineThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def submit(self, command: Command) -> None:
+    def submit(self, command: Command, *, admitted: bool = False) -> None:
         """Have a command run between two steps. Callable from any thread.
 
+        Args:
+            command: called in the engine's thread.
+            admitted: it ends or advances work that was taken in by an earlier command. Such
+                commands are few for each piece of work, so the bound on what enters bounds them,
+                too; and to refuse one would leave blocks held and requests waiting for ever.
+
         Raises:
-            OverloadedError: the engine does not keep up with its commands.
+            OverloadedError: the engine does not keep up; never for admitted work.
         """
         with self._wake:
-            if len(self._commands) >= MAX_COMMANDS:
+            if not admitted and len(self._commands) >= MAX_COMMANDS:
                 raise OverloadedError("the engine's command queue is full")
             self._commands.append(command)
             self._wake.notify()

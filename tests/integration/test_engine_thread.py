@@ -132,10 +132,11 @@ def test_command_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.submit(partial(note, number=number))
         with pytest.raises(OverloadedError):
             engine.submit(partial(note, number=3))
+        engine.submit(partial(note, number=4), admitted=True)
         go_on.set()
-        until(lambda: ran == [0, 1, 2])
-        engine.submit(partial(note, number=4))
         until(lambda: ran == [0, 1, 2, 4])
+        engine.submit(partial(note, number=5))
+        until(lambda: ran == [0, 1, 2, 4, 5])
 
 
 def test_commands_without_end_do_not_keep_steps_from_running() -> None:

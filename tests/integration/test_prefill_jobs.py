@@ -1,0 +1,202 @@
+"""A prefill service's jobs when the engine takes no more commands, and when answers cross."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from pagewire.services.prefill.jobs import MAX_SENDS_PER_PIECE
+from pagewire.services.prefill.service import PrefillService
+from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.protocol import (
+    CancelPrefill,
+    PieceAck,
+    PieceNack,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+)
+from pagewire.shared.request import SamplingParams
+from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.service_runtimes import (
+    TRANSFER_TIMEOUT_S,
+    ServiceRuntime,
+    service_runtime,
+)
+
+DECODE = "decode-0.1"
+PROMPT = [1, 2, 3, 4, 5, 6]  # two blocks: one piece
+TICKET = Prefill(
+    job_id="job",
+    decode_id="decode-0",
+    decode_epoch=1,
+    prefill_epoch=1,
+    token_ids=PROMPT,
+    sampling=SamplingParams(max_tokens=4, seed=0),
+    first_block=0,
+)
+TWO_PIECES = msgspec.structs.replace(TICKET, token_ids=PROMPT * 2)
+
+
+@dataclass
+class Peers:
+    """An open way that nobody answers by itself.
+
+    Attributes:
+        sent: pieces, in order.
+        arrive: sending returns once it is set.
+    """
+
+    sent: list[int] = field(default_factory=list)
+    arrive: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_open(self, *_args: object) -> bool:
+        return True
+
+    async def send(self, _peer_id: str, header: Any, *_args: object) -> None:
+        self.sent.append(header.piece)
+        await self.arrive.wait()
+
+    async def forget(self, _peer_id: str) -> None:
+        pass
+
+
+@asynccontextmanager
+async def prefilling() -> AsyncIterator[tuple[ServiceRuntime, PrefillService, Peers]]:
+    async with service_runtime() as runtime:
+        service = PrefillService(cast("WorkerRuntime", runtime))
+        peers = Peers()
+        service._peers = cast(Any, peers)
+        runtime.on_outputs = service.on_outputs
+        runtime.engine.start()
+        yield runtime, service, peers
+        await service.close()
+    runtime.send_staging.check_integrity(all_free=True)
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine refuse all commands that bring work."""
+    monkeypatch.setattr(thread_module, "MAX_COMMANDS", 0)
+
+
+def test_a_ticket_that_finds_the_queue_full_fails_and_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            with monkeypatch.context() as patch:
+                fill(patch)
+                service.on_message(DECODE, TICKET)
+            (failed,) = runtime.posted(PrefillFailed)
+            assert failed.job_id == "job"
+            assert service.num_active == 0
+            service.on_message(DECODE, TICKET)
+            peers.arrive.set()
+            await eventually(lambda: runtime.posted(PrefillDone))
+            assert runtime.posted(PrefillFailed) == [failed]
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "acknowledged", "peer lost"])
+def test_a_job_ends_though_the_queue_is_full(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            peers.arrive.set()
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.sent and runtime.posted(PrefillDone))
+            assert runtime.used_blocks == 2
+            fill(monkeypatch)
+            if how == "cancelled":
+                service.on_message(DECODE, CancelPrefill(job_id="job"))
+            elif how == "acknowledged":
+                service.on_message(DECODE, PieceAck(job_id="job", piece=0))
+            else:
+                service.on_peer_lost(DECODE)
+            assert service.num_active == 0
+            await eventually(lambda: not runtime.used_blocks)
+
+    run_async(scenario())
+
+
+def test_a_piece_goes_again_though_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with prefilling() as (_, service, peers):
+            peers.arrive.set()
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.sent)
+            fill(monkeypatch)
+            service.on_message(DECODE, PieceNack(job_id="job", piece=0))
+            await eventually(lambda: peers.sent == [0, 0])
+
+    run_async(scenario())
+
+
+def test_a_nack_that_overtakes_the_sending_leaves_no_timer_behind() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (_, service, peers):
+            service.on_message(DECODE, TWO_PIECES)
+            await eventually(lambda: peers.sent == [0, 1])
+            service.on_message(DECODE, PieceNack(job_id="job", piece=0))
+            await eventually(lambda: peers.sent == [0, 1, 0])
+            peers.arrive.set()  # only now both sends of the piece return
+            await asyncio.sleep(TRANSFER_TIMEOUT_S / 4)
+            service.on_message(DECODE, PieceAck(job_id="job", piece=0))
+            await eventually(lambda: 1 in peers.sent[3:])  # the other one's time is up
+            await asyncio.sleep(TRANSFER_TIMEOUT_S / 4)
+            assert peers.sent.count(0) == 2
+
+    run_async(scenario())
+
+
+def test_a_peer_that_asks_for_a_piece_without_end_loses_the_job() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            peers.arrive.set()
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.sent)
+            for _ in range(MAX_SENDS_PER_PIECE):  # faster than the engine packs
+                service.on_message(DECODE, PieceNack(job_id="job", piece=0))
+            assert len(runtime.posted(PrefillFailed)) == 1
+            assert service.num_active == 0
+
+    run_async(scenario())
+
+
+def test_a_piece_that_was_acknowledged_is_not_sent_again() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (_, service, peers):
+            peers.arrive.set()
+            service.on_message(DECODE, TWO_PIECES)
+            await eventually(lambda: peers.sent == [0, 1])
+            service.on_message(DECODE, PieceAck(job_id="job", piece=0))
+            for _ in range(MAX_SENDS_PER_PIECE):
+                service.on_message(DECODE, PieceNack(job_id="job", piece=0))
+            await asyncio.sleep(TRANSFER_TIMEOUT_S / 2)
+            assert peers.sent == [0, 1]
+            assert service.num_active == 1
+
+    run_async(scenario())
+
+
+def test_a_resend_that_is_due_for_a_job_that_ended_does_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with prefilling() as (_, service, peers):
+            peers.arrive.set()
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.sent == [0])
+            job = service._jobs["job"]
+            service.on_message(DECODE, CancelPrefill(job_id="job"))
+            service._send_again(job, 0, "was not acknowledged in time")
+            assert "sending it again" not in caplog.text
+
+    run_async(scenario())
