@@ -1,4 +1,8 @@
-"""The cluster of docker-compose.yml, built and started under a project name of its own."""
+"""The cluster of docker-compose.yml, built and started as the README says.
+
+It runs under a project name and a port of its own, from a copy of the tree, whose `.env` is the
+one that the README's commands make.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ import http.server
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +25,8 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
+from pagewire.tests.support.documents import ROOT, blocks
+
 BUILD_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 180.0
 HEALTHY_TIMEOUT_S = 180.0
@@ -30,11 +35,16 @@ FOREIGN_IMAGES = {"REDIS_IMAGE": "redis:7.4-alpine", "GATEWAY_IMAGE": "haproxy:3
 STAND_IN = "pagewire-test-services"
 
 
-def run(*command: str, timeout: float = CALL_TIMEOUT_S, env: dict[str, str] | None = None) -> str:
-    """Run a command in the repository's root; returns its output, fails with it."""
+def run(
+    *command: str,
+    timeout: float = CALL_TIMEOUT_S,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> str:
+    """Run a command; returns its output, fails with it."""
     done = subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=env,
         timeout=timeout,
         check=False,
@@ -67,23 +77,30 @@ class ComposeCluster:
         network: the one between the services.
     """
 
-    def __init__(self, settings: dict[str, str]) -> None:
+    def __init__(self, tree: Path, settings: dict[str, str]) -> None:
+        self._tree = tree
         self.project = f"pagewire-test-{os.getpid()}"
         self.network = f"{self.project}_cluster"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [*compose_command(), "--env-file", ".env.example", "-p", self.project]
         self._env = {
             **os.environ,
-            "PAGEWIRE_CLUSTER_SECRET": secrets.token_hex(16),
-            "REDIS_PASSWORD": secrets.token_hex(16),
+            "COMPOSE_PROJECT_NAME": self.project,
             "PAGEWIRE_PORT": str(self.port),
             "PAGEWIRE_TAG": "test",
             **settings,
         }
 
     def compose(self, *arguments: str, timeout: float = CALL_TIMEOUT_S) -> str:
-        return run(*self._command, *arguments, timeout=timeout, env=self._env)
+        command = (*compose_command(), *arguments)
+        return run(*command, timeout=timeout, env=self._env, cwd=self._tree)
+
+    def start(self) -> None:
+        """Build and start by the README's own commands."""
+        (block,) = [block for block in blocks() if block.run == "docker"]
+        code = block.code.replace("docker-compose ", f"{' '.join(compose_command())} ")
+        command = ("bash", "-euo", "pipefail", "-c", code)
+        run(*command, timeout=BUILD_TIMEOUT_S, env=self._env, cwd=self._tree)
 
     def containers(self, service: str | None = None) -> list[dict[str, Any]]:
         """Return what `docker inspect` tells of the containers, of one service or of all."""
@@ -164,16 +181,28 @@ class ComposeCluster:
 @contextmanager
 def compose_cluster(**scale: int) -> Iterator[ComposeCluster]:
     """Build the images, start the cluster, wait until all is healthy, remove it at the end."""
-    with build_settings() as settings:
-        cluster = ComposeCluster(settings)
-        cluster.compose("build", timeout=BUILD_TIMEOUT_S)
     sizes = [word for service, n in scale.items() for word in ("--scale", f"{service}={n}")]
-    try:
-        cluster.compose("up", "-d", *sizes)
-        cluster.wait_healthy()
-        yield cluster
-    finally:
-        cluster.down()
+    with tempfile.TemporaryDirectory() as folder, build_settings() as settings:
+        tree = Path(folder, "pagewire")
+        _copy_tree(tree)
+        cluster = ComposeCluster(tree, settings)
+        try:
+            cluster.start()
+            cluster.compose("up", "-d", "--no-recreate", *sizes)
+            cluster.wait_healthy()
+            yield cluster
+        finally:
+            cluster.down()
+
+
+def _copy_tree(target: Path) -> None:
+    """Copy what git would: neither environments nor anybody's own .env."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    for name in filter(None, listed.split("\0")):
+        source = ROOT / name
+        if source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import pytest
 from pagewire import LLM, SamplingParams
 from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.tests.compose.cluster import (
-    ROOT,
     ComposeCluster,
     compose_cluster,
     compose_command,
@@ -25,6 +24,7 @@ from pagewire.tests.compose.cluster import (
 )
 from pagewire.tests.compose.load import MAX_TOKENS, MODEL, PATIENCE_S, Load, Outcome
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.documents import ROOT
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
