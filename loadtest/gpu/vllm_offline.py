@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.loadtest.gpu.model import write_model
-from pagewire.shared.engine.bench import BATCHES, CONTEXT, MIXES, PROMPTS, VOCAB_USED, emit
+from pagewire.shared.engine.bench import (
+    BATCHES,
+    CONTEXT,
+    MIXES,
+    PROMPTS,
+    THROUGHPUT_TIMES,
+    VOCAB_USED,
+    emit,
+)
 
 STEPS = 128
 
@@ -58,7 +66,7 @@ class VllmBench:
             emit(what="ttft", prompt=length, ms=ms, low=low, high=high)
         for batch in BATCHES:
             steps = []
-            for _ in range(3):
+            for _ in range(self._times):
                 first = self._generate(batch, CONTEXT, 1)
                 steps.append((self._generate(batch, CONTEXT, 1 + STEPS) - first) / STEPS * 1e3)
             emit(
@@ -69,7 +77,7 @@ class VllmBench:
                 high=max(steps),
             )
         for inp, out, count in MIXES:
-            rates = [count * out / self._generate(count, inp, out) for _ in range(3)]
+            rates = [count * out / self._generate(count, inp, out) for _ in range(THROUGHPUT_TIMES)]
             emit(
                 what="throughput",
                 inp=inp,

@@ -50,6 +50,7 @@ PROMPTS = (128, 1024, 4096, 8192, 16000)
 BATCHES = (1, 8, 32, 128, 256)
 MIXES = ((1024, 128, 512), (1024, 1024, 256), (256, 256, 512))
 SEGMENT = 32
+THROUGHPUT_TIMES = 3  # a quarter of a minute each
 VOCAB_USED = 128_000
 
 
@@ -148,7 +149,7 @@ class Bench:
     def throughput(self) -> None:
         """Output tokens a second when everything is there at once."""
         for inp, out, count in MIXES:
-            rates = [count * out / self._generate(count, inp, out) for _ in range(3)]
+            rates = [count * out / self._generate(count, inp, out) for _ in range(THROUGHPUT_TIMES)]
             emit(
                 what="throughput",
                 inp=inp,
