@@ -126,12 +126,16 @@ class WorkerSettings(EngineSettings):
         control_port: of the ZeroMQ control socket; 0 takes a free one.
         metrics_port: of the worker's own HTTP `/metrics` and `/health`; 0 takes a free one.
         kv_transport: `auto` takes UCX where ucxx is installed, else ZeroMQ.
-        staging_slots: KV pieces that may be under way at once, in each direction.
-        staging_slot_bytes: upper bound of a piece; None picks it from the block's size.
+        staging_slots: KV pieces that may be under way at once: on their way out of a prefill
+            worker, into a decode worker.
+        staging_slot_bytes: upper bound of a piece, rounded down to whole blocks; None picks it
+            from the block's size. A decode worker needs slots as large as its prefill workers'.
         local_prefill_tokens: a decode worker computes up to this many uncached prompt tokens
             itself instead of sending them away.
-        transfer_timeout_s: for one piece, from its sending to its acknowledgement.
-        prefill_timeout_s: without any sign of a prefill job, after which it is done locally.
+        transfer_timeout_s: for a piece to be sent, and again for its acknowledgement; also for
+            each step of opening a KV way.
+        prefill_timeout_s: without a piece or the first token of a prefill job, after which the
+            next prefill worker gets it, or with none left this decode worker.
         drain_timeout_s: for running requests to finish after SIGTERM.
     """
 

@@ -86,10 +86,11 @@ LocalPrefillTokens = Annotated[
 ]
 StagingSlots = Annotated[
     int | None,
-    typer.Option(help="KV pieces under way at once, each way.", rich_help_panel=NETWORK),
+    typer.Option(help="KV pieces under way at once.", rich_help_panel=NETWORK),
 ]
 StagingSlotBytes = Annotated[
-    int | None, typer.Option(help="Upper bound of a KV piece.", rich_help_panel=NETWORK)
+    int | None,
+    typer.Option(help="Upper bound of a KV piece; holds whole blocks.", rich_help_panel=NETWORK),
 ]
 WorkerId = Annotated[
     str | None,

@@ -75,7 +75,7 @@ class PiecePacker:
     """The step hook of a prefill engine.
 
     Attributes:
-        staging: slots to pack into; a job waits while there is none.
+        staging: slots of one block or more to pack into; a job waits while none is free.
         on_packed: called in the engine's thread.
     """
 
