@@ -29,6 +29,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
+MAX_POSITIONS = 4096  # blocks in a piece
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -251,8 +252,8 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode_epoch: Epoch
     prefill_epoch: Epoch
     piece: Count
-    positions: Annotated[list[Count], Meta(max_length=4096)]
-    checksums: Annotated[list[Int64], Meta(max_length=4096)]
+    positions: Annotated[list[Count], Meta(max_length=MAX_POSITIONS)]
+    checksums: Annotated[list[Int64], Meta(max_length=MAX_POSITIONS)]
     nbytes: Count
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pagewire.services.decode.service import DecodeService
 from pagewire.shared.config import WorkerSettings
-from pagewire.shared.logs import configure_logging
-from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.shared.worker.runtime import run_worker
 
 
 def run(settings: WorkerSettings) -> int:
@@ -16,9 +13,4 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-    configure_logging(settings.log_level)
-
-    async def main() -> int:
-        return await WorkerRuntime(settings, "decode").run(DecodeService)
-
-    return asyncio.run(main())
+    return run_worker(settings, "decode", DecodeService)

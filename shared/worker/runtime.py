@@ -1,10 +1,11 @@
 """A worker's surroundings: engine thread, control server, KV transports, Redis, metrics.
 
-    start:  Redis -> engine (loads the model) -> transports -> control server -> card in Redis
-    stop:   draining card -> running work ends -> card withdrawn -> server, transports, engine
+    start:  Redis -> model -> transports -> server -> engine -> service -> card in Redis
+    stop:   draining card -> running work ends -> card withdrawn -> service -> engine
+            -> background tasks -> server -> transports -> Redis
 
-A service (prefill or decode) plugs its handlers in. Its card is renewed only while the engine's
-loop turns: a worker whose engine has stopped disappears from the directory.
+A service (prefill or decode) plugs its handlers in. A worker whose engine's loop is silent has a
+draining card, and soon after ends without waiting for its work, so that it is started anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -24,10 +26,12 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv_cache.block_hash import BlockHash
+from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
-from pagewire.shared.protocol import ControlMessage, Role
+from pagewire.shared.protocol import MAX_POSITIONS, ControlMessage, Role
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import (
     CardPublisher,
@@ -49,7 +53,10 @@ ENGINE_SILENCE_S = 5.0
 ENGINE_STOP_S = 10.0
 TRANSPORT_START_S = 30.0
 DRAIN_POLL_S = 0.05
-LARGEST_SLOT_BYTES = 64 << 20
+# The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
+# own interval the event loop's messages would wait for 5 ms at a time.
+SWITCH_INTERVAL_S = 0.0005
+LARGEST_SLOT_BYTES = 64 << 20  # unless one is asked for, or a single block is larger
 MOST_BLOCKS_PER_SLOT = 128
 
 
@@ -140,7 +147,9 @@ class WorkerRuntime:
             await self._open(make_service, stack)
             logger.info("%s is ready at %s", self.worker_id, self._endpoint)
             code = await self._serve()
-            await self._drain()
+            self.is_draining = True
+            if code == 0:
+                await self._drain()
         return code
 
     async def _open(
@@ -167,12 +176,13 @@ class WorkerRuntime:
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
         service = self._service = make_service(self)
+        # Ended behind the engine, as what it hands over while it stops may start more of them.
+        stack.push_async_callback(self.tasks.close)
         self.engine.start()
-        stack.callback(self._stop_engine)
+        stack.push_async_callback(self._stop_engine)
         index.start()
         stack.push_async_callback(index.close)
         service.start()
-        stack.push_async_callback(self.tasks.close)
         stack.push_async_callback(service.close)
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()
@@ -192,7 +202,7 @@ class WorkerRuntime:
 
     async def _open_transports(self, stack: contextlib.AsyncExitStack) -> None:
         settings, block_bytes = self.settings, self.built.layout.block_bytes
-        slot_bytes = settings.staging_slot_bytes or default_slot_bytes(block_bytes)
+        slot_bytes = slot_size(settings.staging_slot_bytes, block_bytes)
         slots, device = settings.staging_slots, self.built.device
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
         self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
@@ -258,16 +268,19 @@ class WorkerRuntime:
         return 0
 
     async def _drain(self) -> None:
-        """Take no new work; let what runs end, within bounds."""
-        self.is_draining = True
+        """Let what runs end, within bounds; without an engine nothing does."""
         self._publisher.renew_now()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_timeout_s):
-                while self._service and self._service.num_active > 0:  # noqa: ASYNC110 - at exit
+                while self._has_live_work():  # noqa: ASYNC110 - at exit
                     await asyncio.sleep(DRAIN_POLL_S)
 
-    def _stop_engine(self) -> None:
-        if not self.engine.stop(ENGINE_STOP_S):
+    def _has_live_work(self) -> bool:
+        alive = self.engine.is_alive(2 * ENGINE_SILENCE_S)
+        return alive and self._service is not None and self._service.num_active > 0
+
+    async def _stop_engine(self) -> None:
+        if not await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S):
             logger.error("the engine did not stop within %g s", ENGINE_STOP_S)
 
     def _card(self) -> WorkerCard:
@@ -298,7 +311,41 @@ class WorkerRuntime:
         )
 
 
-def default_slot_bytes(block_bytes: int) -> int:
-    """Size staging slots: large pieces keep a link busy, small blocks need no large slots."""
-    blocks = max(1, min(LARGEST_SLOT_BYTES // block_bytes, MOST_BLOCKS_PER_SLOT))
+def slot_size(asked: int | None, block_bytes: int) -> int:
+    """Size staging slots, in whole blocks.
+
+    Args:
+        asked: an upper bound in bytes. None: large pieces keep a link busy, but small blocks need
+            no large slots.
+        block_bytes: of one block over all layers.
+
+    Raises:
+        ConfigError: what was asked for holds no block, or more than a piece can name.
+    """
+    if asked is None:
+        asked = max(1, min(LARGEST_SLOT_BYTES // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
+    blocks = asked // block_bytes
+    if not 1 <= blocks <= MAX_POSITIONS:
+        raise ConfigError(
+            f"setting staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES) cannot be {asked}: a slot "
+            f"holds 1 to {MAX_POSITIONS} KV blocks, here {block_bytes} to "
+            f"{MAX_POSITIONS * block_bytes} bytes"
+        )
     return blocks * block_bytes
+
+
+def run_worker(
+    settings: WorkerSettings, role: Role, make_service: Callable[[WorkerRuntime], Service]
+) -> int:
+    """Run a worker in this process until a signal ends it; returns the exit code.
+
+    Raises:
+        ConfigError: what was asked for is not to be had here.
+    """
+    configure_logging(settings.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def main() -> int:
+        return await WorkerRuntime(settings, role).run(make_service)
+
+    return asyncio.run(main())

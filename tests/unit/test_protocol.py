@@ -11,6 +11,7 @@ from pagewire.shared.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.protocol import (
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
+    MAX_POSITIONS,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Cancel,
@@ -202,8 +203,8 @@ def test_the_largest_header_a_piece_can_have_fits() -> None:
         decode_epoch=2**63 - 1,
         prefill_epoch=2**63 - 1,
         piece=2**40 - 1,
-        positions=[2**40 - 1] * 4096,
-        checksums=[-(2**63)] * 4096,
+        positions=[2**40 - 1] * MAX_POSITIONS,
+        checksums=[-(2**63)] * MAX_POSITIONS,
         nbytes=2**40 - 1,
     )
     assert decode_header(encode_header(header)) == header

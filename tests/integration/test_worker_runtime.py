@@ -1,0 +1,204 @@
+"""A worker's runtime: how it sizes its staging, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.protocol import MAX_POSITIONS, ControlMessage
+from pagewire.shared.worker import runtime as runtime_module
+from pagewire.shared.worker.runtime import WorkerRuntime, run_worker, slot_size
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.redis_server import RedisServer
+
+BLOCK = 2048
+DRAIN_S = 60.0
+
+
+def settings_at(redis: RedisServer, **changes: Any) -> WorkerSettings:
+    fields = {
+        "redis_url": redis.url,
+        "device": "cpu",
+        "num_blocks": 64,
+        "kv_transport": "zmq",
+        "heartbeat_s": 0.1,
+        "drain_timeout_s": DRAIN_S,
+        "log_level": "error",
+    }
+    return load_settings(WorkerSettings, fields | changes)
+
+
+class BusyService:
+    """Has work that never ends.
+
+    Args:
+        runtime: whose worker this is.
+        trouble: called once all is up.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, trouble: Callable[[WorkerRuntime], None]) -> None:
+        self.num_active = 1
+        self.runtime, self._trouble = runtime, trouble
+
+    def start(self) -> None:
+        asyncio.get_running_loop().call_later(0.2, self._trouble, self.runtime)
+
+    async def close(self) -> None:
+        pass
+
+    def on_message(self, peer_id: str, message: ControlMessage) -> None:
+        pass
+
+    def on_peer_lost(self, peer_id: str) -> None:
+        pass
+
+    def on_outputs(self, outputs: list[StepOutput]) -> None:
+        pass
+
+
+def die(runtime: WorkerRuntime) -> None:
+    """End the engine's loop as an error in a step does."""
+
+    def fail(idle: bool) -> None:
+        raise RuntimeError("device on fire")
+
+    cast(Any, runtime.engine)._observe = fail
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks"),
+    [(BLOCK, 1), (3 * BLOCK, 3), (4 * BLOCK - 1, 3), (MAX_POSITIONS * BLOCK + 1, MAX_POSITIONS)],
+)
+def test_a_slot_holds_whole_blocks(asked: int, blocks: int) -> None:
+    assert slot_size(asked, BLOCK) == blocks * BLOCK
+
+
+@pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_POSITIONS + 1) * BLOCK])
+def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        slot_size(asked, BLOCK)
+    message = str(caught.value)
+    assert "PAGEWIRE_STAGING_SLOT_BYTES" in message
+    assert f"{BLOCK} to {MAX_POSITIONS * BLOCK}" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
+def test_the_default_slot_holds_whole_blocks(block_bytes: int) -> None:
+    size = slot_size(None, block_bytes)
+    assert size % block_bytes == 0
+    assert 1 <= size // block_bytes <= MAX_POSITIONS
+
+
+def test_a_worker_refuses_slots_that_hold_no_block(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        settings = settings_at(redis_server, staging_slot_bytes=100)
+        runtime = WorkerRuntime(settings, "prefill")
+        with pytest.raises(ConfigError, match="PAGEWIRE_STAGING_SLOT_BYTES"):
+            await runtime.run(lambda runtime: BusyService(runtime, die))
+
+    run_async(scenario())
+
+
+def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        runtime = WorkerRuntime(settings_at(redis_server), "prefill")
+        assert await runtime.run(lambda runtime: BusyService(runtime, die)) == 1
+        assert runtime.is_draining
+
+    run_async(scenario())
+
+
+def test_an_engine_that_dies_ends_the_draining(redis_server: RedisServer) -> None:
+    def terminate(runtime: WorkerRuntime) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        asyncio.get_running_loop().call_later(0.5, die, runtime)
+
+    async def scenario() -> None:
+        runtime = WorkerRuntime(settings_at(redis_server), "prefill")
+        assert await runtime.run(lambda runtime: BusyService(runtime, terminate)) == 0
+
+    run_async(scenario())
+
+
+def test_the_loop_turns_while_a_slow_engine_stops(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, stopped, beats = EngineThread.stop, [0.0], [0.0]
+
+    def slow_stop(engine: EngineThread, timeout: float) -> bool:
+        time.sleep(1.0)
+        stopped.append(time.monotonic())
+        return stop(engine, timeout)
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(EngineThread, "stop", slow_stop)
+        runtime = WorkerRuntime(settings_at(redis_server), "prefill")
+        task = asyncio.create_task(beat())
+        assert await runtime.run(lambda runtime: BusyService(runtime, die)) == 1
+        task.cancel()
+        await asyncio.wait([task])
+
+    run_async(scenario())
+    assert len([moment for moment in beats if 0 < stopped[1] - moment < 0.9]) > 5
+
+
+def test_what_a_stopping_engine_still_hands_over_leaves_no_task(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = EngineThread.stop
+
+    def stop_with_outputs(engine: EngineThread, timeout: float) -> bool:
+        engine._on_outputs([])
+        return stop(engine, timeout)
+
+    def send_for_ever(service: BusyService, _outputs: list[StepOutput]) -> None:
+        service.runtime.tasks.spawn(asyncio.sleep(60), "sending")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(EngineThread, "stop", stop_with_outputs)
+        monkeypatch.setattr(BusyService, "on_outputs", send_for_ever)
+        runtime = WorkerRuntime(settings_at(redis_server), "prefill")
+        assert await runtime.run(lambda runtime: BusyService(runtime, die)) == 1
+
+    run_async(scenario())  # which finds tasks that are left
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    """Whatever a test sets is the process's own again behind it."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_worker_lets_its_threads_take_turns_quickly(
+    redis_server: RedisServer, switch_interval: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_module, "configure_logging", lambda level: None)  # pytest has
+    seen: list[float] = []
+
+    def terminate(runtime: WorkerRuntime) -> None:
+        seen.append(sys.getswitchinterval())
+        die(runtime)
+
+    settings = settings_at(redis_server)
+    code = run_worker(settings, "decode", lambda runtime: BusyService(runtime, terminate))
+    assert code == 1
+    assert seen == [pytest.approx(runtime_module.SWITCH_INTERVAL_S)]
