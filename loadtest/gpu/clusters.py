@@ -144,8 +144,15 @@ def _wait(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bo
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not is_ready():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError(f"a server did not start:\n{log.read_text()[-3000:]}")
+            raise BenchError(f"a server did not start:\n{_gist(log.read_text())}")
         time.sleep(0.2)
+
+
+def _gist(log: str) -> str:
+    """Return the lines of a log that name errors, and its end."""
+    lines = log.splitlines()
+    errors = [line[:300] for line in lines if "rror" in line]
+    return "\n".join([*errors[:20], "...", *lines[-10:]])
 
 
 def _answers(url: str) -> bool:

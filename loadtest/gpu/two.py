@@ -93,7 +93,7 @@ async def _phases(client: Client, names: list[str], args: argparse.Namespace) ->
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
+    parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--phases", nargs="+", choices=COLUMNS, default=list(PHASES))
     parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
     parser.add_argument("--seconds", type=float, default=12.0, help="of each rate")

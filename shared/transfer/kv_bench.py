@@ -27,7 +27,7 @@ from pagewire.shared.transfer.bench import PATIENCE_S, child_process, copy_gbps,
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
 SLOTS = 8
-SLOT_BLOCKS = (4, 8, 16, 32)
+SLOT_BLOCKS = (8, 16, 32, 64)
 TURNS = 9
 _SPARE = 2  # the pool is so many times larger than the prompt
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -219,11 +218,7 @@ class UcxPort:
         self._awake_until = self._loop.time() + self._spin_s
 
     def _stays_awake(self) -> bool:
-        if self._loop.time() >= self._awake_until:
-            return False
-        # Else the engine's thread would wait for the interpreter's lock until it is taken by force.
-        time.sleep(0)
-        return True
+        return self._loop.time() < self._awake_until
 
     def _settle(self) -> None:
         """Report the transfers that have ended."""
