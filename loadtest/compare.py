@@ -35,7 +35,7 @@ SPARE_S = 60  # for locust, over the load's duration
 
 # Small enough that one worker cannot keep all shared prompts and conversations at once.
 NUM_BLOCKS = 1024
-RATES = "2,4,6"
+RATES = "4,8,16"
 STAGE_S = 20.0
 QUICK_RATES = "4"
 QUICK_STAGE_S = 6.0

@@ -17,6 +17,7 @@ from pagewire.loadtest.slo import Percentiles, Slo, StageSummary
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")  # also apart for the colour-blind
 PERCENTILES = ("p50", "p90", "p99")
+MARKERS = ("o", "x", "s", "^", "v", "D")  # curves on top of each other stay visible
 HIT_WINDOW_S = 10.0
 DPI = 110
 
@@ -68,10 +69,10 @@ def _percentile_figure(
     figure = Figure(figsize=(12, 3.8), dpi=DPI, layout="constrained")
     axes = figure.subplots(1, len(PERCENTILES), sharey=True)
     for axis, name in zip(axes, PERCENTILES, strict=True):
-        for color, result in zip(COLORS, results, strict=False):
+        for color, marker, result in zip(COLORS, MARKERS, results, strict=False):
             rates = [stage.rate for stage in result.stages]
             values = [getattr(select(stage), name) * 1000 for stage in result.stages]
-            axis.plot(rates, values, marker="o", color=color, label=result.label)
+            axis.plot(rates, values, marker=marker, color=color, label=result.label)
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
@@ -92,12 +93,13 @@ def _goodput_figure(results: Sequence[RunResult]) -> Figure:
     axis = figure.subplots()
     top = max(stage.rate for result in results for stage in result.stages)
     axis.plot([0, top], [0, top], color="0.6", linestyle="--", label="all good")
-    for color, result in zip(COLORS, results, strict=False):
+    for color, marker, result in zip(COLORS, MARKERS, results, strict=False):
         rates = [stage.rate for stage in result.stages]
         axis.plot(
             rates,
             [stage.goodput for stage in result.stages],
-            marker="o",
+            marker=marker,
+            markersize=8,
             color=color,
             label=result.label,
         )
