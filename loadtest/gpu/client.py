@@ -40,10 +40,20 @@ class Client:
     Args:
         urls: of endpoints.
         prefill_url: of a vLLM server that is to compute each prompt first.
+        model: the name under which they serve it.
+        vocab: prompts are of token ids below.
     """
 
-    def __init__(self, urls: list[str], prefill_url: str | None = None) -> None:
+    def __init__(
+        self,
+        urls: list[str],
+        prefill_url: str | None = None,
+        *,
+        model: str = "m",
+        vocab: int = VOCAB_USED,
+    ) -> None:
         self._urls, self._prefill_url, self._turn = urls, prefill_url, 0
+        self._model, self._vocab = model, vocab
         self._rng = random.Random(0)
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
@@ -70,8 +80,8 @@ class Client:
             BenchError: an error, or another number of tokens than asked for.
         """
         body: dict[str, Any] = {
-            "model": "m",
-            "prompt": [self._rng.randrange(10, VOCAB_USED) for _ in range(length)],
+            "model": self._model,
+            "prompt": [self._rng.randrange(10, self._vocab) for _ in range(length)],
             "max_tokens": out,
             "temperature": 0,
             "ignore_eos": True,

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -122,6 +124,13 @@ def test_the_openai_client_chats(cluster: ComposeCluster) -> None:
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=60) as client:
         answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24)
     assert answer.choices[0].message.content
+
+
+def test_the_load_tests_users_are_all_served(cluster: ComposeCluster, tmp_path: Path) -> None:
+    options = ("--host", cluster.url, "--rates", "4", "--stage-s", "10", "--out", str(tmp_path))
+    print(run(sys.executable, "-P", "-m", "pagewire.loadtest.compare", *options))
+    assert list(tmp_path.glob("*/report.html"))
+    cluster.wait_idle(WORKERS)
 
 
 def _suffer(cluster: ComposeCluster, load: Load, trouble: Callable[[], None]) -> Outcome:

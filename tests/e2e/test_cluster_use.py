@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from pagewire.loadtest.gpu.client import Answer, Client
+from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.timeout(180)
@@ -137,6 +139,23 @@ def test_bad_input_names_the_field(
     error = response.json()["error"]
     assert error["param"] == param
     assert error["message"]
+
+
+def test_the_gpu_benches_client_times_every_token(cluster: LocalCluster) -> None:
+    async def ask() -> tuple[Answer, float]:
+        client = Client([cluster.url], model="pagewire-demo", vocab=1000)
+        try:
+            answer = await client.complete(200, 24)
+            _, transfers = await client.transfer_seconds()
+        finally:
+            await client.close()
+        return answer, transfers
+
+    answer, transfers = run_async(ask(), 60)
+    assert len(answer.times) == 24
+    assert answer.times == sorted(answer.times)
+    assert len(answer.gaps) == 23
+    assert transfers >= 1
 
 
 def test_nothing_is_left_behind(cluster: LocalCluster) -> None:
