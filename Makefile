@@ -33,8 +33,8 @@ test: $(STAMP) redis ## Run all tests that this machine can run
 ifneq ($(ARGS),)
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 2 tests/unit tests/kernels
-	$(BIN)/pytest tests/integration tests/e2e tests/faults tests/gpu
+	$(BIN)/pytest -n 2 tests/unit tests/kernels tests/integration
+	$(BIN)/pytest tests/e2e tests/faults tests/gpu
 endif
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device

@@ -91,12 +91,17 @@ class Client:
         self._turn += 1
         answer = Answer()
         start = time.perf_counter()
-        if self._prefill_url is not None:
-            stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, body)
-        async for chunk in self._events(url, json.dumps(body | stream)):
-            now = time.perf_counter() - start
-            for choice in chunk["choices"]:
-                answer.times.extend([now] * len(choice.get("token_ids") or ()))
+        try:
+            if self._prefill_url is not None:
+                stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, body)
+            async for chunk in self._events(url, json.dumps(body | stream)):
+                now = time.perf_counter() - start
+                if "choices" not in chunk:
+                    raise BenchError(f"{url} answered {chunk}")
+                for choice in chunk["choices"]:
+                    answer.times.extend([now] * len(choice.get("token_ids") or ()))
+        except httpx.HTTPError as exc:
+            raise BenchError(f"{url}: {exc!r}") from exc
         if len(answer.times) != out:
             raise BenchError(f"{len(answer.times)} tokens came, not {out}")
         return answer

@@ -97,7 +97,7 @@ def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list
         started = []
         for gpu in range(2):
             port = _free_port()
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
             command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
             command += ["--max-num-seqs", str(MAX_NUM_SEQS), "--gpu-memory-utilization", "0.8"]

@@ -48,12 +48,15 @@ def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
     for row in (row for row in ours if row["what"] == what):
         peer = by_key.get((row[key], row.get("out")))
         # More tokens a second are better, less time is.
-        extra = {} if peer is None else {"vllm": peer[value], "ratio": row[value] / peer[value]}
-        rows.append({**row, **extra})
+        if peer is not None:
+            spread = {f"vllm_{end}": peer[end] for end in ("low", "high") if end in peer}
+            row = row | spread | {"vllm": peer[value], "ratio": row[value] / peer[value]}
+        rows.append(row)
     out = ("out", "n") if what == "throughput" else ()
-    spread = ("low", "high") if what != "start" else ()
+    ends = ("low", "high") if what != "start" else ()
+    peers = ("vllm", *(f"vllm_{end}" for end in ends))
     of_ceiling = ("of_ceiling",) if what == "decode" else ()
-    return markdown(rows, (key, *out, value, *spread, *of_ceiling, "vllm", "ratio"))
+    return markdown(rows, (key, *out, value, *ends, *of_ceiling, *peers, "ratio"))
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Return a percentile by the nearest rank below."""
+    """Return the value of rank floor(n * percent / 100) + 1, at most the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
 

@@ -63,9 +63,12 @@ def check_and_time_the_wire() -> None:
             raise BenchError(f"{module} failed: nothing else is timed")
 
 
-def measure(args: argparse.Namespace, model: Path) -> list[Row]:
-    """Run the phases on each cluster; prints one JSON line a result."""
-    rows: list[Row] = []
+def measure(args: argparse.Namespace, model: Path, rows: list[Row]) -> None:
+    """Run the phases on each cluster; adds its results and prints one JSON line each.
+
+    Raises:
+        BenchError: a server did not start, or an answer was wrong.
+    """
 
     def ask(label: str, client: Client, names: list[str]) -> None:
         for row in asyncio.run(_phases(client, names, args)):
@@ -83,7 +86,6 @@ def measure(args: argparse.Namespace, model: Path) -> list[Row]:
             ask("vLLM, 1P1D", Client(urls[1:], urls[0]), args.phases)
     elif args.peer:
         print("vLLM and nixl cannot be imported: no peer", file=sys.stderr)
-    return rows
 
 
 async def _phases(client: Client, names: list[str], args: argparse.Namespace) -> list[Row]:
@@ -102,20 +104,23 @@ def main() -> int:
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--no-wire", dest="wire", action="store_false")
     args = parser.parse_args()
+    rows: list[Row] = []
+    failure: BenchError | None = None
     try:
         if args.wire:
             check_and_time_the_wire()
         with tempfile.TemporaryDirectory() as directory:
             write_model(Path(directory))
-            rows = measure(args, Path(directory))
+            measure(args, Path(directory), rows)
     except BenchError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
+        failure = exc  # what was measured before is shown all the same
     for phase in args.phases:
         print(f"\n### {phase}, ms\n")
         chosen = [row for row in rows if row["what"] == phase]
         print(markdown(chosen, ("cluster", *COLUMNS[phase])))
-    return 0
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
 
 
 if __name__ == "__main__":

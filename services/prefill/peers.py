@@ -175,7 +175,7 @@ class DecodePeers:
                     await self._send_probe(peer, piece)
                     await landed.wait()
                 finally:
-                    del peer.probe_acks[piece]
+                    peer.probe_acks.pop(piece, None)
 
         sends = [asyncio.create_task(one(piece)) for piece in pieces]
         try:

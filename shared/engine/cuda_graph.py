@@ -18,6 +18,9 @@ from pagewire.shared.engine.prefill_inputs import PrefillInputs, PrefillShape
 from pagewire.shared.engine.scheduler import ScheduledTokens
 
 LARGEST_PREFILL = 512  # tokens; above it the device is the slower one
+# Beside decode rows, which are a graph of their own: above it, to read the weights twice takes
+# the device longer than to launch one step for all takes the host.
+LARGEST_BESIDE_DECODES = 256
 _CHUNKS = (1, 8)
 
 
@@ -150,9 +153,13 @@ class PrefillGraphs:
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
 
-    def shape_of(self, chunks: list[ScheduledTokens]) -> PrefillShape | None:
-        """Return the smallest shape that these chunks fit, None if there is none."""
+    def shape_of(
+        self, chunks: list[ScheduledTokens], *, beside_decodes: bool
+    ) -> PrefillShape | None:
+        """Return the smallest shape that these chunks fit, None if they had better be launched."""
         tokens = sum(chunk.length for chunk in chunks)
+        if beside_decodes and tokens > LARGEST_BESIDE_DECODES:
+            return None
         for shape in self.shapes:
             if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:
                 return shape

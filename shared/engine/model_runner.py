@@ -154,14 +154,16 @@ class ModelRunner:
         """Run a step by CUDA graphs, or return None if there are none for all of it.
 
         Decode rows beside small chunks take two graphs: to read the weights twice is quicker than
-        to launch every kernel.
+        to launch every kernel. The decode's tokens must survive the prefill's replay, and they do,
+        being alive when the prefill graphs were captured in the same memory.
         """
         tokens = []
         shape = None
         if slots and (self.decode_graphs is None or not self.decode_graphs.fits(len(slots))):
             return None
         if chunks:
-            shape = self.prefill_graphs.shape_of(chunks) if self.prefill_graphs else None
+            if self.prefill_graphs is not None:
+                shape = self.prefill_graphs.shape_of(chunks, beside_decodes=bool(slots))
             if shape is None:
                 return None
         if slots and self.decode_graphs is not None:

@@ -289,8 +289,15 @@ class Scheduler:
             length=length,
             samples=end == sequence.num_tokens,
             num_preemptions=sequence.num_preemptions,
-            input_token=None if sequence.decodes_from_slot else sequence.token_ids[end - 1],
+            input_token=self._missing_input(sequence, length, end),
         )
+
+    def _missing_input(self, sequence: Sequence, length: int, end: int) -> int | None:
+        """Return the token of a decode row that no step has left in the slot."""
+        is_decode = length == 1 and end == sequence.num_tokens
+        if sequence.decodes_from_slot or not is_decode:
+            return None
+        return sequence.token_ids[end - 1]
 
     def _admit(self) -> Sequence | None:
         """Give the first in the queue its blocks and a slot, if there are enough of both."""

@@ -36,6 +36,8 @@ class _BlockMover:
     """One side's pool, with the blocks of a prompt strewn over it."""
 
     def __init__(self, device: str, num_blocks: int) -> None:
+        if torch.device(device).type == "cuda":
+            torch.cuda.set_device(device)  # kernels launch on the current one
         self._ops = load_ops("auto", torch.device(device).type)
         shape = (_SPARE * num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         self._pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)

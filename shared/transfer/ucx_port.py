@@ -186,6 +186,8 @@ class UcxPort:
         while self._deliver():
             self._worker.progress()
             self._settle()
+        if self._turn is not None:  # a message thrown away just now has asked for one
+            self._turn.cancel()
         self._transfers.clear()
         del self._worker
 

@@ -176,13 +176,14 @@ class WorkerRuntime:
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
         service = self._service = make_service(self)
-        # Ended behind the engine, as what it hands over while it stops may start more of them.
+        # Once more behind the engine: what it hands over while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
         self.engine.start()
         stack.push_async_callback(self._stop_engine)
         index.start()
         stack.push_async_callback(index.close)
         service.start()
+        stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened anew
         stack.push_async_callback(service.close)
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()

@@ -28,6 +28,7 @@ fi
 if ! docker info >/dev/null 2>&1; then
     if may_install "$@" && command -v dockerd >/dev/null; then
         setsid dockerd >/tmp/dockerd.log 2>&1 </dev/null &
+        [ -z "${DOCKERD_PID_FILE:-}" ] || echo $! >"$DOCKERD_PID_FILE"
         for _ in $(seq 30); do
             docker info >/dev/null 2>&1 && break
             sleep 1

@@ -132,6 +132,35 @@ def test_an_engine_that_dies_ends_the_draining(redis_server: RedisServer) -> Non
     run_async(scenario())
 
 
+def test_background_tasks_end_before_a_slow_engine(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, stopping, beats = EngineThread.stop, [float("inf")], [0.0]
+
+    def slow_stop(engine: EngineThread, timeout: float) -> bool:
+        stopping[0] = time.monotonic()
+        time.sleep(0.5)
+        return stop(engine, timeout)
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.02)
+
+    def end(runtime: WorkerRuntime) -> None:
+        runtime.tasks.spawn(beat(), "what opens links")
+        asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(EngineThread, "stop", slow_stop)
+        runtime = WorkerRuntime(settings_at(redis_server, drain_timeout_s=0.1), "prefill")
+        assert await runtime.run(lambda runtime: BusyService(runtime, end)) == 0
+
+    run_async(scenario())
+    assert len(beats) > 1
+    assert max(beats) < stopping[0]
+
+
 def test_the_loop_turns_while_a_slow_engine_stops(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,7 +204,7 @@ class FakeDevice:
 
     def _write(self, part: ScheduledTokens) -> None:
         sequence = part.sequence
-        if part.input_token is None:
+        if part.is_decode and part.input_token is None:
             owner, position, token = self._slots[sequence.slot or 0]
             assert owner is sequence and position == part.start
             self._put(sequence, position, token)
