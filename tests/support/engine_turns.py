@@ -1,0 +1,52 @@
+"""Turns of an engine over a fake device, and what came of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.fake_device import make_sequence
+
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+LIMIT = 64  # tokens of the default pool, and so of a sequence
+
+
+def drain(core: EngineCore) -> list[StepOutput]:
+    """Turn the loop until nothing is left to do."""
+    outputs: list[StepOutput] = []
+    for _ in range(300):
+        more, worked = core.step()
+        core.scheduler.check_integrity()
+        outputs += more
+        if not worked and not core.has_work:
+            return outputs
+    pytest.fail("not done within 300 steps")
+
+
+def tokens_of(outputs: list[StepOutput], request_id: str) -> list[int]:
+    return [token for o in outputs if o.request_id == request_id for token in o.token_ids]
+
+
+def ends_of(outputs: list[StepOutput]) -> dict[str, str]:
+    return {o.request_id: o.finish_reason for o in outputs if o.finish_reason is not None}
+
+
+def assert_idle(core: EngineCore) -> None:
+    assert not core.has_work
+    assert core.scheduler.pool.counts().used == 0
+    assert list(core.scheduler.holders()) == []
+
+
+def reserve(
+    core: EngineCore, length: int = 9, max_tokens: int = 4, stop: frozenset[int] = frozenset()
+) -> Sequence:
+    """A sequence whose blocks wait for another worker's KV."""
+    sequence = make_sequence(
+        "remote", [1] * length, remote_prefill=True, max_tokens=max_tokens, stop=stop
+    )
+    core.add(sequence)
+    core.step()
+    assert sequence.status is RequestStatus.RESERVED
+    return sequence

@@ -1,0 +1,195 @@
+"""Steps that fail, names that are taken, requests that are aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.tests.support.engine_turns import (
+    BOTH,
+    LIMIT,
+    assert_idle,
+    drain,
+    ends_of,
+    tokens_of,
+)
+from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+
+# Steps that fail
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["fail_execute", "fail_wait"])
+def test_failed_step_fails_its_requests_and_no_others(
+    overlap: bool, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, device = make_core(max_num_seqs=2, overlap=overlap)
+    survivor = make_sequence("waits", [1] * 5)
+    expected = generate(survivor, LIMIT)
+    for sequence in (make_sequence("a", [0] * 3), make_sequence("b", [0] * 3), survivor):
+        core.add(sequence)
+    core.step()
+    setattr(device, where, RuntimeError("device on fire"))
+    outputs = drain(core)
+    assert [
+        (o.request_id, o.token_ids, o.error) for o in outputs if o.finish_reason == "error"
+    ] == [
+        ("a", [], "the model step failed"),
+        ("b", [], "the model step failed"),
+    ]
+    assert tokens_of(outputs, "waits") == expected
+    assert "device on fire" in caplog.text
+    assert_idle(core)
+
+
+def test_failed_result_spares_those_of_the_step_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, device = make_core(overlap=True)
+    device.fail_wait = RuntimeError("device on fire")
+    core.add(make_sequence("fails", [0] * 3))
+    core.step()
+    later = make_sequence("later", [1] * 5)
+    expected = generate(later, LIMIT)
+    core.add(later)
+    outputs = drain(core)
+    assert ends_of(outputs) == {"fails": "error", "later": "length"}
+    assert tokens_of(outputs, "later") == expected
+    assert "device on fire" in caplog.text
+    assert_idle(core)
+
+
+def test_late_failure_does_not_hit_a_namesake(caplog: pytest.LogCaptureFixture) -> None:
+    core, device = make_core(overlap=True)
+    device.fail_wait = RuntimeError("device on fire")
+    core.add(make_sequence("a", [0] * 3))
+    core.step()
+    core.abort("a")
+    namesake = make_sequence("a", [1] * 5)
+    expected = generate(namesake, LIMIT)
+    core.add(namesake)
+    outputs = drain(core)
+    assert ends_of(outputs) == {"a": "length"}
+    assert tokens_of(outputs, "a") == expected
+    assert "device on fire" in caplog.text
+    assert_idle(core)
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["fail_execute", "fail_wait"])
+def test_device_that_fails_every_step_ends_the_loop(
+    overlap: bool, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, device = make_core(overlap=overlap)
+    for number in range(20):
+        core.add(make_sequence(f"r{number}", [1]))
+    failed: list[str] = []
+    with pytest.raises(RuntimeError, match="device lost"):
+        while core.has_work:
+            setattr(device, where, RuntimeError("device lost"))
+            outputs, _ = core.step()
+            failed += ends_of(outputs)
+    assert len(device.batches) == MAX_FAILED_STEPS + (overlap and where == "fail_wait")
+    assert len(failed) < 20
+
+
+@BOTH
+def test_failures_with_good_steps_between_them_do_not_end_the_loop(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, device = make_core(overlap=overlap)
+    for number in range(2 * MAX_FAILED_STEPS):
+        core.add(make_sequence(f"good{number}", [1]))
+        assert ends_of(drain(core)) == {f"good{number}": "length"}
+        core.add(make_sequence(f"bad{number}", [1]))
+        device.fail_execute = RuntimeError("out of memory")
+        assert ends_of(drain(core)) == {f"bad{number}": "error"}
+    assert_idle(core)
+
+
+# Names
+
+
+def test_name_in_use_is_refused() -> None:
+    core, _ = make_core()
+    first = make_sequence("a", [1] * 3)
+    core.add(first)
+    with pytest.raises(InvalidRequestError, match="already") as caught:
+        core.add(make_sequence("a", [2]))
+    assert caught.value.param == "request_id"
+    assert core.get("a") is first
+    assert len(tokens_of(drain(core), "a")) == 4
+
+
+def test_name_of_a_held_prefill_job_is_refused_until_it_is_forgotten() -> None:
+    core, _ = make_core()
+    core.add(make_sequence("job", [1] * 9, prefill_only=True))
+    assert ends_of(drain(core)) == {"job": "length"}
+    assert core.scheduler.pool.counts().used == 3
+    with pytest.raises(InvalidRequestError, match="already"):
+        core.add(make_sequence("job", [1]))
+    core.abort("job")
+    assert_idle(core)
+    core.add(make_sequence("job", [1]))
+
+
+# Abort
+
+
+def abort_waiting(core: EngineCore) -> None:
+    core.add(make_sequence("a", [1]))
+
+
+def abort_running(core: EngineCore) -> None:
+    core.add(make_sequence("a", [1] * 9))
+    core.step()
+
+
+def abort_in_mid_prompt(core: EngineCore) -> None:
+    core.add(make_sequence("a", [1] * 40))
+    core.step()
+
+
+def abort_reserved(core: EngineCore) -> None:
+    core.add(make_sequence("a", [1] * 9, remote_prefill=True))
+    core.step()
+
+
+def abort_fallen_back(core: EngineCore) -> None:
+    abort_reserved(core)
+    sequence = core.get("a")
+    assert sequence is not None
+    core.fall_back(sequence, 3)
+
+
+def abort_held(core: EngineCore) -> None:
+    core.add(make_sequence("a", [1] * 9, prefill_only=True))
+    drain(core)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "bring",
+    [
+        abort_waiting,
+        abort_running,
+        abort_in_mid_prompt,
+        abort_reserved,
+        abort_fallen_back,
+        abort_held,
+    ],
+)
+def test_abort_frees_everything_and_says_nothing(
+    overlap: bool, bring: Callable[[EngineCore], None]
+) -> None:
+    core, _ = make_core(overlap=overlap)
+    bring(core)
+    core.abort("a")
+    assert core.get("a") is None
+    assert core.scheduler.pool.counts().used == 0
+    assert drain(core) == []
+    assert_idle(core)
+    core.abort("a")

@@ -1,0 +1,133 @@
+"""The order of a turn, turns that do not wait, and what runs as a decode row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.tests.support.engine_turns import (
+    BOTH,
+    LIMIT,
+    assert_idle,
+    drain,
+)
+from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
+
+# The order of a turn
+
+
+@dataclass
+class Hook:
+    """Notes when it was called."""
+
+    device: FakeDevice
+    core: EngineCore
+    busy: bool = False
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def after_launch(self) -> bool:
+        self.seen.append((len(self.device.batches), self.core.stats.tokens_generated))
+        return self.busy
+
+
+@pytest.mark.parametrize(
+    ("overlap", "read"), [(False, [0, 1, 2]), (True, [0, 0, 1])], ids=["serial", "overlap"]
+)
+def test_hooks_run_behind_a_launch_and_before_results_are_read(
+    overlap: bool, read: list[int]
+) -> None:
+    core, device = make_core(overlap=overlap)
+    hooks = [Hook(device, core), Hook(device, core)]
+    core.hooks.extend(hooks)
+    core.add(make_sequence("a", [1] * 3))
+    for _ in range(3):
+        core.step()
+    assert hooks[0].seen == hooks[1].seen == list(zip([1, 2, 3], read, strict=True))
+
+
+def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:
+    core, device = make_core()
+    idle, busy = Hook(device, core), Hook(device, core, busy=True)
+    core.hooks.extend([busy, idle])
+    assert core.step() == ([], False)
+    assert idle.seen and busy.seen and core.hooks_busy
+    busy.busy = False
+    core.step()
+    assert not core.hooks_busy
+
+
+# Turns that do not wait
+
+
+def turn(core: EngineCore) -> bool:
+    """A turn as the engine's thread makes it."""
+    _outputs, worked = core.step(wait=False)
+    core.scheduler.check_integrity()
+    return worked
+
+
+@pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
+def test_turns_go_on_while_the_device_runs_but_launch_no_more_steps(
+    overlap: bool, depth: int
+) -> None:
+    core, device = make_core(overlap=overlap)
+    hook = Hook(device, core)
+    core.hooks.append(hook)
+    sequence = make_sequence("a", [1] * 5)
+    expected = generate(sequence, LIMIT)
+    core.add(sequence)
+    device.has_run = False
+    worked = [turn(core) for _ in range(6)]
+    assert worked == [True] * depth + [False] * (6 - depth)
+    assert len(device.batches) == depth
+    assert (core.awaits_device, len(hook.seen)) == (True, 6)
+    assert sequence.token_ids == [1] * 5
+    device.has_run = True
+    while core.has_work:
+        assert turn(core)
+    assert sequence.token_ids[5:] == expected
+    assert not core.awaits_device
+
+
+@pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
+def test_chunks_that_sample_nothing_do_not_run_ahead_of_the_device(
+    overlap: bool, depth: int
+) -> None:
+    core, device = make_core(max_num_batched_tokens=4, overlap=overlap)
+    core.add(make_sequence("a", [1] * 40))
+    device.has_run = False
+    for _ in range(6):
+        turn(core)
+    assert len(device.batches) == depth
+
+
+@BOTH
+def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap)
+    core.add(make_sequence("a", [1] * 5))
+    device.has_run = False
+    for _ in range(3):
+        turn(core)
+    core.abort("a")
+    assert core.scheduler.pool.counts().used == 0
+    turn(core)
+    device.has_run = True
+    assert drain(core) == []
+    assert_idle(core)
+
+
+@BOTH
+def test_last_token_behind_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap)
+    prompt = [1] * 9  # two full blocks and one token
+    core.add(make_sequence("first", prompt, max_tokens=1))
+    drain(core)
+    computed, rows = core.stats.prompt_tokens_computed, device.num_decode_rows
+    second = make_sequence("second", prompt, max_tokens=1)
+    core.add(second)
+    drain(core)
+    assert second.num_cached_tokens == 8
+    assert device.num_decode_rows == rows + 1
+    assert core.stats.prompt_tokens_computed == computed + 1
