@@ -16,11 +16,10 @@ from pagewire.loadtest.gpu.model import write_model
 from pagewire.shared.engine.bench import (
     BATCHES,
     CONTEXT,
-    MIXES,
     PROMPTS,
-    THROUGHPUT_TIMES,
     VOCAB_USED,
     emit,
+    throughput,
 )
 
 STEPS = 128
@@ -76,17 +75,7 @@ class VllmBench:
                 low=min(steps),
                 high=max(steps),
             )
-        for inp, out, count in MIXES:
-            rates = [count * out / self._generate(count, inp, out) for _ in range(THROUGHPUT_TIMES)]
-            emit(
-                what="throughput",
-                inp=inp,
-                out=out,
-                n=count,
-                out_tok_s=statistics.median(rates),
-                low=min(rates),
-                high=max(rates),
-            )
+        throughput(self._generate)
 
 
 def main() -> None:

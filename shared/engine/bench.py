@@ -84,6 +84,25 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / median
 
 
+def throughput(generate: Callable[[int, int, int], float]) -> None:
+    """Time the mixes.
+
+    Args:
+        generate: answers so many prompts of a length with so many tokens; returns the seconds.
+    """
+    for inp, out, count in MIXES:
+        rates = [count * out / generate(count, inp, out) for _ in range(THROUGHPUT_TIMES)]
+        emit(
+            what="throughput",
+            inp=inp,
+            out=out,
+            n=count,
+            out_tok_s=statistics.median(rates),
+            low=min(rates),
+            high=max(rates),
+        )
+
+
 class Bench:
     """One engine and its prompts."""
 
@@ -148,17 +167,7 @@ class Bench:
 
     def throughput(self) -> None:
         """Output tokens a second when everything is there at once."""
-        for inp, out, count in MIXES:
-            rates = [count * out / self._generate(count, inp, out) for _ in range(THROUGHPUT_TIMES)]
-            emit(
-                what="throughput",
-                inp=inp,
-                out=out,
-                n=count,
-                out_tok_s=statistics.median(rates),
-                low=min(rates),
-                high=max(rates),
-            )
+        throughput(self._generate)
 
 
 def main() -> None:
