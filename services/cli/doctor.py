@@ -67,7 +67,10 @@ def doctor(
     if code:
         console.print("This machine cannot run the demo: see what failed above.", style="red")
     else:
-        console.print("This machine can run the demo: pagewire up", style="green")
+        # Where the usual port is taken, the advice is the command with another one.
+        taken = (f.advice for f in findings if f.name == "Port" and f.level != "ok")
+        command = next(taken, "pagewire up")
+        console.print(f"This machine can run the demo: {command}", style="green")
     raise typer.Exit(code)
 
 
@@ -75,9 +78,10 @@ async def _examine(console: Console, overrides: dict[str, Any]) -> list[Finding]
     """Print each finding as it is made; returns them all."""
     findings = []
     with console.status("torch and UCX take some seconds"):
-        async for finding in _findings(overrides):
-            findings.append(finding)
-            show(console, finding)
+        async with contextlib.aclosing(_findings(overrides)) as found:
+            async for finding in found:
+                findings.append(finding)
+                show(console, finding)
     return findings
 
 

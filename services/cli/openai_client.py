@@ -19,6 +19,7 @@ from pagewire.shared.errors import ConfigError, PagewireError
 CONNECT_TIMEOUT_S = 10.0
 MAX_ERROR_BYTES = 64 << 10
 MAX_ERROR_CHARS = 500
+MAX_PORT = 65535
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -149,7 +150,7 @@ class OpenAIClient:
         self, url: str, api_key: str | None = None, *, timeout_s: float, keep_text: bool = True
     ) -> None:
         self.url = base_url(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
@@ -280,6 +281,18 @@ def base_url(url: str) -> str:
     return f"{root_url(url)}/v1"
 
 
+def _checked_key(api_key: str) -> str:
+    """Return a key as a header carries it, without the line end of the file it came from.
+
+    Raises:
+        ConfigError: no header can carry it; does not show it.
+    """
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key has characters that no HTTP header can carry")
+    return key
+
+
 def root_url(url: str) -> str:
     """Return the URL of the server, without `/v1`.
 
@@ -290,6 +303,8 @@ def root_url(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as exc:
         raise ConfigError(f"--url {url} is no URL: {exc}") from exc
+    if (parsed.port or 0) > MAX_PORT:
+        raise ConfigError(f"--url {url} is no URL: ports end at {MAX_PORT}")
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
         raise ConfigError(f"--url {url} is no endpoint; one looks like http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

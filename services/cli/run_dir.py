@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from pagewire.shared.errors import ConfigError
+
 KEPT_RUNS = 5
 PRIVATE_PREFIX = "pagewire-run-"
 # Whoever names a directory for the logs may keep other things in it: only what can be ours goes.
@@ -18,12 +20,19 @@ RUN_NAME = re.compile(r"\d{8}-\d{6}-(\d+)")
 
 
 def make_log_dir(root: Path | None = None) -> Path:
-    """Return a new directory for this run's logs, and remove all but the newest few."""
-    root = root or Path.home() / ".cache" / "pagewire" / "runs"
+    """Return a new directory for this run's logs, and remove all but the newest few.
+
+    Raises:
+        ConfigError: there can be none under the root that was asked for.
+    """
+    asked, root = root, root or Path.home() / ".cache" / "pagewire" / "runs"
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
         (root / name).mkdir(parents=True, mode=0o700)
-    except OSError:  # a home that is missing or read-only
+    except OSError as exc:
+        if asked is not None:
+            raise ConfigError(f"--log-dir {asked} cannot be used: {exc.strerror}") from exc
+        # a home that is missing or read-only
         return Path(tempfile.mkdtemp(prefix="pagewire-logs-"))
     runs = {run: match[1] for run in root.iterdir() if (match := RUN_NAME.fullmatch(run.name))}
     for old in sorted(runs, reverse=True)[KEPT_RUNS:]:

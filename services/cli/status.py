@@ -125,7 +125,7 @@ def _headlines(found: ClusterStatus, before: ClusterStatus | None) -> Iterator[s
     hits = found.prefix_hit_rate
     cached = "" if hits is None else f" ({hits:.0%} of them cached)"
     prompt = f"{_count(totals.get('prompt_tokens'))} prompt tokens{cached}"
-    yield f"{prompt}, {_count(totals.get('generation_tokens'))} generated so far"
+    yield f"{prompt}, {_count(totals.get('generation_tokens'))} generated so far by this router"
     speeds = [found.rate(name, before) for name in ("prompt_tokens", "generation_tokens")]
     if None not in speeds:
         yield f"now {_count(speeds[0])} prompt and {_count(speeds[1])} generated tokens/s"

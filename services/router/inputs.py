@@ -216,7 +216,9 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
                 f'{field}: only parts of type "text" are supported: {exc}', field
             ) from exc
         content = "".join(part.text for part in parts)
-    if not isinstance(content, str) or not content:
+    # An answer may have been empty, and its client sends the whole conversation again.
+    may_be_empty = message.role == "assistant"
+    if not isinstance(content, str) or not (content or may_be_empty):
         raise InvalidRequestError(f"{field} must be text that is not empty", field)
     # The templates of most models know no "developer": it is OpenAI's newer name for "system".
     role = "system" if message.role == "developer" else message.role

@@ -113,13 +113,27 @@ def test_complete_takes_stdin_and_prints_json(cluster: Cluster) -> None:
     [
         (["complete", "x", "--url", NOWHERE], 1, "pagewire up"),
         (["complete", "x", "--url", "localhost:80"], 2, "--url"),
+        (["complete", "x", "--url", "http://127.0.0.1:99999"], 2, "65535"),
+        (["complete", "x", "--api-key", "clé", "--url", NOWHERE], 2, "the API key has"),
+        (["complete", "x", "--api-key", "top\nsecret", "--url", NOWHERE], 2, "the API key has"),
         (["complete"], 2, "no text"),
         (["bench", "--url", NOWHERE], 1, "nothing answers"),
         (["bench", "--rate", "1", "--concurrency", "1"], 2, "exclude each other"),
         (["status", "--url", NOWHERE], 1, "no Pagewire router"),
         (["chat", "--url", NOWHERE], 1, "nothing answers"),
     ],
-    ids=["unreachable", "no-url", "no-prompt", "bench", "two-paces", "status", "chat"],
+    ids=[
+        "unreachable",
+        "no-url",
+        "port",
+        "key",
+        "key-of-two-lines",
+        "no-prompt",
+        "bench",
+        "two-paces",
+        "status",
+        "chat",
+    ],
 )
 def test_what_is_wrong_is_one_line(arguments: list[str], code: int, part: str) -> None:
     done = pagewire(*arguments)
@@ -358,6 +372,21 @@ def test_doctor_names_a_free_port_where_one_is_taken(cluster: Cluster, old: Open
         assert found.level == "warn"
         assert part in found.detail
         assert "pagewire up --port " in found.advice
+
+
+def test_doctor_ends_with_a_command_that_works(cluster: Cluster, redis_server: RedisServer) -> None:
+    port = cluster.url.rpartition(":")[2]
+    done = pagewire("doctor", "--port", port, PAGEWIRE_REDIS_URL=redis_server.url)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    advice = next(line.partition("-> ")[2] for line in lines if "-> pagewire up --port " in line)
+    assert lines[-1].endswith(f": {advice.strip()}")
+
+
+def test_doctor_ends_where_nothing_can_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*CLI, "doctor"], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode != 0
 
 
 def test_doctor_knows_the_machines_addresses() -> None:

@@ -54,6 +54,12 @@ def test_missing_model_directory(tmp_path: Path) -> None:
     assert_one_line(pagewire("up", "--model", str(missing)), str(missing), "does not exist")
 
 
+def test_log_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    asked = str(tmp_path / "file" / "logs")
+    assert_one_line(pagewire("up", "--log-dir", asked), f"--log-dir {asked}", "Not a directory")
+
+
 def test_unsupported_architecture(tmp_path: Path) -> None:
     config = json.loads((demo_model_path() / "config.json").read_text())
     config["architectures"] = ["MysteryForCausalLM"]

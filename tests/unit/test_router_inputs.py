@@ -341,6 +341,12 @@ def test_a_message_that_is_empty_or_no_text_is_refused(message):
     assert refusal(chat, messages=[good, message]).param == "messages[1].content"
 
 
+def test_an_empty_answer_may_be_part_of_the_conversation():
+    turns = [("user", "Hi"), ("assistant", ""), ("user", "Are you there?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert read_chat(encoded({"model": "m", "messages": messages}), MODEL, CONTEXT).prompts
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
