@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 from pagewire.services.cli.bench import bench
@@ -12,10 +14,21 @@ from pagewire.services.cli.doctor import doctor
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
 from pagewire.services.cli.status import status
+from pagewire.services.cli.stdout import checked_stdout
 from pagewire.services.cli.up import up
 from pagewire.services.cli.version import version
 
-app = typer.Typer(
+
+class App(typer.Typer):
+    """The command as a process runs it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, with an eye on what becomes of its output."""
+        with checked_stdout():
+            return super().__call__(*args, **kwargs)
+
+
+app = App(
     name="pagewire",
     help="Disaggregated LLM serving: prefill and decode on separate services.",
     no_args_is_help=True,
