@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
+import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from pagewire.services.cli.bench_load import Lengths, Workload
 from pagewire.services.cli.bench_runner import BenchRun, Pace, Target
 from pagewire.services.cli.bench_stats import Results, Slo
 from pagewire.services.cli.bench_view import run_with_bar, show_report
+from pagewire.services.cli.ctrl_c import CtrlC
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.openai_client import CHAT, COMPLETIONS, OpenAIClient
 from pagewire.shared.errors import ConfigError
@@ -24,6 +28,7 @@ from pagewire.shared.errors import ConfigError
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = 8
 EXIT_INTERRUPTED = 130
+CLOSE_S = 5.0
 STDOUT = "-"
 
 
@@ -86,13 +91,15 @@ def bench(
     """
     with one_line_errors():
         plan = make_plan(ctx.params)
+        if json_file is not None and json_file != STDOUT:
+            _require_writable(json_file)
         results = Results(plan.slo)
-        interrupted, report = _measure(plan, url, model, api_key, results)
-        show_report(Console(stderr=json_file == STDOUT), report)
-        if json_file is not None:
-            _write(json_file, report)
-    if interrupted or not results.ok:
-        raise typer.Exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILURE)
+        with asyncio.Runner() as runner, CtrlC(runner.get_loop()) as ctrl_c:
+            report = runner.run(_measure(plan, url, model, api_key, results, ctrl_c))
+            if report is not None:
+                _hand_out(report, json_file)
+    if ctrl_c.pressed or not results.ok:
+        raise typer.Exit(EXIT_INTERRUPTED if ctrl_c.pressed else EXIT_FAILURE)
 
 
 def make_plan(params: dict[str, Any]) -> BenchPlan:
@@ -132,23 +139,27 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
     )
 
 
-def _measure(
-    plan: BenchPlan, url: str, model: str | None, api_key: str | None, results: Results
-) -> tuple[bool, dict[str, Any]]:
-    """Run the load; returns whether Ctrl-C ended it, and the report of what was measured."""
-    console = Console(stderr=True)
-    with asyncio.Runner() as runner:
-        client = OpenAIClient(url, api_key, timeout_s=plan.params["timeout"], keep_text=False)
-        try:
-            run, name = runner.run(_prepare(plan, client, model, results))
-            interrupted = False
-            try:
-                runner.run(run_with_bar(run, console))
-            except KeyboardInterrupt:
-                interrupted = True
-        finally:
-            runner.run(client.aclose())
-    return interrupted, {"config": plan.config(name, client.url), **results.report(run.seconds)}
+async def _measure(
+    plan: BenchPlan,
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    results: Results,
+    ctrl_c: CtrlC,
+) -> dict[str, Any] | None:
+    """Run the load until its end or Ctrl-C; returns the report, None if it never began."""
+    client = OpenAIClient(url, api_key, timeout_s=plan.params["timeout"], keep_text=False)
+    try:
+        prepared = await ctrl_c.ends(_prepare(plan, client, model, results))
+        if prepared is None:
+            return None
+        run, name = prepared
+        await ctrl_c.ends(run_with_bar(run, Console(stderr=True)))
+    finally:
+        with contextlib.suppress(TimeoutError):  # the results do not wait for a lost connection
+            async with asyncio.timeout(CLOSE_S):
+                await client.aclose()
+    return {"config": plan.config(name, client.url), **results.report(run.seconds)}
 
 
 async def _prepare(
@@ -165,12 +176,44 @@ async def _prepare(
     return BenchRun(target, workload, plan.pace, results), name
 
 
+def _require_writable(file: str) -> None:
+    """Find out before the load whether its results can be kept; leaves the file as it is.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    target = Path(os.path.realpath(file))  # what a link names is made, and removed, not the link
+    try:
+        if not target.exists():
+            target.touch(exist_ok=False)
+            target.unlink()
+        elif target.is_file() or target.is_dir():
+            target.open("ab").close()
+        elif not os.access(target, os.W_OK):  # to open a FIFO would wait for its reader
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as exc:
+        raise _unwritable(file, exc) from exc
+
+
+def _hand_out(report: dict[str, Any], json_file: str | None) -> None:
+    """Write and show the report; where one cannot be done, the other is."""
+    try:
+        if json_file is not None:
+            _write(json_file, report)
+    finally:
+        show_report(Console(stderr=json_file == STDOUT), report)
+
+
 def _write(file: str, report: dict[str, Any]) -> None:
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if file == STDOUT:
-        print(text)
+        print(text, flush=True)
         return
     try:
         Path(file).write_text(f"{text}\n", encoding="utf-8")
     except OSError as exc:
-        raise ConfigError(f"--json {file} cannot be written: {exc.strerror}") from exc
+        raise _unwritable(file, exc) from exc
+
+
+def _unwritable(file: str, exc: OSError) -> ConfigError:
+    return ConfigError(f"--json {file} cannot be written: {exc.strerror}")

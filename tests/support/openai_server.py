@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ class OpenAIServer:
         mode: "old" streams text alone, "usage" a last chunk with the usage, too; "busy" refuses
             with 429, "breaks" ends in mid-stream, "fails" sends an error in mid-stream, "html"
             speaks something else.
+        delay_s: before each answer to a POST.
         bodies: of the requests, in order.
         keys: their Authorization headers.
     """
 
     url: str = ""
     mode: str = "old"
+    delay_s: float = 0.0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
 
@@ -61,6 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         state.bodies.append(body)
         state.keys.append(self.headers["Authorization"])
+        time.sleep(state.delay_s)
         known = KNOWN | ({"stream_options"} if state.mode == "usage" else set())
         if unknown := set(body) - known:
             message = f"Unrecognized request argument supplied: {min(unknown)}"
