@@ -8,7 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -94,7 +94,7 @@ def show(console: Console, finding: Finding) -> None:
         console.print(Text(f"{'':15}-> {finding.advice}"), soft_wrap=True)
 
 
-async def _findings(overrides: dict[str, Any]) -> AsyncIterator[Finding]:
+async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
     torch_probe = asyncio.create_task(_probe("torch"))
     ucx_probe = asyncio.create_task(_probe("ucx"))
     try:
