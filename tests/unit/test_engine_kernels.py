@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.kernels import load_ops
 from pagewire.shared.engine import build
 from pagewire.shared.errors import ConfigError
 
@@ -20,6 +21,7 @@ def test_triton_runs_on_the_cpu_in_its_interpreter_alone(
     monkeypatch: pytest.MonkeyPatch, interpreted: bool
 ) -> None:
     triton = pytest.importorskip("triton")
+    load_ops("triton", "cpu")  # kernels become what they are when they are imported: for all tests
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
     if interpreted:
         assert build.choose_ops("triton", CPU).backend == "triton"
