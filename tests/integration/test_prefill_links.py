@@ -108,6 +108,7 @@ def test_a_silent_worker_delays_no_link_to_another() -> None:
             d.directory.cards = [mute.runtime.card(), p.runtime.card()]
             await eventually(lambda: d.is_linked("prefill-1"), timeout=SOON_S)
             assert d.links.usable() == [d.links.get("prefill-1")]
+            await eventually(lambda: mute.peers, timeout=SOON_S)  # its handshake may take longer
             assert len(mute.peers) == 1  # one attempt at a time
 
     run_async(scenario())
