@@ -142,7 +142,7 @@ def test_unbounded_parameters_are_refused_at_once(redis_url):
             {"prompt": [[5]] * 1_000_000},
             {"max_tokens": 10**15},
         ):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):  # a machine that does much else, and making the body
                 response = await router.complete(**({"prompt": "Hi"} | body))
             assert response.status_code == 400
         assert worker.generated == []
