@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import pickle
-import re
 import secrets
 import signal
 import socket
@@ -21,10 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire import LLM, SamplingParams
-from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.local_cluster import LocalCluster, complete_all, local_cluster
+from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_body, greedy_prompts
+from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,57 +39,29 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and their greedy tokens by one process."""
-    llm = LLM("demo", device="cpu")
-    assert llm.tokenizer is not None
-    prompts = standard_prompts(llm.tokenizer)[:16]
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    return prompts, [output.token_ids for output in llm.generate(prompts, greedy)]
+def expected() -> GreedyPrompts:
+    return greedy_prompts(MAX_TOKENS, 16)
 
 
 class Expectation:
     """A cluster and what it must answer."""
 
-    def __init__(self, cluster: LocalCluster, expected: Any) -> None:
+    def __init__(self, cluster: LocalCluster, expected: GreedyPrompts) -> None:
         self.cluster = cluster
-        self.prompts, self.truth = expected
+        self.expected = expected
 
     def answers_rightly(self, while_: Callable[[], None] | None = None, in_flight: int = 8) -> int:
         """Ask everything, with trouble beside it; returns how many prompt tokens were cached."""
-
-        async def main() -> list[dict[str, Any]]:
-            async with asyncio.TaskGroup() as group:
-                if while_ is not None:
-                    group.create_task(asyncio.to_thread(while_))
-                bodies = [greedy_body(prompt) for prompt in self.prompts]
-                asked = group.create_task(
-                    complete_all(self.cluster.url, bodies, in_flight, timeout=60)
-                )
-            return asked.result()
-
-        answers = run_async(main(), 90)
-        assert [answer["choices"][0]["token_ids"] for answer in answers] == self.truth
+        asked = self.expected.ask(self.cluster.url, in_flight, timeout=60, trouble=while_)
+        answers = run_async(asked, 90)
         self.cluster.wait_idle(WORKERS, timeout=20)
         usages = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
         return sum(usages)
 
 
 @pytest.fixture
-def asked(cluster: LocalCluster, expected: Any) -> Expectation:
+def asked(cluster: LocalCluster, expected: GreedyPrompts) -> Expectation:
     return Expectation(cluster, expected)
-
-
-def greedy_body(prompt: list[int], **fields: Any) -> dict[str, Any]:
-    return {
-        "model": "pagewire-demo",
-        "prompt": prompt,
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **fields,
-    }
 
 
 def listening(cluster: LocalCluster) -> list[tuple[str, int]]:
@@ -111,6 +81,13 @@ def listening(cluster: LocalCluster) -> list[tuple[str, int]]:
                 address, _, port = fields[1].partition(":")
                 found.append((address, int(port, 16)))
     return found
+
+
+def wait_until(cluster: LocalCluster, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, cluster.output
+        time.sleep(0.1)
 
 
 class Marker:
@@ -169,7 +146,7 @@ def test_bytes_of_strangers_at_every_port_do_nothing(asked: Expectation, tmp_pat
 def test_what_has_no_bound_is_refused_at_once(
     cluster: LocalCluster, field: str, value: object
 ) -> None:
-    body = greedy_body([5, 6, 7]) | {field: value}
+    body = greedy_body([5, 6, 7], MAX_TOKENS) | {field: value}
     started = time.monotonic()
     response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
     assert response.status_code == 400
@@ -179,7 +156,7 @@ def test_what_has_no_bound_is_refused_at_once(
 
 
 def test_readers_that_hardly_read_hold_nobody_up(asked: Expectation) -> None:
-    body = json.dumps(greedy_body([5, 6, 7], max_tokens=4000, stream=True)).encode()
+    body = json.dumps(greedy_body([5, 6, 7], 4000, stream=True)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     readers = []
     try:
@@ -189,9 +166,7 @@ def test_readers_that_hardly_read_hold_nobody_up(asked: Expectation) -> None:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             reader.connect(("127.0.0.1", asked.cluster.port))
             reader.sendall(head.encode() + body)
-        bodies = [greedy_body(prompt) for prompt in asked.prompts]
-        answers = run_async(complete_all(asked.cluster.url, bodies, 8, timeout=60), 90)
-        assert [answer["choices"][0]["token_ids"] for answer in answers] == asked.truth
+        run_async(asked.expected.ask(asked.cluster.url, timeout=60), 90)
         assert all(reader.recv(1) == b"H" for reader in readers)
     finally:
         for reader in readers:
@@ -200,8 +175,9 @@ def test_readers_that_hardly_read_hold_nobody_up(asked: Expectation) -> None:
 
 
 def test_half_of_many_choices_cancelled_leaves_the_other_half(asked: Expectation) -> None:
-    order = [0, len(asked.prompts) - 1] * 2
-    body = greedy_body([5], n=3) | {"prompt": [asked.prompts[i] for i in order]}
+    prompts, tokens = asked.expected.prompts, asked.expected.tokens
+    order = [0, len(prompts) - 1] * 2
+    body = greedy_body([5], MAX_TOKENS, n=3) | {"prompt": [prompts[i] for i in order]}
 
     async def one(client: httpx.AsyncClient, patience: float) -> list[list[int]] | None:
         try:
@@ -216,7 +192,7 @@ def test_half_of_many_choices_cancelled_leaves_the_other_half(asked: Expectation
             return await asyncio.gather(*(one(client, patience) for patience in (0.1, 60, 0.3, 60)))
 
     for answer in run_async(main(), 90)[1::2]:
-        assert answer == [asked.truth[i] for i in order for _ in range(3)]
+        assert answer == [tokens[i] for i in order for _ in range(3)]
     asked.answers_rightly()
 
 
@@ -225,7 +201,7 @@ def test_a_killed_router_comes_back_and_its_requests_are_cancelled(asked: Expect
     with httpx.stream(
         "POST",
         f"{cluster.url}/v1/completions",
-        json=greedy_body([5, 6, 7], max_tokens=4000, stream=True),
+        json=greedy_body([5, 6, 7], 4000, stream=True),
         timeout=30,
     ) as response:
         lines = response.iter_lines()
@@ -233,10 +209,7 @@ def test_a_killed_router_comes_back_and_its_requests_are_cancelled(asked: Expect
         os.kill(cluster.pid_of("router"), signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             list(lines)
-    deadline = time.monotonic() + 30
-    while not re.search("router is ready again", cluster.output):
-        assert time.monotonic() < deadline, cluster.output
-        time.sleep(0.1)
+    wait_until(cluster, lambda: "router is ready again" in cluster.output)
     cluster.wait_idle(WORKERS)
     asked.answers_rightly()
 
@@ -246,10 +219,10 @@ def test_a_killed_redis_costs_cache_hits_for_a_while_alone(asked: Expectation) -
     asked.answers_rightly()
     pid = cluster.pid_of("redis.sock")
     asked.answers_rightly(while_=lambda: os.kill(pid, signal.SIGKILL))
-    deadline = time.monotonic() + 30
-    while cluster.health()["redis"] != "up" or "redis is ready again" not in cluster.output:
-        assert time.monotonic() < deadline, cluster.output
-        time.sleep(0.1)
+    wait_until(
+        cluster,
+        lambda: cluster.health()["redis"] == "up" and "redis is ready again" in cluster.output,
+    )
     assert asked.answers_rightly() > 0
 
 
@@ -274,5 +247,5 @@ def test_requests_outlast_a_frozen_decode_worker(asked: Expectation) -> None:
         os.kill(pid, signal.SIGCONT)
 
     # All at once: later ones would rightly be refused, for there is no other worker.
-    asked.answers_rightly(while_=freeze, in_flight=len(asked.prompts))
+    asked.answers_rightly(while_=freeze, in_flight=len(asked.expected.prompts))
     asked.answers_rightly()
