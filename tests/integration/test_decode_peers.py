@@ -50,13 +50,30 @@ class Decode:
             client.close()
 
 
+@asynccontextmanager
+async def workers() -> AsyncIterator[tuple[KvRuntime, Decode]]:
+    hub = LoopbackHub()
+    async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
+        yield p, Decode(d)
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[KvRuntime, Decode, DecodePeers]]:
+    """Both sides' ways are open."""
+    async with workers() as (p, decode), decode.connected(p):
+        peers = DecodePeers(p)
+        await eventually(lambda: decode.client_id in p.server.peers)
+        await peers.open(decode.client_id, decode.hello())
+        await decode.runtime.transport.connect("prefill-0", p.addresses["loopback"], 5)
+        yield p, decode, peers
+
+
 def test_a_decode_worker_that_leaves_while_its_way_opens_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        hub = LoopbackHub()
-        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
-            peers, decode, lost = DecodePeers(p), Decode(d), asyncio.Event()
+        async with workers() as (p, decode):
+            peers, lost = DecodePeers(p), asyncio.Event()
             p.on_peer_lost = lambda peer_id: lost.set()
             connect = p.transport.connect
 
@@ -76,38 +93,26 @@ def test_a_decode_worker_that_leaves_while_its_way_opens_is_forgotten(
     run_async(scenario())
 
 
-async def opened(p: KvRuntime, d: KvRuntime, decode: Decode) -> DecodePeers:
-    """Both sides' ways are open."""
-    peers = DecodePeers(p)
-    await eventually(lambda: decode.client_id in p.server.peers)
-    await peers.open(decode.client_id, decode.hello())
-    await d.transport.connect("prefill-0", p.addresses["loopback"], 5)
-    return peers
-
-
 def test_a_probe_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        hub = LoopbackHub()
-        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
-            decode = Decode(d)
-            async with decode.connected(p):
-                peers = await opened(p, d, decode)
-                send, count = p.transport.send, 0
+        async with opened() as (p, decode, peers):
+            send, count = p.transport.send, 0
 
-                async def send_one(*args: object) -> None:
-                    nonlocal count
-                    count += 1
-                    if count > 1:
-                        raise TransferError("broke")
-                    await send(*args)
+            async def send_one(*args: object) -> None:
+                nonlocal count
+                count += 1
+                if count > 1:
+                    raise TransferError("broke")
+                await send(*args)
 
-                monkeypatch.setattr(p.transport, "send", send_one)
-                await peers.probe(decode.client_id)  # the first piece is never acknowledged
-                assert not [task for task in asyncio.all_tasks() if "_probe_once" in repr(task)]
-                assert p.send_staging.num_free == p.send_staging.num_slots
-                await eventually(lambda: any(getattr(m, "error", None) for m in decode.received))
-                if d.receive_staging.num_free < d.receive_staging.num_slots:
-                    (await d.transport.recv()).slot.release()
+            monkeypatch.setattr(p.transport, "send", send_one)
+            await peers.probe(decode.client_id)  # the first piece is never acknowledged
+            assert not [task for task in asyncio.all_tasks() if "_probe_once" in repr(task)]
+            assert p.send_staging.num_free == p.send_staging.num_slots
+            await eventually(lambda: any(getattr(m, "error", None) for m in decode.received))
+            staging = decode.runtime.receive_staging
+            if staging.num_free < staging.num_slots:
+                (await decode.runtime.transport.recv()).slot.release()
 
     run_async(scenario())
 
@@ -116,36 +121,28 @@ def test_a_probe_that_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
-        hub = LoopbackHub()
-        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
-            decode = Decode(d)
-            async with decode.connected(p):
-                peers = await opened(p, d, decode)
-                await peers.probe(decode.client_id)
-                assert p.send_staging.num_free == p.send_staging.num_slots
-                assert "decode-0" not in p.links
+        async with opened() as (p, decode, peers):
+            await peers.probe(decode.client_id)
+            assert p.send_staging.num_free == p.send_staging.num_slots
+            assert "decode-0" not in p.links
 
     run_async(scenario())
 
 
 def test_a_way_that_works_is_measured() -> None:
     async def scenario() -> None:
-        hub = LoopbackHub()
-        async with kv_runtime("prefill-0", hub) as p, kv_runtime("decode-0", hub) as d:
-            decode = Decode(d)
-            async with decode.connected(p):
-                peers = await opened(p, d, decode)
+        async with opened() as (p, decode, peers):
 
-                async def acknowledge() -> None:
-                    while True:
-                        piece = await d.transport.recv()
-                        piece.slot.release()
-                        header = piece.header
-                        done = ProbeDone(probe_id=header.job_id, piece=header.piece)
-                        peers.on_probe_done(decode.client_id, done)
+            async def acknowledge() -> None:
+                while True:
+                    piece = await decode.runtime.transport.recv()
+                    piece.slot.release()
+                    header = piece.header
+                    done = ProbeDone(probe_id=header.job_id, piece=header.piece)
+                    peers.on_probe_done(decode.client_id, done)
 
-                d.tasks.spawn(acknowledge(), "acknowledging")
-                await peers.probe(decode.client_id)
-                assert p.links["decode-0"].gbps > 0
+            decode.runtime.tasks.spawn(acknowledge(), "acknowledging")
+            await peers.probe(decode.client_id)
+            assert p.links["decode-0"].gbps > 0
 
     run_async(scenario())

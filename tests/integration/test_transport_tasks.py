@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,14 +16,20 @@ from pagewire.tests.support.transfer_child import piece_header
 from pagewire.tests.support.transports import PATIENCE_S, Node, network
 
 
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[Node, Node]]:
+    """Two transports that know each other as "a" and "b"."""
+    async with network("loopback") as net:
+        yield await net.pair()
+
+
 async def assert_works(a: Node, b: Node) -> None:
     await asyncio.gather(a.send("b", 1, 1000), b.take_all(1))
 
 
 def test_repeated_offers_are_counted_and_hold_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with network("loopback") as net:
-            _, b = await net.pair()
+        async with pair() as (_, b):
             peer = b.transport._peers["a"]
             await eventually(lambda: peer.settled.is_set())
             # A sender that never offered would decline it.
@@ -39,6 +46,10 @@ def test_repeated_offers_are_counted_and_hold_one_slot(monkeypatch: pytest.Monke
             assert b.transport.stats.expired == 1
 
     run_async(scenario())
+
+
+async def fail(*_: object) -> None:
+    raise RuntimeError("a bug")
 
 
 def failing_once(function: Callable[..., None], kind: type) -> Callable[..., None]:
@@ -59,8 +70,7 @@ def test_a_granter_that_fails_breaks_the_connection_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair()
+        async with pair() as (a, b):
             arrivals = b.transport._arrivals
             monkeypatch.setattr(arrivals, "_post", failing_once(arrivals._post, Grant))
             started = time.monotonic()
@@ -78,15 +88,10 @@ def test_a_repair_that_fails_is_told_to_senders(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair()
+        async with pair() as (a, b):
             await assert_works(a, b)
-
-            async def link(peer: object) -> None:
-                raise RuntimeError("a bug")
-
             with monkeypatch.context() as patch:
-                patch.setattr(a.transport, "_link", link)
+                patch.setattr(a.transport, "_link", fail)
                 a.transport._break(a.transport._peers["b"], "for the test")
                 with pytest.raises(TransferError, match="no way to 'b'"):
                     await a.send("b", 0, 1000)
@@ -100,14 +105,10 @@ def test_a_repair_that_fails_is_told_to_senders(
 def test_an_arrival_that_fails_gives_its_slot_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fill(landing: object, payload: object) -> None:
-        raise RuntimeError("a bug")
-
     async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair()
+        async with pair() as (a, b):
             with monkeypatch.context() as patch:
-                patch.setattr(loopback, "_fill", fill)
+                patch.setattr(loopback, "_fill", fail)
                 await a.send("b", 0, 1000)
                 await eventually(lambda: "failed" in caplog.text)
             assert b.staging.num_free == b.staging.num_slots
@@ -121,13 +122,12 @@ def test_a_push_that_fails_late_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair()
+        async with pair() as (a, b):
             await assert_works(a, b)
 
-            async def push(peer: object, seq: int, payload: object) -> None:
+            async def push(*_: object) -> None:
                 await asyncio.sleep(0.3)
-                raise RuntimeError("a bug")
+                await fail()
 
             with monkeypatch.context() as patch:
                 patch.setattr(a.transport, "_push", push)
@@ -156,8 +156,7 @@ def test_a_payload_that_never_ends_holds_no_disconnect_up(
     monkeypatch.setattr(session, "_ARRIVAL_END_S", 0.2)
 
     async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair()
+        async with pair() as (a, b):
             stuck = _Stuck(monkeypatch)
             await a.send("b", 0, 1000)
             async with asyncio.timeout(2):
@@ -176,8 +175,7 @@ def test_connecting_anew_waits_for_the_old_connection_within_its_deadline(
     monkeypatch.setattr(session, "_ARRIVAL_END_S", 60)
 
     async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair()
+        async with pair() as (a, b):
             stuck = _Stuck(monkeypatch)
             await a.send("b", 0, 1000)
             started = time.monotonic()
