@@ -148,30 +148,37 @@ class Sample(Protocol):
 
 
 class PackBlocks(Protocol):
-    """Gather whole blocks into contiguous staging and checksum each on the way.
+    """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
-    Blocks are rows of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
+    Staging then holds `N` blocks and `N` int64: the seed plus the block's checksum. Blocks are
+    rows of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
     `sum_i w_i * ((i * 0x9E3779B97F4A7C15) | 1)  (mod 2**64)`: every weight is odd, so that any
-    single changed word changes the sum, and the weights differ, so that moved words do too.
+    single changed word changes the sum, and the weights differ, so that moved words do too. The
+    seed tells these blocks from those that were in the same staging before.
     """
 
     def __call__(
         self,
-        pool: torch.Tensor,  # [NB, ...] contiguous, a block's bytes divisible by 4
+        pool: torch.Tensor,  # [NB, ...] contiguous, a block's bytes divisible by 8
         block_ids: torch.Tensor,  # [N] int64
-        staging: torch.Tensor,  # [>= N * block_bytes] uint8
-    ) -> torch.Tensor: ...  # [N] int64 checksums
+        staging: torch.Tensor,  # [>= packed_bytes(N, block_bytes)] uint8, 8-byte aligned
+        seed: int,  # signed 64 bit
+    ) -> None: ...
 
 
 class UnpackBlocks(Protocol):
-    """Scatter blocks from contiguous staging into the pool; returns the checksum of each."""
+    """Scatter packed blocks from staging into the pool, and check them.
+
+    The checksum of each block that passes is taken away from the one behind the blocks, in place.
+    What remains, the result, is the seed if the block is the one that was packed.
+    """
 
     def __call__(
         self,
-        staging: torch.Tensor,  # [>= N * block_bytes] uint8
+        staging: torch.Tensor,  # [>= packed_bytes(N, block_bytes)] uint8, 8-byte aligned
         pool: torch.Tensor,  # [NB, ...] contiguous
-        block_ids: torch.Tensor,  # [N] int64; -1: checksum only, write nothing
-    ) -> torch.Tensor: ...  # [N] int64 checksums
+        block_ids: torch.Tensor,  # [N] int64; -1: check only, write nothing
+    ) -> torch.Tensor: ...  # [N] int64, in staging
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels.kv_staging import as_words, staging_views
+
 # Words of one vector step, and steps of one program: 64 programs for a 2 MiB block.
 _STEP_WORDS = 2048
 _STEPS = 4
@@ -17,7 +19,7 @@ def _copy_blocks_kernel(
     source_ptr,  # int32 words, [rows, words]
     target_ptr,  # int32 words, [rows, words]
     block_ids_ptr,  # [N] int64
-    checksums_ptr,  # [N] int64, zero on entry
+    sums_ptr,  # [N] int64: gathering adds the checksums, scattering takes them away
     words,
     SCATTER: tl.constexpr,
     STEP: tl.constexpr,
@@ -48,51 +50,57 @@ def _copy_blocks_kernel(
         base_weight = base.to(tl.int64) * MULTIPLIER
         weight = (lane_weights + base_weight) | 1
         total += word.to(tl.int64) * weight
-    tl.atomic_add(checksums_ptr + row, tl.sum(total, axis=0), sem="relaxed")
+    checksum = tl.sum(total, axis=0)
+    if SCATTER:
+        checksum = -checksum
+    tl.atomic_add(sums_ptr + row, checksum, sem="relaxed")
 
 
 def _copy_blocks(
-    source: torch.Tensor, target: torch.Tensor, block_ids: torch.Tensor, words: int, scatter: bool
-) -> torch.Tensor:
-    """Copy one row of `words` words per block id; return the checksums `[N]`."""
-    count = block_ids.shape[0]
-    checksums = torch.zeros(count, dtype=torch.int64, device=block_ids.device)
+    source: torch.Tensor,  # [rows, words] int32
+    target: torch.Tensor,  # [rows, words] int32
+    block_ids: torch.Tensor,  # [N] int64
+    sums: torch.Tensor,  # [N] int64
+    scatter: bool,
+) -> None:
+    count, words = block_ids.shape[0], source.shape[1]
     if count == 0:
-        return checksums
+        return
     steps = min(_STEPS, -(-words // _STEP_WORDS))
     _copy_blocks_kernel[(-(-words // (_STEP_WORDS * steps)), count)](
         source,
         target,
         block_ids,
-        checksums,
+        sums,
         words,
         SCATTER=scatter,
         STEP=_STEP_WORDS,
         STEPS=steps,
         num_warps=8,
     )
-    return checksums
 
 
-def pack_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> torch.Tensor:
-    """Gather whole blocks into contiguous staging and checksum each.
+def pack_blocks(
+    pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor, seed: int
+) -> None:
+    """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
-    pool_words = pool.view(pool.shape[0], -1).view(torch.int32)
-    words = pool_words.shape[1]
-    used = staging[: block_ids.shape[0] * words * 4].view(torch.int32)
-    return _copy_blocks(pool_words, used, block_ids, words, scatter=False)
+    blocks = as_words(pool)
+    staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
+    sums.fill_(seed)
+    _copy_blocks(blocks, staged, block_ids, sums, scatter=False)
 
 
 def unpack_blocks(
     staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Scatter blocks from contiguous staging into the pool; return the checksum of each.
+    """Scatter packed blocks from staging into the pool; return what remains of their sums.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
-    pool_words = pool.view(pool.shape[0], -1).view(torch.int32)
-    words = pool_words.shape[1]
-    used = staging[: block_ids.shape[0] * words * 4].view(torch.int32)
-    return _copy_blocks(used, pool_words, block_ids, words, scatter=True)
+    blocks = as_words(pool)
+    staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
+    _copy_blocks(staged, blocks, block_ids, sums, scatter=True)
+    return sums

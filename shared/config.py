@@ -128,8 +128,8 @@ class WorkerSettings(EngineSettings):
         kv_transport: `auto` takes UCX where ucxx is installed, else ZeroMQ.
         staging_slots: KV pieces that may be under way at once: on their way out of a prefill
             worker, into a decode worker.
-        staging_slot_bytes: upper bound of a piece, rounded down to whole blocks; None picks it
-            from the block's size. A decode worker needs slots as large as its prefill workers'.
+        staging_slot_bytes: upper bound of a piece's blocks, rounded down to whole ones; None picks
+            it from the block's size. A decode worker needs slots as large as its prefill workers'.
         local_prefill_tokens: a decode worker computes up to this many uncached prompt tokens
             itself instead of sending them away.
         transfer_timeout_s: for a piece to be sent, and again for its acknowledgement; also for

@@ -21,7 +21,7 @@ from msgspec import Meta
 from pagewire.shared.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.request import FinishReason, SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -243,7 +243,7 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         kind: a "probe" measures bandwidth and carries no blocks.
         piece: index within the job, from 0.
         positions: block positions in the sequence, one a block, in the payload's order.
-        checksums: of the blocks, as `pack_blocks` gives them (signed 64 bit).
+        seed: of the checksums behind the blocks (`pack_blocks`).
         nbytes: of the payload.
     """
 
@@ -253,7 +253,7 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_epoch: Epoch
     piece: Count
     positions: Annotated[list[Count], Meta(max_length=MAX_POSITIONS)]
-    checksums: Annotated[list[Int64], Meta(max_length=MAX_POSITIONS)]
+    seed: Int64
     nbytes: Count
 
 
@@ -276,7 +276,7 @@ ControlMessage = (
     | ProbeDone
 )
 
-MAX_HEADER_BYTES = 128 << 10
+MAX_HEADER_BYTES = 64 << 10
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)

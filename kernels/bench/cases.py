@@ -10,6 +10,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case, sampling_inputs
 from pagewire.kernels.bench.peers import flash_attention_3
+from pagewire.kernels.kv_staging import packed_bytes
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
@@ -163,12 +164,14 @@ def _sample(rows: int, kind: str) -> BenchCase:
 def _kv_pack(count: int) -> Iterator[BenchCase]:
     pool = torch.randint(-(2**31), 2**31 - 1, (640, BLOCK_WORDS), device="cuda").int()
     ids = torch.randperm(pool.shape[0], device="cuda")[:count]
-    staging = torch.empty(count * BLOCK_WORDS * 4, dtype=torch.uint8, device="cuda")
+    size = packed_bytes(count, BLOCK_WORDS * 4)
+    staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return ops.pack_blocks(pool, ids, staging), staging
+        ops.pack_blocks(pool, ids, staging, 1)
+        return (staging,)
 
-    def unpack(ops: Ops, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def unpack(ops: Ops, pool: torch.Tensor, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ops.unpack_blocks(staging, pool, ids), pool
 
     yield BenchCase(
@@ -182,9 +185,9 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     yield BenchCase(
         "unpack_blocks",
         f"{count} x 2 MiB",
-        lambda ops: unpack(ops, pool),
+        lambda ops: unpack(ops, pool, staging),
         work=8.0 * count * BLOCK_WORDS,
-        check=lambda ops: unpack(ops, torch.zeros_like(pool)),
+        check=lambda ops: unpack(ops, torch.zeros_like(pool), staging.clone()),
         exact=True,
     )
 

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import torch
 
+from pagewire.kernels.kv_staging import as_words, staging_views
+
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # as int64
 # Words summed at once: bounds the int64 temporaries to 8 MiB.
 _WORDS_AT_ONCE = 1 << 19
@@ -29,36 +31,28 @@ def _checksums(blocks: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def _as_words(pool: torch.Tensor) -> torch.Tensor:
-    """View a contiguous pool as `[NB, words]` int32."""
-    return pool.view(pool.shape[0], -1).view(torch.int32)
-
-
-def _staged_words(staging: torch.Tensor, blocks: int, words: int) -> torch.Tensor:
-    """View the used part of staging as `[blocks, words]` int32."""
-    return staging[: blocks * words * 4].view(torch.int32).view(blocks, words)
-
-
-def pack_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> torch.Tensor:
-    """Gather whole blocks into contiguous staging and checksum each.
+def pack_blocks(
+    pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor, seed: int
+) -> None:
+    """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
-    words = _as_words(pool)
-    staged = _staged_words(staging, block_ids.shape[0], words.shape[1])
-    torch.index_select(words, 0, block_ids, out=staged)
-    return _checksums(staged)
+    blocks = as_words(pool)
+    staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
+    torch.index_select(blocks, 0, block_ids, out=staged)
+    torch.add(_checksums(staged), seed, out=sums)
 
 
 def unpack_blocks(
     staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Scatter blocks from contiguous staging into the pool; return the checksum of each.
+    """Scatter packed blocks from staging into the pool; return what remains of their sums.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
-    words = _as_words(pool)
-    staged = _staged_words(staging, block_ids.shape[0], words.shape[1])
+    blocks = as_words(pool)
+    staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
     written = block_ids >= 0
-    words[block_ids[written]] = staged[written]
-    return _checksums(staged)
+    blocks[block_ids[written]] = staged[written]
+    return sums.sub_(_checksums(staged))

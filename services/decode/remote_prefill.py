@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.scatterer import PieceFate, PieceScatterer
@@ -195,13 +196,13 @@ class RemotePrefills:
     def _is_covered(self, request: DecodeRequest, received: ReceivedPiece) -> bool:
         """Whether the job's ticket covers a piece: worker, epochs, positions, size."""
         header, remote = received.header, request.remote
+        layout = self._runtime.built.layout
         return (
             remote is not None
             and received.peer_id == remote.link.worker_id
             and header.prefill_epoch == remote.link.epoch
             and header.decode_epoch == self._runtime.epoch
-            and len(header.positions) == len(header.checksums)
-            and header.nbytes == len(header.positions) * self._runtime.built.layout.block_bytes
+            and header.nbytes == packed_bytes(len(header.positions), layout.block_bytes)
             and all(request.first_block <= p < request.num_blocks for p in header.positions)
         )
 

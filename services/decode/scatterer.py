@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pagewire.shared.engine.model_runner import Executor, Marker, PendingChecksums
+from pagewire.shared.engine.model_runner import Executor, Marker, PendingCheck
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import PieceHeader
@@ -35,7 +35,7 @@ class _Scattering:
     header: PieceHeader
     slot: StagingSlot
     blocks: list[int]
-    checksums: PendingChecksums
+    check: PendingCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +92,29 @@ class PieceScatterer:
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            checksums = self.executor.unpack(slot.buffer[: header.nbytes], blocks, reservation.made)
+            check = self.executor.unpack(
+                slot.buffer[: header.nbytes], blocks, header.seed, reservation.made
+            )
         except BaseException:
             slot.release()
             raise
         reservation.pieces.add(piece)
         self.scheduler.pin(blocks)
-        self._scattering.append(_Scattering(request_id, header, slot, blocks, checksums))
+        self._scattering.append(_Scattering(request_id, header, slot, blocks, check))
 
     def after_launch(self) -> bool:
         """Check the pieces whose blocks have been moved."""
-        while self._scattering and self._scattering[0].checksums.is_done():
+        while self._scattering and self._scattering[0].check.is_done():
             done = self._scattering.popleft()
+            fate = self._fate_of(done)  # the sums may lie in the slot
             done.slot.release()
             self.scheduler.unpin(done.blocks)
-            self.on_scattered(done.request_id, done.header, self._fate_of(done))
+            self.on_scattered(done.request_id, done.header, fate)
         return bool(self._scattering)
 
     def _fate_of(self, done: _Scattering) -> PieceFate:
         header = done.header
-        if done.checksums.values() == header.checksums:
+        if done.check.is_intact():
             return PieceFate.SCATTERED
         if (reservation := self._reservations.get(done.request_id)) is not None:
             reservation.pieces.discard((header.job_id, header.piece))  # it may come again

@@ -8,11 +8,13 @@ callback.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.model_runner import Executor, Marker, PendingChecksums
+from pagewire.kernels.kv_staging import most_blocks, packed_bytes
+from pagewire.shared.engine.model_runner import Executor, Marker, PendingMove
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
@@ -23,13 +25,13 @@ class PackedPiece:
 
     Attributes:
         positions: block positions in the sequence.
-        checksums: of these blocks.
+        seed: of the checksums that are packed with the blocks.
     """
 
     job_id: str
     piece: int
     positions: list[int]
-    checksums: list[int]
+    seed: int
     slot: StagingSlot
     nbytes: int
 
@@ -62,12 +64,9 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    job_id: str
-    piece: int
-    positions: list[int]
-    slot: StagingSlot
+    piece: PackedPiece
     num_preemptions: int
-    checksums: PendingChecksums
+    move: PendingMove
 
 
 @dataclass(slots=True)
@@ -105,7 +104,7 @@ class PiecePacker:
         for job_id, job in self._jobs.items():
             self._note_progress(job)
             self._pack_job(job_id, job)
-        while self._packing and self._packing[0].checksums.is_done():
+        while self._packing and self._packing[0].move.is_done():
             self._hand_over(self._packing.popleft())
         return bool(self._packing)
 
@@ -115,7 +114,7 @@ class PiecePacker:
             if not self._pack(job_id, job, piece, positions):
                 return
             job.resend.popleft()
-        most = self.staging.slot_bytes // self.block_bytes
+        most = most_blocks(self.staging.slot_bytes, self.block_bytes)
         while (final := job.num_final_blocks) > job.next_block:
             positions = list(range(job.next_block, min(final, job.next_block + most)))
             if not self._pack(job_id, job, job.next_piece, positions):
@@ -139,41 +138,35 @@ class PiecePacker:
             return -(-sequence.num_prompt_tokens // self.block_size)
         return computed // self.block_size
 
-    def _pack(self, job_id: str, job: _Job, piece: int, positions: list[int]) -> bool:
+    def _pack(self, job_id: str, job: _Job, number: int, positions: list[int]) -> bool:
         slot = self.staging.try_acquire()
         if slot is None:
             return False
+        nbytes = packed_bytes(len(positions), self.block_bytes)
+        piece = PackedPiece(job_id, number, positions, _random_seed(), slot, nbytes)
         blocks = [job.sequence.block_ids[position] for position in positions]
-        nbytes = len(blocks) * self.block_bytes
         try:
-            checksums = self.executor.pack(
-                blocks, slot.buffer[:nbytes], job.marker_of(positions[-1])
+            move = self.executor.pack(
+                blocks, slot.buffer[:nbytes], piece.seed, job.marker_of(positions[-1])
             )
         except BaseException:
             slot.release()
             raise
-        self._packing.append(
-            _Packing(job_id, piece, positions, slot, job.num_preemptions, checksums)
-        )
+        self._packing.append(_Packing(piece, job.num_preemptions, move))
         return True
 
     def _hand_over(self, packing: _Packing) -> None:
-        job = self._jobs.get(packing.job_id)
+        piece = packing.piece
+        job = self._jobs.get(piece.job_id)
         if job is None:
-            packing.slot.release()
-            return
-        if job.sequence.num_preemptions != packing.num_preemptions:
+            piece.slot.release()
+        elif job.sequence.num_preemptions != packing.num_preemptions:
             # The blocks were given away while they were read: what was packed may be another's.
-            packing.slot.release()
-            job.resend.append((packing.piece, packing.positions))
-            return
-        self.on_packed(
-            PackedPiece(
-                packing.job_id,
-                packing.piece,
-                packing.positions,
-                packing.checksums.values(),
-                packing.slot,
-                len(packing.positions) * self.block_bytes,
-            )
-        )
+            piece.slot.release()
+            job.resend.append((piece.piece, piece.positions))
+        else:
+            self.on_packed(piece)
+
+
+def _random_seed() -> int:
+    return secrets.randbits(64) - 2**63

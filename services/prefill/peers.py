@@ -194,7 +194,7 @@ class DecodePeers:
             prefill_epoch=self._runtime.epoch,
             piece=piece,
             positions=[],
-            checksums=[],
+            seed=0,
             nbytes=staging.slot_bytes,
         )
         slot = await staging.acquire(PROBE_TIMEOUT_S)

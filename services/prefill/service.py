@@ -160,7 +160,7 @@ class PrefillService:
             prefill_epoch=ticket.prefill_epoch,
             piece=piece.piece,
             positions=piece.positions,
-            checksums=piece.checksums,
+            seed=piece.seed,
             nbytes=piece.nbytes,
         )
         try:

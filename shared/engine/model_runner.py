@@ -68,17 +68,14 @@ class PendingTokens:
         return tokens
 
 
-class PendingChecksums:
-    """Checksums of moved blocks, on their way to the host."""
+class PendingMove:
+    """Blocks that are being moved by the work launched last."""
 
-    __slots__ = ("_event", "_host")
+    __slots__ = ("_event",)
 
-    def __init__(self, checksums: torch.Tensor) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = checksums
-        if checksums.is_cuda:
-            self._host = torch.empty(checksums.shape, dtype=torch.int64, pin_memory=True)
-            self._host.copy_(checksums, non_blocking=True)
+        if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -86,12 +83,28 @@ class PendingChecksums:
         """Whether the blocks have been moved, without waiting."""
         return self._event is None or self._event.query()
 
-    def values(self) -> list[int]:
-        """Wait and return the checksums, signed 64 bit."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[int] = self._host.tolist()
-        return values
+
+class PendingCheck(PendingMove):
+    """Blocks that are being moved and checked.
+
+    Args:
+        sums: what `unpack_blocks` returned.
+        seed: what they are if every block is the one that was packed.
+    """
+
+    __slots__ = ("_host", "_seed")
+
+    def __init__(self, sums: torch.Tensor, seed: int) -> None:
+        self._host = sums
+        self._seed = seed
+        if sums.is_cuda:
+            self._host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
+            self._host.copy_(sums, non_blocking=True)
+        super().__init__(sums.device)
+
+    def is_intact(self) -> bool:
+        """Whether they came as they were packed; call it when they have been moved."""
+        return bool((self._host == self._seed).all())
 
 
 class Executor(Protocol):
@@ -105,13 +118,15 @@ class Executor(Protocol):
         """Return the present end of the launched work."""
         ...
 
-    def pack(self, block_ids: list[int], staging: torch.Tensor, after: Marker) -> PendingChecksums:
+    def pack(
+        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+    ) -> PendingMove:
         """Gather blocks into staging, beside the steps, behind those launched at the marker."""
         ...
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], after: Marker
-    ) -> PendingChecksums:
+        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+    ) -> PendingCheck:
         """Scatter staging into blocks, likewise."""
         ...
 
@@ -258,20 +273,23 @@ class ModelRunner:
         return event
 
     @torch.inference_mode()
-    def pack(self, block_ids: list[int], staging: torch.Tensor, after: Marker) -> PendingChecksums:
+    def pack(
+        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+    ) -> PendingMove:
         """Gather blocks into a staging buffer, beside the steps launched behind the marker."""
         with self._moving(after):
             ids = self.state.upload([block_ids])[0]
-            return PendingChecksums(self.ops.pack_blocks(self.kv_pool, ids, staging))
+            self.ops.pack_blocks(self.kv_pool, ids, staging, seed)
+            return PendingMove(staging.device)
 
     @torch.inference_mode()
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], after: Marker
-    ) -> PendingChecksums:
+        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+    ) -> PendingCheck:
         """Scatter a staging buffer into blocks, beside the steps launched behind the marker."""
         with self._moving(after):
             ids = self.state.upload([block_ids])[0]
-            return PendingChecksums(self.ops.unpack_blocks(staging, self.kv_pool, ids))
+            return PendingCheck(self.ops.unpack_blocks(staging, self.kv_pool, ids), seed)
 
     @contextmanager
     def _moving(self, after: Marker) -> Iterator[None]:

@@ -46,7 +46,7 @@ def _header(nbytes: int) -> PieceHeader:
         prefill_epoch=0,
         piece=0,
         positions=[],
-        checksums=[],
+        seed=0,
         nbytes=nbytes,
     )
 

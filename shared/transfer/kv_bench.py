@@ -3,7 +3,7 @@
     python -P -m pagewire.shared.transfer.kv_bench --tokens 8192
 
 A child gathers the blocks into staging slots with their checksums and sends them; this process
-scatters them into its own pool and compares the checksums. GB/s counts from the order to the last
+scatters them into its own pool and checks them. GB/s counts from the order to the last
 block's verification, beside one contiguous copy of as many bytes between the same devices in the
 same run: medians of `TURNS` turns.
 """
@@ -19,6 +19,8 @@ import time
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.kernels.kv_staging import packed_bytes
+from pagewire.shared.engine.model_runner import PendingCheck, PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer import KvTransport, StagingPool, create_transport
@@ -43,20 +45,22 @@ class _BlockMover:
         self._pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.block_bytes = self._pool[0].nbytes
         self._blocks = random.Random(0).sample(range(shape[0]), num_blocks)
-        self._polling = asyncio.Lock()
 
     def fill(self) -> None:
         """Write something that differs from block to block."""
         self._pool.view(torch.uint8).random_(0, 255)
 
-    async def pack(self, start: int, count: int, staging: torch.Tensor) -> list[int]:
-        """Gather blocks of the prompt; returns their checksums when it is done."""
-        return await self._done(self._ops.pack_blocks(self._pool, self._ids(start, count), staging))
+    async def pack(self, start: int, count: int, staging: torch.Tensor, seed: int) -> None:
+        """Gather blocks of the prompt."""
+        self._ops.pack_blocks(self._pool, self._ids(start, count), staging, seed)
+        await _done(PendingMove(staging.device))
 
-    async def unpack(self, start: int, count: int, staging: torch.Tensor) -> list[int]:
-        """Scatter blocks of the prompt, likewise."""
+    async def unpack(self, start: int, count: int, staging: torch.Tensor, seed: int) -> bool:
+        """Scatter blocks of the prompt; returns whether they are intact."""
         ids = self._ids(start, count)
-        return await self._done(self._ops.unpack_blocks(staging, self._pool, ids))
+        check = PendingCheck(self._ops.unpack_blocks(staging, self._pool, ids), seed)
+        await _done(check)
+        return check.is_intact()
 
     def _ids(self, start: int, count: int) -> torch.Tensor:
         host = torch.tensor(
@@ -64,23 +68,15 @@ class _BlockMover:
         )
         return host.to(self._pool.device, non_blocking=True)
 
-    async def _done(self, checksums: torch.Tensor) -> list[int]:
-        if not checksums.is_cuda:
-            values: list[int] = checksums.tolist()
-            return values
-        host = torch.empty(checksums.shape, dtype=checksums.dtype, pin_memory=True)
-        host.copy_(checksums, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        async with self._polling:  # what was launched first ends first
-            while not event.query():  # noqa: ASYNC110 - a device is polled
-                await asyncio.sleep(0)
-        values = host.tolist()
-        return values
+
+async def _done(move: PendingMove) -> None:
+    while not move.is_done():  # noqa: ASYNC110 - a device is polled
+        await asyncio.sleep(0)
 
 
 def _staging(device: str, block_bytes: int) -> StagingPool:
-    return StagingPool(SLOTS, max(SLOT_BLOCKS) * block_bytes, torch.device(device))
+    slot_bytes = packed_bytes(max(SLOT_BLOCKS), block_bytes)
+    return StagingPool(SLOTS, slot_bytes, torch.device(device))
 
 
 async def _send(
@@ -88,15 +84,15 @@ async def _send(
 ) -> None:
     slot = await staging.acquire(PATIENCE_S)
     try:
-        payload = slot.buffer[: count * mover.block_bytes]
-        checksums = await mover.pack(start, count, payload)
+        payload = slot.buffer[: packed_bytes(count, mover.block_bytes)]
+        await mover.pack(start, count, payload, seed=start)
         header = PieceHeader(
             job_id="bench",
             decode_epoch=0,
             prefill_epoch=0,
             piece=start,
             positions=list(range(start, start + count)),
-            checksums=checksums,
+            seed=start,
             nbytes=payload.nbytes,
         )
         await transport.send("receiver", header, payload, PATIENCE_S)
@@ -115,7 +111,6 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
         async with asyncio.TaskGroup() as group:
             for start in range(0, num_blocks, count):
                 group.create_task(_send(transport, mover, staging, start, count))
-                await asyncio.sleep(0)  # the first piece leaves while the next is gathered
 
     await serve_orders(kind, staging, obey)
 
@@ -124,10 +119,11 @@ async def _take(mover: _BlockMover, piece: ReceivedPiece) -> None:
     header = piece.header
     try:
         payload = piece.slot.buffer[: header.nbytes]
-        checksums = await mover.unpack(header.positions[0], len(header.positions), payload)
+        first, count = header.positions[0], len(header.positions)
+        intact = await mover.unpack(first, count, payload, header.seed)
     finally:
         piece.slot.release()
-    if checksums != header.checksums:
+    if not intact:
         raise TransferError(f"piece {header.piece} arrived damaged")
 
 

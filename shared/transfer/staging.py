@@ -15,6 +15,8 @@ import torch
 
 from pagewire.shared.errors import ConfigError, IntegrityError, TransferError, TransferTimeoutError
 
+_ALIGNMENT = 256  # of each slot: what kernels are quickest with
+
 
 class StagingSlot:
     """One slot, held by whoever acquired it until `release`.
@@ -74,7 +76,7 @@ class StagingPool:
     Attributes:
         num_slots: how many slots there are.
         slot_bytes: size of each.
-        memory: the allocation, uint8 [num_slots, slot_bytes].
+        memory: the allocation, uint8 [num_slots, slot_bytes and what aligns the next slot].
         on_free: called without arguments, from the releasing thread, whenever a slot comes back
             for which nobody waits in `acquire`. Must be quick and must not raise; lets a thread
             that uses `try_acquire` know when to try again.
@@ -109,8 +111,9 @@ class StagingPool:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.on_free = on_free
+        stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         self.memory = torch.empty(
-            (num_slots, slot_bytes), dtype=torch.uint8, device=device, pin_memory=pin_memory
+            (num_slots, stride), dtype=torch.uint8, device=device, pin_memory=pin_memory
         )
         self._lock = threading.Lock()
         self._free = deque(range(num_slots))
@@ -182,7 +185,7 @@ class StagingPool:
     def _take(self) -> StagingSlot:
         """Hand out the slot that has been free longest; the lock is held."""
         index = self._free.popleft()
-        slot = StagingSlot(self, index, self.memory[index])
+        slot = StagingSlot(self, index, self.memory[index, : self.slot_bytes])
         self._held[index] = slot
         return slot
 

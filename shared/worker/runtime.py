@@ -20,6 +20,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.config import WorkerSettings
@@ -313,11 +314,11 @@ class WorkerRuntime:
 
 
 def slot_size(asked: int | None, block_bytes: int) -> int:
-    """Size staging slots, in whole blocks.
+    """Size staging slots: whole blocks, and their checksums on top.
 
     Args:
-        asked: an upper bound in bytes. None: large pieces keep a link busy, but small blocks need
-            no large slots.
+        asked: an upper bound of the blocks in bytes. None: large pieces keep a link busy, but
+            small blocks need no large slots.
         block_bytes: of one block over all layers.
 
     Raises:
@@ -332,7 +333,7 @@ def slot_size(asked: int | None, block_bytes: int) -> int:
             f"holds 1 to {MAX_POSITIONS} KV blocks, here {block_bytes} to "
             f"{MAX_POSITIONS * block_bytes} bytes"
         )
-    return blocks * block_bytes
+    return packed_bytes(blocks, block_bytes)
 
 
 def run_worker(

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.kernels.reference.kv_pack import pack_blocks
 from pagewire.services.decode.prefill_links import PrefillLink
 from pagewire.services.decode.service import DecodeService
@@ -143,21 +144,24 @@ class Links:
         pass
 
 
+SEED = 7
+
+
 def piece_of(job_id: str) -> ReceivedPiece:
     """The prompt's blocks, as they land."""
     blocks = [[1, 2, 3, 4], [5, 6, 0, 1], [2, -1, -1, -1]]
-    nbytes = len(blocks) * BLOCK_BYTES
+    nbytes = packed_bytes(len(blocks), BLOCK_BYTES)
     slot = StagingPool(1, nbytes, torch.device("cpu")).try_acquire()
     assert slot is not None
     pool = torch.tensor(blocks, dtype=torch.int32)
-    checksums = pack_blocks(pool, torch.arange(len(blocks)), slot.buffer)
+    pack_blocks(pool, torch.arange(len(blocks)), slot.buffer, SEED)
     header = PieceHeader(
         job_id=job_id,
         decode_epoch=1,
         prefill_epoch=1,
         piece=0,
         positions=list(range(len(blocks))),
-        checksums=checksums.tolist(),
+        seed=SEED,
         nbytes=nbytes,
     )
     return ReceivedPiece("p", header, slot)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
@@ -198,7 +199,7 @@ def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) 
     core, device = make_core(block_size=4)
     pieces: list[PackedPiece] = []
     block_bytes = 4 * BYTES_PER_TOKEN
-    staging = StagingPool(1, block_bytes, torch.device("cpu"))
+    staging = StagingPool(1, packed_bytes(1, block_bytes), torch.device("cpu"))
     packer = PiecePacker(device, staging, 4, block_bytes, pieces.append)
     core.hooks.append(packer)
     job = make_sequence("job", [1] * 14, prefill_only=True)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from pagewire.kernels.kv_staging import most_blocks, packed_bytes
 from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
@@ -81,7 +82,7 @@ def die(runtime: WorkerRuntime) -> None:
     [(BLOCK, 1), (3 * BLOCK, 3), (4 * BLOCK - 1, 3), (MAX_POSITIONS * BLOCK + 1, MAX_POSITIONS)],
 )
 def test_a_slot_holds_whole_blocks(asked: int, blocks: int) -> None:
-    assert slot_size(asked, BLOCK) == blocks * BLOCK
+    assert slot_size(asked, BLOCK) == packed_bytes(blocks, BLOCK)
 
 
 @pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_POSITIONS + 1) * BLOCK])
@@ -97,8 +98,9 @@ def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
 @pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
 def test_the_default_slot_holds_whole_blocks(block_bytes: int) -> None:
     size = slot_size(None, block_bytes)
-    assert size % block_bytes == 0
-    assert 1 <= size // block_bytes <= MAX_POSITIONS
+    blocks = most_blocks(size, block_bytes)
+    assert size == packed_bytes(blocks, block_bytes)
+    assert 1 <= blocks <= MAX_POSITIONS
 
 
 def test_a_worker_refuses_slots_that_hold_no_block(redis_server: RedisServer) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-WORD_COUNTS = [1, 4, 123, 2048, 2049, 8192, 20000]
+from pagewire.kernels.kv_staging import packed_bytes, staging_views
+
+WORD_COUNTS = [2, 4, 122, 2048, 2050, 8192, 20000]
+SEED = -(2**62) - 12345
 
 
-def _checksum(words):
-    total = sum(
+def _sum(words):
+    """The documented checksum of a block of words, behind the seed."""
+    total = SEED + sum(
         word * ((index * 0x9E3779B97F4A7C15) | 1) for index, word in enumerate(words.tolist())
     )
     total %= 2**64
@@ -20,22 +24,34 @@ def _random_pool(blocks, words, device):
     return torch.randint(-(2**31), 2**31 - 1, (blocks, words), dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("words", [1, 7, 1000])
+def _staging_for(blocks, words, device):
+    return torch.full((packed_bytes(blocks, 4 * words) + 8,), 9, dtype=torch.uint8, device=device)
+
+
+def _packed(blocks, ops):
+    """Staging that holds these blocks `[N, words]`."""
+    staging = _staging_for(len(blocks), blocks.shape[1], blocks.device)
+    ops.pack_blocks(blocks, torch.arange(blocks.shape[0], device=blocks.device), staging, SEED)
+    return staging
+
+
+@pytest.mark.parametrize("words", [2, 6, 1000])
 def test_reference_checksum_is_the_documented_one(words, reference):
     pool = _random_pool(3, words, "cpu")
-    ids = torch.tensor([2, 0])
-    sums = reference.pack_blocks(pool, ids, torch.empty(2 * words * 4, dtype=torch.uint8))
-    assert sums.tolist() == [_checksum(pool[2]), _checksum(pool[0])]
+    staging = _staging_for(2, words, "cpu")
+    reference.pack_blocks(pool, torch.tensor([2, 0]), staging, SEED)
+    _, sums = staging_views(staging, 2, words)
+    assert sums.tolist() == [_sum(pool[2]), _sum(pool[0])]
 
 
 @pytest.mark.parametrize("words", WORD_COUNTS)
 def test_pack_matches_reference(words, device, kernels, reference):
     pool = _random_pool(5, words, device)
     ids = torch.tensor([4, 0, 3], device=device)
-    staging = torch.full((3 * words * 4 + 8,), 9, dtype=torch.uint8, device=device)
+    staging = _staging_for(3, words, device)
     expected = staging.clone()
-    sums = kernels.pack_blocks(pool, ids, staging)
-    assert torch.equal(sums, reference.pack_blocks(pool, ids, expected))
+    kernels.pack_blocks(pool, ids, staging, SEED)
+    reference.pack_blocks(pool, ids, expected, SEED)
     assert torch.equal(staging, expected)
     assert torch.equal(staging[: words * 4].view(torch.int32), pool[4])
     assert (staging[-8:] == 9).all()
@@ -44,12 +60,14 @@ def test_pack_matches_reference(words, device, kernels, reference):
 @pytest.mark.parametrize("words", WORD_COUNTS)
 def test_unpack_matches_reference(words, device, kernels, reference):
     staged = _random_pool(3, words, device)
-    staging = staged.view(torch.uint8).view(-1)
+    staging = _packed(staged, reference)
+    staging[0] ^= 1  # damage: what remains is right, too
+    copy = staging.clone()
     pool = torch.full((5, words), 7, dtype=torch.int32, device=device)
     expected = pool.clone()
     ids = torch.tensor([4, -1, 1], device=device)
     sums = kernels.unpack_blocks(staging, pool, ids)
-    assert torch.equal(sums, reference.unpack_blocks(staging, expected, ids))
+    assert torch.equal(sums, reference.unpack_blocks(copy, expected, ids))
     assert torch.equal(pool, expected)
     assert torch.equal(pool[1], staged[2])
     assert (pool[[0, 2, 3]] == 7).all()
@@ -57,42 +75,50 @@ def test_unpack_matches_reference(words, device, kernels, reference):
 
 def test_round_trip_of_half_precision_blocks(device, kernels):
     pool = torch.randn(6, 2, 2, 3, 16, 16, device=device).half()
-    staging = torch.zeros(3 * pool[0].numel() * 2, dtype=torch.uint8, device=device)
+    staging = _staging_for(3, pool[0].numel() // 2, device)
     target = torch.zeros_like(pool)
-    sent = kernels.pack_blocks(pool, torch.tensor([5, 1, 2], device=device), staging)
-    received = kernels.unpack_blocks(staging, target, torch.tensor([0, 3, 4], device=device))
-    assert torch.equal(sent, received)
+    kernels.pack_blocks(pool, torch.tensor([5, 1, 2], device=device), staging, SEED)
+    sums = kernels.unpack_blocks(staging, target, torch.tensor([0, 3, 4], device=device))
+    assert sums.tolist() == [SEED] * 3
     assert torch.equal(target[[0, 3, 4]], pool[[5, 1, 2]])
 
 
-def test_checksum_sees_a_changed_bit_and_swapped_words(device, kernels):
+def test_check_sees_a_changed_bit_and_swapped_words(device, kernels):
     words = _random_pool(1, 3000, device)
-    staging = words.view(torch.uint8).view(-1)
-    check_only = torch.tensor([-1], device=device)
     pool = torch.zeros_like(words)
-    clean = kernels.unpack_blocks(staging, pool, check_only)
-    for bit in (0, 7):
-        damaged = staging.clone()
-        damaged[2999 * 4] ^= 1 << bit
-        assert kernels.unpack_blocks(damaged, pool, check_only) != clean
-    swapped = words[:, torch.tensor([1, 0, *range(2, 3000)], device=device)]
-    moved = swapped.contiguous().view(torch.uint8).view(-1)
-    assert kernels.unpack_blocks(moved, pool, check_only) != clean
+    clean = _packed(words, kernels)
+    end = 3000 * 4
+
+    def remains(staging):
+        return kernels.unpack_blocks(staging, pool, torch.tensor([-1], device=device)).item()
+
+    assert remains(clean.clone()) == SEED
+    for place in (0, 2999 * 4, end, end + 7):  # of the block, and of its sum
+        for bit in (0, 7):
+            damaged = clean.clone()
+            damaged[place] ^= 1 << bit
+            assert remains(damaged) != SEED
+    swapped = clean.clone()
+    swapped[:end] = words[:, [1, 0, *range(2, 3000)]].contiguous().view(torch.uint8).view(-1)
+    assert remains(swapped) != SEED
     assert not pool.any()
 
 
 def test_packing_nothing(device, kernels):
     pool = torch.zeros(2, 8, dtype=torch.int32, device=device)
     ids = torch.zeros(0, dtype=torch.int64, device=device)
-    assert kernels.pack_blocks(pool, ids, pool.view(torch.uint8).view(-1)).shape == (0,)
+    staging = _staging_for(0, 8, device)
+    kernels.pack_blocks(pool, ids, staging, SEED)
+    assert kernels.unpack_blocks(staging, pool, ids).shape == (0,)
+    assert (staging == 9).all()
 
 
 @pytest.mark.gpu
 def test_pack_of_8b_blocks(kernels, reference):
     pool = _random_pool(100, 1 << 19, "cuda")
     ids = torch.randperm(100, device="cuda")[:64]
-    staging = torch.empty(64 << 21, dtype=torch.uint8, device="cuda")
-    expected = torch.empty_like(staging)
-    sums = kernels.pack_blocks(pool, ids, staging)
-    assert torch.equal(sums, reference.pack_blocks(pool, ids, expected))
+    staging = _staging_for(64, 1 << 19, "cuda")
+    expected = staging.clone()
+    kernels.pack_blocks(pool, ids, staging, SEED)
+    reference.pack_blocks(pool, ids, expected, SEED)
     assert torch.equal(staging, expected)

@@ -14,7 +14,12 @@ import torch
 
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.model_runner import Marker, PendingChecksums, PendingTokens
+from pagewire.shared.engine.model_runner import (
+    Marker,
+    PendingCheck,
+    PendingMove,
+    PendingTokens,
+)
 from pagewire.shared.engine.scheduler import (
     ScheduledBatch,
     ScheduledTokens,
@@ -87,15 +92,26 @@ class FakePending(PendingTokens):
         return super().wait()
 
 
-class FakeChecksums(PendingChecksums):
-    """Checksums that are not there before the device has moved the blocks."""
+class FakeMove(PendingMove):
+    """A move that is not done before the device says so."""
 
-    def __init__(self, device: FakeDevice, checksums: torch.Tensor) -> None:
-        super().__init__(checksums)
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(torch.device("cpu"))
         self._device = device
 
     def is_done(self) -> bool:
-        return self._device.has_moved and super().is_done()
+        return self._device.has_moved
+
+
+class FakeCheck(PendingCheck):
+    """The same, checked."""
+
+    def __init__(self, device: FakeDevice, sums: torch.Tensor, seed: int) -> None:
+        super().__init__(sums, seed)
+        self._device = device
+
+    def is_done(self) -> bool:
+        return self._device.has_moved
 
 
 @dataclass
@@ -156,17 +172,20 @@ class FakeDevice:
     def mark(self) -> Marker:
         return None  # work is done when it is launched
 
-    def pack(self, block_ids: list[int], staging: torch.Tensor, after: Marker) -> PendingChecksums:
-        return FakeChecksums(self, pack_blocks(self._pool(), torch.tensor(block_ids), staging))
+    def pack(
+        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+    ) -> PendingMove:
+        pack_blocks(self._pool(), torch.tensor(block_ids), staging, seed)
+        return FakeMove(self)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], after: Marker
-    ) -> PendingChecksums:
+        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+    ) -> PendingCheck:
         pool = self._pool()
-        checksums = unpack_blocks(staging, pool, torch.tensor(block_ids))
+        sums = unpack_blocks(staging, pool, torch.tensor(block_ids))
         for block in block_ids:
             self.cells[block] = pool[block].tolist()
-        return FakeChecksums(self, checksums)
+        return FakeCheck(self, sums, seed)
 
     def _pool(self) -> torch.Tensor:
         """The cells as a pool of the real operations, [NB, BS] int32; -1 was never written."""

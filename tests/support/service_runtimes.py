@@ -14,6 +14,7 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.engine.core import EngineCore, StepOutput
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.protocol import ControlMessage
@@ -107,7 +108,7 @@ class ServiceRuntime:
 async def service_runtime(**engine: Any) -> AsyncIterator[ServiceRuntime]:
     """Make a runtime; the caller starts its engine behind the service. It is stopped at the end."""
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
-    staging = StagingPool(4, 2 * BLOCK_BYTES, torch.device("cpu"))
+    staging = StagingPool(4, packed_bytes(2, BLOCK_BYTES), torch.device("cpu"))
     runtime = ServiceRuntime(core, device, staging)
     try:
         yield runtime

@@ -31,7 +31,7 @@ def piece_header(piece: int, nbytes: int) -> PieceHeader:
         prefill_epoch=2,
         piece=piece,
         positions=[piece],
-        checksums=[-piece],
+        seed=-piece,
         nbytes=nbytes,
     )
 

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.decode.scatterer import PieceFate, PieceScatterer
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
 from pagewire.shared.engine.core import EngineCore
@@ -37,7 +39,7 @@ def header_of(piece: PackedPiece) -> PieceHeader:
         prefill_epoch=1,
         piece=piece.piece,
         positions=piece.positions,
-        checksums=piece.checksums,
+        seed=piece.seed,
         nbytes=piece.nbytes,
     )
 
@@ -62,7 +64,7 @@ class Pair:
     def __post_init__(self) -> None:
         self.prefill, self.prefill_device = make_core(block_size=BLOCK_SIZE)
         self.decode, self.decode_device = make_core(block_size=BLOCK_SIZE)
-        slot_bytes = self.blocks_per_piece * BLOCK_BYTES
+        slot_bytes = packed_bytes(self.blocks_per_piece, BLOCK_BYTES)
         self.send_staging = StagingPool(2, slot_bytes, CPU)
         self.receive_staging = StagingPool(16, slot_bytes, CPU)
         self.packer = PiecePacker(
@@ -270,13 +272,15 @@ def test_piece_is_taken_again_behind_a_damaged_one_and_from_another_job() -> Non
     assert pair.decode_device.cells[block] == PROMPT[:4]
 
 
-@pytest.mark.parametrize("position", [0, -1], ids=["first-block", "last-block"])
-def test_wrong_checksum_in_the_header_is_damage(position: int) -> None:
+@pytest.mark.parametrize("blank", [False, True], ids=["earlier-piece", "nothing"])
+def test_slot_into_which_the_piece_was_never_written_is_damage(blank: bool) -> None:
     pair = Pair(blocks_per_piece=3)
     pair.reserve(PROMPT)
     pair.compute()
-    header, _ = pair.under_way[0]
-    header.checksums[position] ^= 1
+    header, slot = pair.under_way[0]
+    if blank:
+        slot.buffer.zero_()
+    pair.under_way[0] = (msgspec.structs.replace(header, seed=header.seed ^ 1), slot)
     pair.land()
     pair.decode.step()
     assert pair.fates == [("request", 0, PieceFate.DAMAGED)]

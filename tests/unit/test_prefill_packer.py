@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
@@ -51,9 +52,9 @@ class PrefillSide:
         self.core.hooks.append(self.packer)
 
     def on_packed(self, piece: PackedPiece) -> None:
-        assert piece.nbytes == len(piece.positions) * BLOCK_BYTES
-        assert len(piece.checksums) == len(piece.positions)
-        tokens = piece.slot.buffer[: piece.nbytes].view(torch.int32).tolist()
+        count = len(piece.positions)
+        assert piece.nbytes == packed_bytes(count, BLOCK_BYTES)
+        tokens = piece.slot.buffer[: count * BLOCK_BYTES].view(torch.int32).tolist()
         self.pieces[piece.job_id].append((piece.piece, piece.positions, tokens))
         if self.keep_slots:
             self.held.append(piece)
@@ -86,7 +87,7 @@ def prefill_side(
     num_slots: int = 4, blocks_per_slot: int = 2, *, keep_slots: bool = False, **engine: int
 ) -> PrefillSide:
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
-    staging = StagingPool(num_slots, blocks_per_slot * BLOCK_BYTES, CPU)
+    staging = StagingPool(num_slots, packed_bytes(blocks_per_slot, BLOCK_BYTES), CPU)
     return PrefillSide(core, device, staging, keep_slots)
 
 

@@ -182,8 +182,8 @@ def test_token_ids_out_of_range_are_refused(token: Any) -> None:
 
 
 def test_another_version_is_told_apart() -> None:
-    with pytest.raises(VersionMismatchError, match="version 2"):
-        decode(b"\x02" + encode(Ping())[1:])
+    with pytest.raises(VersionMismatchError, match=f"version {PROTOCOL_VERSION + 1}"):
+        decode(bytes([PROTOCOL_VERSION + 1]) + encode(Ping())[1:])
 
 
 def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
@@ -192,7 +192,7 @@ def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
     with pytest.raises(ProtocolError, match="Generate"):
         encode(message)
     with pytest.raises(ProtocolError, match=str(MAX_FRAME_BYTES)):
-        decode(b"\x01" + bytes(MAX_FRAME_BYTES))
+        decode(bytes([PROTOCOL_VERSION]) + bytes(MAX_FRAME_BYTES))
     with pytest.raises(ProtocolError, match=str(MAX_HEADER_BYTES)):
         decode_header(bytes(MAX_HEADER_BYTES + 1))
 
@@ -204,13 +204,13 @@ def test_the_largest_header_a_piece_can_have_fits() -> None:
         prefill_epoch=2**63 - 1,
         piece=2**40 - 1,
         positions=[2**40 - 1] * MAX_POSITIONS,
-        checksums=[-(2**63)] * MAX_POSITIONS,
+        seed=-(2**63),
         nbytes=2**40 - 1,
     )
     assert decode_header(encode_header(header)) == header
 
 
-def test_checksums_beyond_64_signed_bits_are_refused() -> None:
+def test_a_seed_beyond_64_signed_bits_is_refused() -> None:
     header = msgspec.to_builtins(
         PieceHeader(
             job_id="j",
@@ -218,12 +218,12 @@ def test_checksums_beyond_64_signed_bits_are_refused() -> None:
             prefill_epoch=1,
             piece=0,
             positions=[0],
-            checksums=[0],
+            seed=0,
             nbytes=1,
         )
     )
     with pytest.raises(ProtocolError):
-        decode_header(PACK(header | {"checksums": [2**63]}))
+        decode_header(PACK(header | {"seed": 2**63}))
 
 
 def test_a_hello_names_a_bounded_number_of_addresses() -> None:
@@ -244,7 +244,7 @@ def test_a_hello_names_a_bounded_number_of_addresses() -> None:
         "addresses": {f"transport-{n}": b"" for n in range(9)},
     }
     with pytest.raises(ProtocolError, match="addresses"):
-        decode(b"\x01" + PACK(hello))
+        decode(bytes([PROTOCOL_VERSION]) + PACK(hello))
 
 
 @given(text=st.text(alphabet=st.characters(), max_size=50).map(lambda t: t * 100))

@@ -25,7 +25,7 @@ def test_slots_are_disjoint_parts_of_one_allocation() -> None:
         assert slot.buffer.shape == (5,)
         assert slot.buffer.dtype == torch.uint8
         slot.buffer.fill_(slot.index)
-    assert pool.memory.tolist() == [[0] * 5, [1] * 5, [2] * 5]
+    assert pool.memory[:, :5].tolist() == [[0] * 5, [1] * 5, [2] * 5]
     assert pool.device == CPU
 
 
@@ -38,6 +38,13 @@ def test_try_acquire_returns_none_when_all_slots_are_held() -> None:
     slot.release()
     assert pool.num_free == 1
     assert pool.try_acquire() is not None
+
+
+def test_slots_are_aligned_as_the_allocation_is() -> None:
+    pool = make_pool(num_slots=3, slot_bytes=257)
+    slots = [pool.try_acquire() for _ in range(3)]
+    starts = [slot.buffer.data_ptr() - pool.memory.data_ptr() for slot in slots if slot]
+    assert [start % 256 for start in starts] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 8), (2, 0), (-1, 8)])
