@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from pagewire.kernels import BackendName, Ops, load_ops
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
@@ -262,7 +263,10 @@ def _prepare(
 
 
 def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> None:
-    """Run a largest prefill step and a decode step; their content goes nowhere that matters."""
+    """Run a largest prefill step, a decode step, and a block's packing and unpacking.
+
+    Their content goes nowhere that matters.
+    """
     blocks = runner.kv_pool.shape[0]
     length = min(
         settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
@@ -281,3 +285,8 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     runner.execute(ScheduledBatch([], [chunk])).wait()
     row = ScheduledTokens(sequence, length, 1, True, 0)
     runner.execute(ScheduledBatch([row], [])).wait()
+    block_bytes = runner.kv_pool[0].nbytes
+    size = packed_bytes(1, block_bytes)
+    staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
+    runner.pack([0], staging, 0, runner.mark())
+    runner.unpack(staging, [0], 0, runner.mark())
