@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.bench import LLAMA_8B
+from pagewire.tests.support.float32_reference import (
+    compare_with_float32,
+    random_prompts,
+    write_random_llama,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -59,6 +65,32 @@ def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
     together = [output.token_ids for output in llm.generate(prompts, sampling)]
     alone = [llm.generate([prompt], sampling)[0].token_ids for prompt in prompts]
     assert together == alone
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "launched"])
+def test_greedy_tokens_are_those_of_float32_wherever_its_choice_is_clear(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    """Llama-3.1-8B's layers, four of them, in bfloat16: fused kernels, graphs, overlap, chunks."""
+    config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 4})
+    write_random_llama(tmp_path, config, "cuda")
+    prompts = random_prompts((1, 17, 100, 600, 2000), 128_000)
+    llm = LLM(
+        str(tmp_path),
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.4,
+        **options,
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = [output.token_ids for output in llm.generate(prompts, greedy)]
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    result = compare_with_float32(tmp_path, prompts, outputs, "cuda")
+    assert result.wrong == []
+    assert result.clear > 0.25, result
 
 
 def test_llama_8b_shape_with_random_weights(tmp_path: Path) -> None:
