@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -35,11 +36,17 @@ class _Peer:
 
 
 class DecodePeers:
-    """Opens, measures and closes the KV ways; keyed by control connection."""
+    """Opens, measures and closes the KV ways; keyed by control connection.
+
+    A worker that comes back has two connections for a moment, and one way: its openings and
+    closings take turns.
+    """
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._runtime = runtime
         self._peers: dict[str, _Peer] = {}
+        self._worker_of: dict[str, str] = {}  # connection -> who said hello over it
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def is_open(self, peer_id: str, worker_id: str, epoch: int) -> bool:
         """Whether blocks may be sent to this life of this worker over this connection."""
@@ -48,6 +55,14 @@ class DecodePeers:
 
     async def open(self, peer_id: str, hello: KvHello) -> None:
         """Agree on layout and transport with a decode worker, and answer it."""
+        self._worker_of[peer_id] = hello.worker_id
+        async with self._turn(hello.worker_id):
+            await self._open(peer_id, hello)
+
+    def _turn(self, worker_id: str) -> asyncio.Lock:
+        return self._turns.setdefault(worker_id, asyncio.Lock())
+
+    async def _open(self, peer_id: str, hello: KvHello) -> None:
         runtime = self._runtime
         try:
             check_layout(runtime.built.layout, hello.layout, hello.worker_id)
@@ -67,7 +82,7 @@ class DecodePeers:
             address=address,
         )
         if not runtime.server.post(peer_id, welcome):
-            await self.forget(peer_id)  # it left meanwhile: nobody will tell us again
+            await self._close(peer_id)  # it left meanwhile: nobody will tell us again
 
     async def _connect(self, hello: KvHello) -> tuple[KvTransport, bytes]:
         """Connect on the first transport of the peer's that this side has, too, and that works.
@@ -103,6 +118,12 @@ class DecodePeers:
 
     async def forget(self, peer_id: str) -> None:
         """Close the way of a connection that is gone."""
+        worker_id = self._worker_of.pop(peer_id, None)
+        if worker_id is not None:
+            async with self._turn(worker_id):
+                await self._close(peer_id)
+
+    async def _close(self, peer_id: str) -> None:
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return

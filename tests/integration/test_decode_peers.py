@@ -80,15 +80,44 @@ def test_a_decode_worker_that_leaves_while_its_way_opens_is_forgotten(
             async def slow_connect(peer_id: str, address: bytes, timeout: float) -> None:
                 await connect(peer_id, address, timeout)
                 await lost.wait()
-                await peers.forget(decode.client_id)  # as the service does when it hears of it
+                # As the service does when it hears of it.
+                p.tasks.spawn(peers.forget(decode.client_id), "closing a KV way")
 
             monkeypatch.setattr(p.transport, "connect", slow_connect)
             async with decode.connected(p):
                 opening = asyncio.create_task(peers.open(decode.client_id, decode.hello()))
                 await eventually(lambda: p.connected)
             await opening
+            await eventually(lambda: not p.connected)
             assert not peers.is_open(decode.client_id, "decode-0", 1)
-            assert not p.connected
+
+    run_async(scenario())
+
+
+def test_the_way_of_a_worker_that_comes_back_outlives_its_earlier_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with opened() as (p, decode, peers):
+            connect = p.transport.connect
+            made, forgotten = asyncio.Event(), asyncio.Event()
+
+            async def slow_connect(peer_id: str, address: bytes, timeout: float) -> None:
+                await connect(peer_id, address, timeout)
+                made.set()
+                await asyncio.wait([asyncio.create_task(forgotten.wait())], timeout=0.1)
+
+            monkeypatch.setattr(p.transport, "connect", slow_connect)
+            again = Decode(decode.runtime)
+            async with again.connected(p):
+                await eventually(lambda: again.client_id in p.server.peers)
+                opening = asyncio.create_task(peers.open(again.client_id, again.hello()))
+                await made.wait()
+                closing = asyncio.create_task(peers.forget(decode.client_id))
+                closing.add_done_callback(lambda _task: forgotten.set())
+                await asyncio.gather(opening, closing)
+                assert peers.is_open(again.client_id, "decode-0", 1)
+                assert p.connected
 
     run_async(scenario())
 
