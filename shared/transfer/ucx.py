@@ -66,7 +66,7 @@ class UcxTransport(SessionTransport):
         if cuda:  # UCX works in the thread's current CUDA context
             torch.cuda.set_device(self.staging.device)
             torch.cuda.synchronize(self.staging.device)
-        settings = ucx_settings(self._host, cuda=cuda)
+        settings = await asyncio.to_thread(ucx_settings, self._host, cuda=cuda)  # looks a name up
         self._port = UcxPort(self._on_arrival, settings, eager=cuda)
         return self._port.address
 
