@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pagewire.services.cli.bench_runner import BenchRun
 from pagewire.services.cli.bench_stats import PERCENTS
-from pagewire.services.cli.terminal import printable
+from pagewire.services.cli.terminal import print_whole, printable
 
 REFRESH_S = 0.2
 LATENCIES = (
@@ -53,7 +53,7 @@ def _status(run: BenchRun) -> str:
 def show_report(console: Console, report: dict[str, Any]) -> None:
     """Print the results of a bench."""
     if report["requests"]["ok"]:
-        console.print(_latencies(report))
+        print_whole(console, _latencies(report))
     for line in summary_lines(report):
         console.print(Text(printable(line)), soft_wrap=True)
 

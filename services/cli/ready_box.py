@@ -22,7 +22,7 @@ def show_ready_box(console: Console, health: Health, url: str, store: str, logs:
     """Print the box, and below it, free of any frame, a command to copy."""
     table = Table.grid(padding=(0, 2))
     for label, value in _rows(health, url, store, logs):
-        table.add_row(Text(label, style="dim"), Text(value))
+        table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
     console.print("Try:", style="dim")
     console.print(

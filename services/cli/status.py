@@ -23,6 +23,7 @@ from pagewire.services.cli.cluster_status import (
 )
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.openai_client import may_use_proxy, root_url
+from pagewire.services.cli.terminal import print_whole
 
 STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 
@@ -62,7 +63,7 @@ async def _show(root: str, watch: float | None, as_json: bool) -> bool:
             if as_json:
                 print(json.dumps(found.as_json(), indent=2))
             else:
-                console.print(render(found))
+                print_whole(console, render(found))
             return found.ok
         if as_json or not console.is_terminal:
             await _print_again(client, root, watch, console, as_json)
@@ -80,7 +81,7 @@ async def _print_again(
         if as_json:
             print(json.dumps(found.as_json()), flush=True)
         else:
-            console.print(render(found, before))
+            print_whole(console, render(found, before))
         before = found
         await asyncio.sleep(watch)
 

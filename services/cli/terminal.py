@@ -6,10 +6,12 @@ import io
 import sys
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from pagewire.services.cli.openai_client import Reply
+
+_WIDEST = 1000  # columns
 
 # A model may write what a terminal would obey. Tabs and line ends are all that text needs.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -36,6 +38,17 @@ def printable(text: str) -> str:
 def note(line: str, style: str = "dim") -> None:
     """Print a line about the answers to stderr, so that stdout has nothing but answers."""
     Console(stderr=True).print(Text(printable(line), style=style), soft_wrap=True)
+
+
+def print_whole(console: Console, tables: RenderableType) -> None:
+    """Print tables as wide as they are: a narrower terminal breaks the lines, nothing is cut."""
+    width = console.width
+    options = console.options.update(max_width=_WIDEST)
+    console.width = max(width, console.measure(tables, options=options).maximum)
+    try:
+        console.print(tables)
+    finally:
+        console.width = width
 
 
 def describe(reply: Reply) -> str:

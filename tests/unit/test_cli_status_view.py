@@ -1,11 +1,14 @@
 """What `pagewire status` makes of the router's pages."""
 
+import io
+
 import msgspec
 from rich.console import Console
 
 from pagewire.services.cli.cluster_status import ClusterStatus, build_status
 from pagewire.services.cli.health import Health
 from pagewire.services.cli.status import render
+from pagewire.services.cli.terminal import print_whole
 
 HEALTH = {
     "ok": True,
@@ -51,6 +54,14 @@ def shown(found: ClusterStatus, before: ClusterStatus | None = None) -> str:
     with console.capture() as captured:
         console.print(render(found, before))
     return captured.get()
+
+
+def test_tables_are_whole_on_a_narrow_terminal() -> None:
+    out = io.StringIO()
+    console = Console(width=30, file=out)
+    print_whole(console, render(snapshot()))
+    assert shown(snapshot()).split() == out.getvalue().split()
+    assert console.width == 30
 
 
 def test_pages_become_one_status() -> None:

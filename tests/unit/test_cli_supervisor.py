@@ -186,6 +186,17 @@ def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> N
     assert json.loads(words[-1])["model"] == "demo"
 
 
+def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    logs = tmp_path / ("a-long-name" * 5)
+    show_ready_box(
+        Console(file=out, width=40), HEALTHY, "http://127.0.0.1:8000", "redis-server", logs
+    )
+    assert "…" not in out.getvalue()
+    values = [line[16:-1].strip() for line in out.getvalue().splitlines() if line[:1] == "│"]
+    assert str(logs) in "".join(values)
+
+
 def test_ready_box_names_the_lane_and_its_speed(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100)
