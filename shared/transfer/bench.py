@@ -168,15 +168,20 @@ def _synchronize(*devices: str) -> None:
             torch.cuda.synchronize(device)
 
 
-def main() -> None:
-    """Measure the transports available here, or those asked for."""
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say between which devices; by default two GPUs, if there are any."""
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transports", nargs="+", default=available_transports())
     parser.add_argument("--source", default="cuda:0" if gpus else "cpu", help="the sender's device")
     parser.add_argument(
         "--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu", help="the receiver's"
     )
+
+
+def main() -> None:
+    """Measure the transports available here, or those asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transports", nargs="+", default=available_transports())
+    add_devices(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -25,7 +25,13 @@ from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer import KvTransport, StagingPool, create_transport
 from pagewire.shared.transfer.base import ReceivedPiece
-from pagewire.shared.transfer.bench import PATIENCE_S, child_process, copy_gbps, serve_orders
+from pagewire.shared.transfer.bench import (
+    PATIENCE_S,
+    add_devices,
+    child_process,
+    copy_gbps,
+    serve_orders,
+)
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
 SLOTS = 8
@@ -167,14 +173,10 @@ async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None
 
 def main() -> None:
     """Measure one transport."""
-    gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", default="ucx")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--source", default="cuda:0" if gpus else "cpu", help="the sender's device")
-    parser.add_argument(
-        "--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu", help="the receiver's"
-    )
+    add_devices(parser)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
