@@ -57,7 +57,9 @@ DRAIN_POLL_S = 0.05
 # The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
 # own interval the event loop's messages would wait for 5 ms at a time.
 SWITCH_INTERVAL_S = 0.0005
-LARGEST_SLOT_BYTES = 64 << 20  # unless one is asked for, or a single block is larger
+# Unless one is asked for, or a single block is larger. A piece costs each side a fraction of a
+# millisecond of the host's time, so that over NVLink smaller ones are the slower way.
+LARGEST_SLOT_BYTES = 128 << 20
 MOST_BLOCKS_PER_SLOT = 128
 
 
