@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from pagewire.services.router.answers import AnswerSet
-from pagewire.services.router.http_io import EventStream, read_body, unless_disconnected
+from pagewire.services.router.http_io import EventStream, received_body, unless_disconnected
 from pagewire.services.router.inputs import GenerationInput, read_chat, read_completion
 from pagewire.services.router.responses import (
     ChatFormat,
@@ -80,8 +80,10 @@ async def _generate(
     make_format: Callable[[str, GenerationInput], Format],
 ) -> Response:
     service = _service(request)
-    with service.admit():
-        asked = await _read(request, reader)
+    service.check_room()
+    async with received_body(request, service.bodies) as raw:
+        with service.admit():
+            asked = await _read(request, reader, raw)
     form = make_format(service.model.name, asked)
     answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
@@ -98,8 +100,8 @@ async def _generate(
     return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
 
 
-async def _read(request: Request, reader: InputReader) -> GenerationInput:
-    service, raw = _service(request), await read_body(request)
+async def _read(request: Request, reader: InputReader, raw: bytes) -> GenerationInput:
+    service = _service(request)
     if len(raw) <= INLINE_BODY_BYTES:
         return service.read_now(reader, raw)
     return await unless_disconnected(request, service.read_in_thread(reader, raw))

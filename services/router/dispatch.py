@@ -223,7 +223,7 @@ class Dispatcher:
         request_timeout_s: without any token, after which a request fails.
 
     Attributes:
-        num_reading: requests whose bodies arrive or are tokenized.
+        num_reading: requests whose bodies are decoded and tokenized.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def describe(exc: Exception) -> ApiError:
             return ApiError(400, exc.message, _INVALID, exc.param)
         case OverloadedError():
             headers = _retry_after(exc.retry_after_s)
-            message = "The server is overloaded: its queue is full. Try again later."
+            message = "The server is overloaded: it holds all the requests it can. Try again later."
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", headers)
         case NoWorkerError():
             headers = _retry_after(NO_WORKER_RETRY_S)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -22,41 +22,81 @@ from pagewire.services.router.errors import (
 from pagewire.services.router.responses import DONE, Format, error_event
 from pagewire.services.router.stream import TextDelta
 from pagewire.shared.background import end_task, start_task
-from pagewire.shared.errors import InvalidRequestError, PagewireError
+from pagewire.shared.errors import InvalidRequestError, OverloadedError, PagewireError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
+MAX_BODIES_BYTES = 256 << 20  # of all requests together
 BODY_TIMEOUT_S = 60.0
 
 
-async def read_body(request: Request) -> bytes:
-    """Return a request's body.
+class BodyMemory:
+    """Bounds what the bodies of all requests take while they arrive and are read.
+
+    Bytes are counted, not requests: a client that sends slowly keeps nobody out.
+
+    Attributes:
+        held: bytes taken at present.
+        limit: most there may be.
+    """
+
+    def __init__(self, limit: int = MAX_BODIES_BYTES) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that have arrived.
+
+        Raises:
+            OverloadedError: they are more than there is room for.
+        """
+        if self.held + nbytes > self.limit:
+            raise OverloadedError(f"{self.held} bytes of request bodies are being read")
+        self.held += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Uncount them."""
+        self.held -= nbytes
+
+
+@asynccontextmanager
+async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytes]:
+    """Yield a request's body; its memory counts until the block ends.
 
     Raises:
         BodyTooLargeError: it has more than `MAX_BODY_BYTES`.
+        OverloadedError: the bodies of all requests are too many.
         InvalidRequestError: it did not arrive in time.
         ClientGoneError: the client left.
     """
+    body = bytearray()
+    try:
+        await _receive(request, body, memory)
+        yield bytes(body)
+    finally:
+        memory.give_back(len(body))
+
+
+async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> None:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
+                if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _too_large()
+                memory.take(len(chunk))
+                body += chunk
     except TimeoutError as exc:
         raise InvalidRequestError(
             f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds"
         ) from exc
     except ClientDisconnect as exc:
         raise ClientGoneError("the client left while it sent its request") from exc
-    return bytes(body)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

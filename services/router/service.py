@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from pagewire.services.router.decode_links import DecodeLinks
 from pagewire.services.router.dispatch import Dispatcher
 from pagewire.services.router.health import describe_services
+from pagewire.services.router.http_io import BodyMemory
 from pagewire.services.router.inputs import GenerationInput
 from pagewire.services.router.load_ledger import LoadLedger
 from pagewire.services.router.metrics import RouterMetrics
@@ -80,6 +81,7 @@ class RouterService:
         )
         registry = self.metrics.registry
         registry.register(ClusterCollector(model.name, self.dispatcher, self.directory))
+        self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(self._http, registry)
         self._threads = ThreadPoolExecutor(INPUT_THREADS, thread_name_prefix="input")
@@ -123,15 +125,25 @@ class RouterService:
         """Whether a request would find a decode worker."""
         return not self.is_draining and bool(self.placer.decode_cards())
 
-    def admit(self) -> AbstractContextManager[None]:
-        """Check, before a request costs anything, that there is room; count it while it is read.
+    def check_room(self) -> None:
+        """Check, before a request costs anything, that there is room for it.
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full; on entering.
+            OverloadedError: the queue is full.
         """
         if self.is_draining:
             raise NoWorkerError("the router shuts down")
+        self.dispatcher.check_room()
+
+    def admit(self) -> AbstractContextManager[None]:
+        """Check again when its body is here, and count it while it is read.
+
+        Raises:
+            NoWorkerError: the router shuts down.
+            OverloadedError: the queue is full.
+        """
+        self.check_room()
         return self.dispatcher.reading()
 
     def read_now(self, reader: InputReader, raw: bytes) -> GenerationInput:

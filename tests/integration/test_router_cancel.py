@@ -174,31 +174,45 @@ def test_more_than_the_queue_holds_is_refused_and_nothing_else_suffers(redis_url
     scenario_of(redis_url, scenario, max_queue=4)
 
 
-async def begin_request(router: LiveRouter) -> asyncio.StreamWriter:
+async def begin_request(router: LiveRouter, prompt: str = "Hi") -> asyncio.StreamWriter:
     """Announce a body and send half of it."""
     host, _, port = router.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    raw = json.dumps(body(max_tokens=1)).encode()
+    raw = json.dumps(body(prompt=prompt, max_tokens=1)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw[: len(raw) // 2])
     await writer.drain()
     return writer
 
 
-def test_requests_count_while_their_bodies_arrive(redis_url):
+def test_bodies_that_dribble_keep_nobody_out(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        dispatcher = router.service.dispatcher
-        writers = [await begin_request(router) for _ in range(2)]
-        await eventually(lambda: dispatcher.num_reading == 2)
-        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 429
-        writers[0].close()
-        await eventually(lambda: dispatcher.num_reading == 1)
-        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 200
-        assert (await router.complete(prompt="Hi", n=2, max_tokens=1)).status_code == 429
-        writers[1].close()
-        await eventually(lambda: dispatcher.num_reading == 0)
+        bodies = router.service.bodies
+        writers = [await begin_request(router) for _ in range(8)]
+        await eventually(lambda: bodies.held > 0)
+        assert (await router.complete(prompt="Hi", n=2, max_tokens=1)).status_code == 200
+        for writer in writers:
+            writer.close()
+        await eventually(lambda: bodies.held == 0)
 
     scenario_of(redis_url, scenario, max_queue=2)
+
+
+def test_bodies_in_memory_are_bounded(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        bodies = router.service.bodies
+        bodies.limit = 10_000
+        writer = await begin_request(router, prompt="Hi " * 6000)
+        await eventually(lambda: bodies.held > 9_000)
+        response = await router.complete(prompt="Hi " * 1000, max_tokens=1)
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 200
+        writer.close()
+        await eventually(lambda: bodies.held == 0)
+        assert (await router.complete(prompt="Hi " * 500, max_tokens=1)).status_code == 200
+
+    scenario_of(redis_url, scenario)
 
 
 def test_leaving_in_line_for_the_tokenizer_takes_the_request_out(redis_url):
