@@ -19,7 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class PrefillLink:
-    """An open way to one life of one prefill worker."""
+    """A way to one life of one prefill worker, or an attempt at one.
+
+    Attributes:
+        transport: carries the blocks; None until both sides have agreed on it.
+    """
 
     worker_id: str
     epoch: int
@@ -50,7 +54,7 @@ class PrefillLinks:
     Each is opened in a task of its own, so that a worker that does not answer delays no other.
 
     A transport by which nothing crosses (say, UCX's once a network was taken away from this
-    process) is left out for that life of the prefill worker, as long as there is another one.
+    process) is left out for that life of the prefill worker, until nothing crosses by any other.
 
     Attributes:
         on_message: called with the link and each message but the handshake's.
@@ -180,7 +184,10 @@ class PrefillLinks:
             return
         cards = {(card.worker_id, card.epoch) for card in self._directory.workers("prefill")}
         self._unfit = {life: names for life, names in self._unfit.items() if life in cards}
-        self._unfit.setdefault((link.worker_id, link.epoch), set()).add(link.transport.name)
+        names = self._unfit.setdefault((link.worker_id, link.epoch), set())
+        names.add(link.transport.name)
+        if names.issuperset(self._runtime.addresses):  # the others may work again by now
+            names.intersection_update({link.transport.name})
 
     def _hello(self, link: PrefillLink) -> KvHello:
         runtime = self._runtime

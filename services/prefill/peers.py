@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pagewire.shared.errors import LayoutMismatchError, TransferError
+from pagewire.shared.errors import LayoutMismatchError, TransferError, TransferTimeoutError
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
 from pagewire.shared.registry import LinkInfo
 from pagewire.shared.transfer.base import KvTransport
@@ -20,6 +20,7 @@ from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
+FIRST_PROBE_BYTES = 1 << 20  # whether anything crosses is soon told on a slow network, too
 PROBE_PIECES = 8
 PROBE_IN_FLIGHT = 4
 PROBE_TIMEOUT_S = 10.0
@@ -33,6 +34,8 @@ class _Peer:
     slot_bytes: int
     probe_acks: dict[int, asyncio.Event] = field(default_factory=dict)
     probe_id: str = ""
+    probes_begun: int = 0
+    probes_landed: int = 0
 
 
 class DecodePeers:
@@ -57,7 +60,8 @@ class DecodePeers:
         """Agree on layout and transport with a decode worker, and answer it."""
         self._worker_of[peer_id] = hello.worker_id
         async with self._turn(hello.worker_id):
-            await self._open(peer_id, hello)
+            if peer_id in self._worker_of:  # it may have left while it waited for its turn
+                await self._open(peer_id, hello)
 
     def _turn(self, worker_id: str) -> asyncio.Lock:
         return self._turns.setdefault(worker_id, asyncio.Lock())
@@ -81,8 +85,7 @@ class DecodePeers:
             transport=transport.name,
             address=address,
         )
-        if not runtime.server.post(peer_id, welcome):
-            await self._close(peer_id)  # it left meanwhile: nobody will tell us again
+        runtime.server.post(peer_id, welcome)
 
     async def _connect(self, hello: KvHello) -> tuple[KvTransport, bytes]:
         """Connect on the first transport of the peer's that this side has, too, and that works.
@@ -127,10 +130,10 @@ class DecodePeers:
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
-        newer = [other for other in self._peers.values() if other.worker_id == peer.worker_id]
-        if not newer:
+        others = [other for other in self._peers.values() if other.worker_id == peer.worker_id]
+        if not others:
             self._runtime.links.pop(peer.worker_id, None)
-        if all(other.transport is not peer.transport for other in newer):
+        if all(other.transport is not peer.transport for other in others):
             await peer.transport.disconnect(peer.worker_id)
 
     async def send(
@@ -155,29 +158,41 @@ class DecodePeers:
             peer.probe_acks[done.piece].set()
 
     async def probe(self, peer_id: str) -> None:
-        """Measure the way's bandwidth with staging slots full of nothing, and announce it."""
+        """Try a way, measure its bandwidth with staging slots full of nothing, and announce it.
+
+        Where nothing crosses the way is given up; one that is only slow or busy is not.
+        """
         peer = self._peers.get(peer_id)
         if peer is None:
             return
         peer.probe_id = secrets.token_hex(8)
+        gbps = 0.0
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await self._probe_once(peer, range(PROBE_IN_FLIGHT))  # connects, maps memory
-                start = time.perf_counter()
-                pieces = range(PROBE_IN_FLIGHT, PROBE_IN_FLIGHT + PROBE_PIECES)
-                await self._probe_once(peer, pieces)
-                seconds = time.perf_counter() - start
+                await self._probe_once(peer, range(1), FIRST_PROBE_BYTES)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                gbps = await self._measure(peer)
         except (TransferError, TimeoutError) as exc:
             logger.warning("the KV way to %s could not be measured: %r", peer.worker_id, exc)
-            self._give_up(peer_id, f"nothing crosses by {peer.transport.name}")
-            return
-        gbps = PROBE_PIECES * self._runtime.send_staging.slot_bytes / seconds / 1e9
+            is_late = isinstance(exc, TimeoutError | TransferTimeoutError)
+            if not is_late or (peer.probes_begun and not peer.probes_landed):
+                self._give_up(peer_id, f"nothing crosses by {peer.transport.name}")
+                return
         lane = peer.transport.lane(peer.worker_id)
         if self._peers.get(peer_id) is peer:
             self._runtime.links[peer.worker_id] = LinkInfo(
                 peer=peer.worker_id, transport=peer.transport.name, lane=lane, gbps=gbps
             )
         logger.info("KV way to %s: %s, %.2f GB/s", peer.worker_id, lane, gbps)
+
+    async def _measure(self, peer: _Peer) -> float:
+        """Return the GB/s of whole slots."""
+        slot_bytes = self._runtime.send_staging.slot_bytes
+        first = 1 + PROBE_IN_FLIGHT
+        await self._probe_once(peer, range(1, first), slot_bytes)  # connects, maps memory
+        start = time.perf_counter()
+        await self._probe_once(peer, range(first, first + PROBE_PIECES), slot_bytes)
+        return PROBE_PIECES * slot_bytes / (time.perf_counter() - start) / 1e9
 
     def _give_up(self, peer_id: str, reason: str) -> None:
         """Let the decode worker come back by another transport."""
@@ -186,15 +201,16 @@ class DecodePeers:
             peer_id, KvWelcome(worker_id=runtime.worker_id, epoch=runtime.epoch, error=reason)
         )
 
-    async def _probe_once(self, peer: _Peer, pieces: range) -> None:
+    async def _probe_once(self, peer: _Peer, pieces: range, nbytes: int) -> None:
         limit = asyncio.Semaphore(PROBE_IN_FLIGHT)
 
         async def one(piece: int) -> None:
             async with limit:
                 landed = peer.probe_acks[piece] = asyncio.Event()
                 try:
-                    await self._send_probe(peer, piece)
+                    await self._send_probe(peer, piece, nbytes)
                     await landed.wait()
+                    peer.probes_landed += 1
                 finally:
                     peer.probe_acks.pop(piece, None)
 
@@ -206,8 +222,9 @@ class DecodePeers:
                 send.cancel()
             await asyncio.wait(sends)
 
-    async def _send_probe(self, peer: _Peer, piece: int) -> None:
+    async def _send_probe(self, peer: _Peer, piece: int, nbytes: int) -> None:
         staging = self._runtime.send_staging
+        nbytes = min(nbytes, staging.slot_bytes)
         header = PieceHeader(
             kind="probe",
             job_id=peer.probe_id,
@@ -216,10 +233,12 @@ class DecodePeers:
             piece=piece,
             positions=[],
             seed=0,
-            nbytes=staging.slot_bytes,
+            nbytes=nbytes,
         )
         slot = await staging.acquire(PROBE_TIMEOUT_S)
+        peer.probes_begun += 1
         try:
-            await peer.transport.send(peer.worker_id, header, slot.buffer, PROBE_TIMEOUT_S)
+            payload = slot.buffer[:nbytes]
+            await peer.transport.send(peer.worker_id, header, payload, PROBE_TIMEOUT_S)
         finally:
             slot.release()

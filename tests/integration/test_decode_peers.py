@@ -122,23 +122,47 @@ def test_the_way_of_a_worker_that_comes_back_outlives_its_earlier_connection(
     run_async(scenario())
 
 
+@asynccontextmanager
+async def acknowledging(decode: Decode, peers: DecodePeers, count: int) -> AsyncIterator[None]:
+    """The decode worker takes this many probe pieces and says so."""
+
+    async def acknowledge() -> None:
+        for _ in range(count):
+            piece = await decode.runtime.transport.recv()
+            piece.slot.release()
+            done = ProbeDone(probe_id=piece.header.job_id, piece=piece.header.piece)
+            peers.on_probe_done(decode.client_id, done)
+
+    task = asyncio.create_task(acknowledge())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def is_told(decode: Decode) -> bool:
+    """Whether the decode worker was told that nothing crosses."""
+    return any(getattr(message, "error", None) for message in decode.received)
+
+
 def test_a_probe_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with opened() as (p, decode, peers):
+        async with opened() as (p, decode, peers), acknowledging(decode, peers, 1):
             send, count = p.transport.send, 0
 
-            async def send_one(*args: object) -> None:
+            async def send_two(*args: object) -> None:
                 nonlocal count
                 count += 1
-                if count > 1:
+                if count > 2:
                     raise TransferError("broke")
                 await send(*args)
 
-            monkeypatch.setattr(p.transport, "send", send_one)
-            await peers.probe(decode.client_id)  # the first piece is never acknowledged
+            monkeypatch.setattr(p.transport, "send", send_two)
+            await peers.probe(decode.client_id)
             assert not [task for task in asyncio.all_tasks() if "_probe_once" in repr(task)]
             assert p.send_staging.num_free == p.send_staging.num_slots
-            await eventually(lambda: any(getattr(m, "error", None) for m in decode.received))
+            await eventually(lambda: is_told(decode))
             staging = decode.runtime.receive_staging
             if staging.num_free < staging.num_slots:
                 (await decode.runtime.transport.recv()).slot.release()
@@ -146,7 +170,7 @@ def test_a_probe_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPat
     run_async(scenario())
 
 
-def test_a_probe_that_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_by_which_nothing_crosses_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
@@ -154,23 +178,43 @@ def test_a_probe_that_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> No
             await peers.probe(decode.client_id)
             assert p.send_staging.num_free == p.send_staging.num_slots
             assert "decode-0" not in p.links
+            await eventually(lambda: is_told(decode))
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("landed", [1, 3], ids=["tried", "being-measured"])
+def test_a_way_that_is_only_slow_is_kept(monkeypatch: pytest.MonkeyPatch, landed: int) -> None:
+    monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.3)
+
+    async def scenario() -> None:
+        async with opened() as (p, decode, peers), acknowledging(decode, peers, landed):
+            await peers.probe(decode.client_id)
+            assert p.links["decode-0"].gbps == 0
+            assert not is_told(decode)
+
+    run_async(scenario())
+
+
+def test_a_way_is_kept_while_others_hold_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "PROBE_TIMEOUT_S", 0.3)
+
+    async def scenario() -> None:
+        async with opened() as (p, decode, peers):
+            slots = [p.send_staging.try_acquire() for _ in range(p.send_staging.num_slots)]
+            await peers.probe(decode.client_id)
+            assert p.links["decode-0"].gbps == 0
+            assert not is_told(decode)
+            for slot in slots:
+                if slot is not None:
+                    slot.release()
 
     run_async(scenario())
 
 
 def test_a_way_that_works_is_measured() -> None:
     async def scenario() -> None:
-        async with opened() as (p, decode, peers):
-
-            async def acknowledge() -> None:
-                while True:
-                    piece = await decode.runtime.transport.recv()
-                    piece.slot.release()
-                    header = piece.header
-                    done = ProbeDone(probe_id=header.job_id, piece=header.piece)
-                    peers.on_probe_done(decode.client_id, done)
-
-            decode.runtime.tasks.spawn(acknowledge(), "acknowledging")
+        async with opened() as (p, decode, peers), acknowledging(decode, peers, 100):
             await peers.probe(decode.client_id)
             assert p.links["decode-0"].gbps > 0
 

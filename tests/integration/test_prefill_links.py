@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
+from pagewire.shared.channel import ControlClient
 from pagewire.shared.errors import ChannelError
 from pagewire.shared.protocol import ControlMessage, KvHello, KvReady, KvWelcome, ProbeDone
 from pagewire.shared.registry import WorkerCard
+from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.loopback import LoopbackHub
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_runtimes import TRANSFER_TIMEOUT_S, KvRuntime, kv_runtime
@@ -227,6 +231,23 @@ def test_closing_ends_attempts_too() -> None:
             assert d.lost == []
 
     run_async(scenario(), timeout=SOON_S + 5)
+
+
+def test_where_nothing_crosses_by_any_transport_they_are_tried_in_turns() -> None:
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        async with decoding(hub) as d, prefilling(hub) as p:
+            d.runtime.addresses = {"other": b"", **d.runtime.addresses}
+            d.directory.cards = [p.runtime.card()]
+            link = PrefillLink("prefill-0", 1, cast(ControlClient, None))
+            offered = []
+            for name in ("other", "loopback", "other", "loopback"):
+                link.transport = cast(KvTransport, SimpleNamespace(name=name))
+                d.links._leave_out(link)
+                offered.append(list(d.links._hello(link).addresses))
+            assert offered == [["loopback"], ["other"], ["loopback"], ["other"]]
+
+    run_async(scenario())
 
 
 def test_a_lost_link_is_reported_once_and_made_anew() -> None:
