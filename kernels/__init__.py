@@ -169,7 +169,7 @@ class PackBlocks(Protocol):
 class UnpackBlocks(Protocol):
     """Scatter packed blocks from staging into the pool, and check them.
 
-    The checksum of each block that passes is taken away from the one behind the blocks, in place.
+    The checksum of each block that passes is subtracted from the one behind the blocks, in place.
     What remains, the result, is the seed if the block is the one that was packed.
     """
 

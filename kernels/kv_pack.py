@@ -19,7 +19,7 @@ def _copy_blocks_kernel(
     source_ptr,  # int32 words, [rows, words]
     target_ptr,  # int32 words, [rows, words]
     block_ids_ptr,  # [N] int64
-    sums_ptr,  # [N] int64: gathering adds the checksums, scattering takes them away
+    sums_ptr,  # [N] int64: gathering adds the checksums, scattering subtracts them
     words,
     SCATTER: tl.constexpr,
     STEP: tl.constexpr,

@@ -27,5 +27,6 @@ def staging_views(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return staging's blocks `[count, words]` int32, and the sums behind them `[count]` int64."""
     end = count * words * 4
-    sums = staging[end : end + count * _CHECKSUM_BYTES]
-    return staging[:end].view(torch.int32).view(count, words), sums.view(torch.int64)
+    sums = staging[end : end + count * _CHECKSUM_BYTES].view(torch.int64)
+    # Raises where staging is too short: a kernel would write behind it.
+    return staging[:end].view(torch.int32).view(count, words), sums.view(count)

@@ -37,7 +37,7 @@ def running_cluster(options: Sequence[str], log_dir: Path) -> Iterator[str]:
         ClusterError: it ended, or was not ready in time.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up"]
     command += ["--port", str(port), "--log-dir", str(log_dir), *options]
     output = log_dir / "up.log"
@@ -113,7 +113,8 @@ def _tail(output: Path) -> str:
     return output.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -155,7 +155,7 @@ class KvHello(Message, frozen=True, kw_only=True):
 
 
 class KvWelcome(Message, frozen=True, kw_only=True):
-    """The prefill worker's answer.
+    """The prefill worker's answer; later, with an error, it takes the way back.
 
     Attributes:
         transport: the one chosen for this pair.
@@ -244,7 +244,7 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         piece: index within the job, from 0.
         positions: block positions in the sequence, one a block, in the payload's order.
         seed: of the checksums behind the blocks (`pack_blocks`).
-        nbytes: of the payload.
+        nbytes: of the payload: blocks and their checksums.
     """
 
     kind: Literal["kv", "probe"] = "kv"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +64,13 @@ class Client:
         await self._http.aclose()
 
     async def transfer_seconds(self) -> tuple[float, float]:
-        """Return sum and count so far of what KV took behind first tokens; zeros elsewhere."""
-        text = (await self._http.get(f"{self._urls[0]}/metrics")).text
+        """Return sum and count so far of what KV took behind first tokens; zeros elsewhere.
+
+        Raises:
+            BenchError: the server does not answer.
+        """
+        with _bench_errors(self._urls[0]):
+            text = (await self._http.get(f"{self._urls[0]}/metrics")).text
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
         name = "pagewire_request_transfer_seconds"
         seconds, count = (
@@ -91,7 +97,7 @@ class Client:
         self._turn += 1
         answer = Answer()
         start = time.perf_counter()
-        try:
+        with _bench_errors(url):
             if self._prefill_url is not None:
                 stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, body)
             async for chunk in self._events(url, json.dumps(body | stream)):
@@ -100,8 +106,6 @@ class Client:
                     raise BenchError(f"{url} answered {chunk}")
                 for choice in chunk["choices"]:
                     answer.times.extend([now] * len(choice.get("token_ids") or ()))
-        except httpx.HTTPError as exc:
-            raise BenchError(f"{url}: {exc!r}") from exc
         if len(answer.times) != out:
             raise BenchError(f"{len(answer.times)} tokens came, not {out}")
         return answer
@@ -125,3 +129,12 @@ class Client:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line[6:])
+
+
+@contextmanager
+def _bench_errors(url: str) -> Iterator[None]:
+    """Turn what goes wrong with a server into errors that end a bench in order."""
+    try:
+        yield
+    except (httpx.HTTPError, KeyError, ValueError) as exc:
+        raise BenchError(f"{url}: {exc!r}") from exc

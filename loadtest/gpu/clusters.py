@@ -7,7 +7,6 @@ import importlib.machinery
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from pagewire.loadtest.cluster import free_port
 
 READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
@@ -58,7 +59,7 @@ class Topology:
 @contextmanager
 def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
     """Start a cluster and yield its URL. Aggregated workers take requests in turn."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", str(port)]
     command += ["--prefill", str(topology.prefill), "--decode", str(topology.decode)]
     command += ["--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
@@ -96,7 +97,7 @@ def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list
     with contextlib.ExitStack() as stack:
         started = []
         for gpu in range(2):
-            port = _free_port()
+            port = free_port()
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
             command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
@@ -110,7 +111,7 @@ def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             }
             log = model / f"vllm-{gpu}.log"
             process, log = stack.enter_context(_server(command, log, env))
@@ -160,9 +161,3 @@ def _answers(url: str) -> bool:
         return httpx.get(url, timeout=2).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

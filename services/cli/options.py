@@ -90,7 +90,7 @@ StagingSlots = Annotated[
 ]
 StagingSlotBytes = Annotated[
     int | None,
-    typer.Option(help="Upper bound of a KV piece; holds whole blocks.", rich_help_panel=NETWORK),
+    typer.Option(help="Upper bound of a KV piece's blocks, in bytes.", rich_help_panel=NETWORK),
 ]
 WorkerId = Annotated[
     str | None,

@@ -133,7 +133,7 @@ def _headlines(found: ClusterStatus, before: ClusterStatus | None) -> Iterator[s
 
 
 def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
 
 
 def _workers_table(workers: list[WorkerStatus]) -> Table:

@@ -1,4 +1,4 @@
-"""What the client commands print: a model's text, and a dim line about it."""
+"""What the client commands print: a model's text, a dim line about it, tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pagewire.services.cli.openai_client import Reply
 
-_WIDEST = 1000  # columns
+_MAX_COLUMNS = 1000
 
 # A model may write what a terminal would obey. Tabs and line ends are all that text needs.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -42,13 +42,11 @@ def note(line: str, style: str = "dim") -> None:
 
 def print_whole(console: Console, tables: RenderableType) -> None:
     """Print tables as wide as they are: a narrower terminal breaks the lines, nothing is cut."""
-    width = console.width
-    options = console.options.update(max_width=_WIDEST)
-    console.width = max(width, console.measure(tables, options=options).maximum)
-    try:
-        console.print(tables)
-    finally:
-        console.width = width
+    options = console.options.update(max_width=_MAX_COLUMNS)
+    width = console.measure(tables, options=options).maximum
+    if width > console.width:
+        console = Console(file=console.file, width=width)
+    console.print(tables)
 
 
 def describe(reply: Reply) -> str:

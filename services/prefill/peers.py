@@ -97,7 +97,8 @@ class DecodePeers:
         if hello.slot_bytes < runtime.send_staging.slot_bytes:
             raise LayoutMismatchError(
                 f"{hello.worker_id} has staging slots of {hello.slot_bytes} bytes, "
-                f"this worker {runtime.send_staging.slot_bytes}: give all the same"
+                f"this worker {runtime.send_staging.slot_bytes}: give all workers the same "
+                "staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES)"
             )
         problems = []
         # All of them together must not take longer than the decode worker waits.

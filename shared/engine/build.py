@@ -25,7 +25,7 @@ from pagewire.shared.engine.scheduler import (
     SchedulerLimits,
 )
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv_cache.storage import KvShape
@@ -288,5 +288,6 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     block_bytes = runner.kv_pool[0].nbytes
     size = packed_bytes(1, block_bytes)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], staging, 0, runner.mark())
-    runner.unpack(staging, [0], 0, runner.mark())
+    runner.pack([0], staging, 1, runner.mark())
+    if not runner.unpack(staging, [0], 1, runner.mark()).is_intact():
+        raise IntegrityError("a KV block was damaged by packing and unpacking it on this device")

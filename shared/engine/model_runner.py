@@ -100,10 +100,12 @@ class PendingCheck(PendingMove):
         if sums.is_cuda:
             self._host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
             self._host.copy_(sums, non_blocking=True)
-        super().__init__(sums.device)
+        super().__init__(sums.device)  # behind the copy, so that it is done as well
 
     def is_intact(self) -> bool:
-        """Whether they came as they were packed; call it when they have been moved."""
+        """Wait for the move; return whether the blocks are those that were packed."""
+        if self._event is not None:
+            self._event.synchronize()
         return bool((self._host == self._seed).all())
 
 

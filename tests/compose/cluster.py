@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 import httpx
 
 from pagewire.tests.support.documents import ROOT, blocks
+from pagewire.tests.support.local_cluster import free_port
 
 BUILD_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 180.0
@@ -81,7 +81,7 @@ class ComposeCluster:
         self._tree = tree
         self.project = f"pagewire-test-{os.getpid()}"
         self.network = f"{self.project}_cluster"
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._env = {
             **os.environ,
@@ -256,9 +256,3 @@ def _file_server(host: str, folder: Path) -> Iterator[None]:
 def has_engine() -> bool:
     """Whether there is anything to run these tests with."""
     return shutil.which("docker") is not None and succeeds("docker", "info")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

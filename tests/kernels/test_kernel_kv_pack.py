@@ -113,6 +113,17 @@ def test_packing_nothing(device, kernels):
     assert (staging == 9).all()
 
 
+@pytest.mark.parametrize("missing", [1, 8, 9, 8 + 4 * 16])
+def test_staging_that_is_too_short_is_refused(missing, device, kernels):
+    pool = torch.zeros(2, 16, dtype=torch.int32, device=device)
+    ids = torch.arange(2, device=device)
+    staging = torch.zeros(packed_bytes(2, 64), dtype=torch.uint8, device=device)[:-missing]
+    with pytest.raises(RuntimeError):
+        kernels.pack_blocks(pool, ids, staging, SEED)
+    with pytest.raises(RuntimeError):
+        kernels.unpack_blocks(staging, pool, ids)
+
+
 @pytest.mark.gpu
 def test_pack_of_8b_blocks(kernels, reference):
     pool = _random_pool(100, 1 << 19, "cuda")

@@ -33,7 +33,7 @@ class LocalCluster:
     """
 
     def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
@@ -193,7 +193,7 @@ def _ancestors(pid: int) -> list[int]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
