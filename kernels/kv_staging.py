@@ -12,7 +12,7 @@ def packed_bytes(num_blocks: int, block_bytes: int) -> int:
     return num_blocks * (block_bytes + _CHECKSUM_BYTES)
 
 
-def most_blocks(num_bytes: int, block_bytes: int) -> int:
+def max_blocks(num_bytes: int, block_bytes: int) -> int:
     """Return how many packed blocks fit so many bytes of staging."""
     return num_bytes // (block_bytes + _CHECKSUM_BYTES)
 

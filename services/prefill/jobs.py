@@ -45,7 +45,7 @@ class PrefillJob:
         acked = sum(len(self.positions[piece]) for piece in self.acked)
         return self.has_first_token and acked >= self.num_blocks - self.ticket.first_block
 
-    def note_sent(self, piece: int, positions: list[int]) -> None:
+    def note_packed(self, piece: int, positions: list[int]) -> None:
         """Note a piece that was packed; its first sending counts with this."""
         self.positions[piece] = positions
         self.sends.setdefault(piece, 1)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.kernels.kv_staging import most_blocks, packed_bytes
+from pagewire.kernels.kv_staging import max_blocks, packed_bytes
 from pagewire.shared.engine.model_runner import Executor, Marker, PendingMove
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
@@ -114,7 +114,7 @@ class PiecePacker:
             if not self._pack(job_id, job, piece, positions):
                 return
             job.resend.popleft()
-        most = most_blocks(self.staging.slot_bytes, self.block_bytes)
+        most = max_blocks(self.staging.slot_bytes, self.block_bytes)
         while (final := job.num_final_blocks) > job.next_block:
             positions = list(range(job.next_block, min(final, job.next_block + most)))
             if not self._pack(job_id, job, job.next_piece, positions):

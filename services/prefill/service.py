@@ -147,7 +147,7 @@ class PrefillService:
         if job is None:
             piece.slot.release()
             return
-        job.note_sent(piece.piece, piece.positions)
+        job.note_packed(piece.piece, piece.positions)
         self._tasks.spawn(self._send(job, piece), "sending a KV piece")
 
     async def _send(self, job: PrefillJob, piece: PackedPiece) -> None:

@@ -383,12 +383,9 @@ class Scheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be prefilled, here and in the running batch's chunks."""
-        queued = sum(len(sequence.token_ids) for sequence in self.waiting)
-        return queued + sum(
-            sequence.num_uncomputed_tokens
-            for sequence in self.running
-            if not sequence.decodes_from_slot
-        )
+        waiting = sum(len(sequence.token_ids) for sequence in self.waiting)
+        chunked = [sequence for sequence in self.running if not sequence.decodes_from_slot]
+        return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
 
     def check_integrity(self) -> None:
         """Check that the pool's books agree with what the sequences hold.
@@ -396,8 +393,7 @@ class Scheduler:
         Raises:
             IntegrityError: they do not.
         """
-        references: dict[int, int] = dict(self._pinned)
+        references = Counter(self._pinned)
         for sequence in self.holders():
-            for block in sequence.block_ids:
-                references[block] = references.get(block, 0) + 1
+            references.update(sequence.block_ids)
         self.pool.check_integrity(references)

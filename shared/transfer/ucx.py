@@ -67,7 +67,7 @@ class UcxTransport(SessionTransport):
             torch.cuda.set_device(self.staging.device)
             torch.cuda.synchronize(self.staging.device)
         settings = await asyncio.to_thread(ucx_settings, self._host, cuda=cuda)  # looks a name up
-        self._port = UcxPort(self._on_arrival, settings, eager=cuda)
+        self._port = UcxPort(self._on_arrival, settings, spins=cuda)
         return self._port.address
 
     async def _link(self, peer: Peer) -> None:

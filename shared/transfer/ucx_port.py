@@ -56,7 +56,7 @@ class UcxPort:
         on_arrival: called with tag and size of a message that has come. It must take it at once,
             by `receive` or `discard`.
         settings: UCX's, as `ucx_settings` gives them.
-        eager: stay awake for a moment after each event: quicker, for a busy core meanwhile.
+        spins: stay awake for a moment after each event: quicker, for a busy core meanwhile.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class UcxPort:
         on_arrival: Callable[[int, int], None],
         settings: Mapping[str, str],
         *,
-        eager: bool = False,
+        spins: bool = False,
     ) -> None:
         try:
             from ucxx import exceptions, libucxx, types
@@ -79,7 +79,7 @@ class UcxPort:
         self._transfers: dict[_Transfer, None] = {}  # in the order of their beginning
         self._scratch = bytearray(1)
         self._loop = asyncio.get_running_loop()
-        self._spin_s = _SPIN_S if eager else 0.0
+        self._spin_s = _SPIN_S if spins else 0.0
         self._awake_until = 0.0
         try:
             features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from pagewire.kernels.kv_staging import most_blocks, packed_bytes
+from pagewire.kernels.kv_staging import max_blocks, packed_bytes
 from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
@@ -98,7 +98,7 @@ def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
 @pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
 def test_the_default_slot_holds_whole_blocks(block_bytes: int) -> None:
     size = slot_size(None, block_bytes)
-    blocks = most_blocks(size, block_bytes)
+    blocks = max_blocks(size, block_bytes)
     assert size == packed_bytes(blocks, block_bytes)
     assert 1 <= blocks <= MAX_POSITIONS
 
