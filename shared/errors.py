@@ -24,6 +24,12 @@ Errors of libraries are mapped to these at the edge, raised `from` what caused t
 
 from __future__ import annotations
 
+import msgspec
+
+# What msgspec raises for bytes that are no message of a type: text that is no UTF-8, in tags, map
+# keys and lists, is a plain UnicodeDecodeError there.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 class PagewireError(Exception):
     """Base of all errors that Pagewire raises on purpose."""

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import ProtocolError, VersionMismatchError
+from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.request import FinishReason, SamplingParams
 
 PROTOCOL_VERSION = 2
@@ -281,8 +281,6 @@ MAX_HEADER_BYTES = 64 << 10
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)
 _header_decoder = msgspec.msgpack.Decoder(PieceHeader)
-# Text that is no UTF-8 is a plain UnicodeDecodeError in map keys and tags.
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
@@ -324,7 +322,7 @@ def decode(frame: bytes | memoryview) -> ControlMessage:
         )
     try:
         message: ControlMessage = _control_decoder.decode(memoryview(frame)[1:])
-    except _UNDECODABLE as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"not a control message: {exc}") from exc
     return message
 
@@ -344,5 +342,5 @@ def decode_header(data: bytes | memoryview) -> PieceHeader:
         raise ProtocolError(f"a piece header of {len(data)} bytes exceeds {MAX_HEADER_BYTES}")
     try:
         return _header_decoder.decode(data)
-    except _UNDECODABLE as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"not a piece header: {exc}") from exc

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pagewire.shared.background import end_task, start_task
-from pagewire.shared.errors import RedisUnavailableError
+from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError
 from pagewire.shared.protocol import Role
 from pagewire.shared.redis_client import redis_call
 from pagewire.shared.worker_card import LinkInfo, WorkerCard, WorkerLoad
@@ -142,7 +142,7 @@ class Registry:
         if len(raw) <= MAX_CARD_BYTES:
             try:
                 card = self._decoder.decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            except UNDECODABLE as exc:
                 problem = str(exc)
             else:
                 if card.worker_id == worker_id:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import msgspec
 
+from pagewire.shared.errors import UNDECODABLE
+
 PROBE_TIMEOUT_S = 3.0
 
 
@@ -66,6 +68,6 @@ async def fetch_health(client: httpx.AsyncClient, url: str) -> Health | None:
     try:
         response = await client.get(f"{url}/health", timeout=PROBE_TIMEOUT_S)
         body = _decoder.decode(response.content)
-    except (httpx.HTTPError, msgspec.DecodeError):  # not up yet, or something else's answer
+    except (httpx.HTTPError, *UNDECODABLE):  # not up yet, or something else's answer
         return None
     return msgspec.structs.replace(body, ok=response.status_code == httpx.codes.OK)

@@ -14,7 +14,7 @@ import msgspec
 
 from pagewire.services.cli.openai_messages import Chunk, ErrorBody, ModelList, Usage
 from pagewire.services.cli.sse import EventParser, EventTooLargeError
-from pagewire.shared.errors import ConfigError, PagewireError
+from pagewire.shared.errors import UNDECODABLE, ConfigError, PagewireError
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_ERROR_BYTES = 64 << 10
@@ -191,7 +191,7 @@ class OpenAIClient:
             raise _refusal(response.status_code, response.content)
         try:
             models = msgspec.json.decode(response.content, type=ModelList).data
-        except msgspec.DecodeError as exc:
+        except UNDECODABLE as exc:
             raise EndpointError(f"{self.url}/models is no list of models: {exc}", "models") from exc
         if not models:
             raise EndpointError(f"{self.url}/models is empty; name one with --model", "models")
@@ -331,7 +331,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
 def _decode(data: bytes) -> Chunk:
     try:
         chunk = _chunk.decode(data)
-    except msgspec.DecodeError as exc:
+    except UNDECODABLE as exc:
         raise EndpointError(f"the stream is not OpenAI's: {exc}", "stream") from exc
     if chunk.error is not None:
         raise EndpointError(_clip(chunk.error.message), "stream error")
@@ -352,7 +352,7 @@ def _refusal(status: int, body: bytes) -> EndpointError:
     try:
         error = msgspec.json.decode(body, type=ErrorBody).error
         message = error if isinstance(error, str) else error.message
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         message = body.decode(errors="replace")
     said = _clip(message) or "no reason given"
     return EndpointError(f"HTTP {status}: {said}", f"http {status}", status)

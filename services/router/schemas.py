@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pagewire.services.router.unsupported import refuse_unsupported
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -107,7 +107,7 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
     """
     try:
         fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object")

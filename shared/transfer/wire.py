@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.errors import UNDECODABLE, ProtocolError, TransferError
 from pagewire.shared.protocol import MAX_HEADER_BYTES
 
 NONCE_BYTES = 16
@@ -131,7 +131,7 @@ def decode_message(data: bytes | bytearray | memoryview) -> SessionMessage:
         raise ProtocolError(f"a session message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     try:
         return _message_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"not a session message: {exc}") from exc
 
 
@@ -149,7 +149,7 @@ def decode_address(data: bytes, transport: str) -> Address:
     """
     try:
         address = _address_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise TransferError(f"not a transport address: {exc}") from exc
     if address.transport != transport:
         raise TransferError(f"the address is one of {address.transport!r}, not of {transport!r}")

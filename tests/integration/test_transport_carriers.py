@@ -36,6 +36,7 @@ GARBAGE = [
     b"",
     b"garbage",
     os.urandom(5000),
+    b"\x92\xa1\xff\x01",  # msgpack, but its tag is no UTF-8
     encode_message(Hello(b"x" * 16, b"y" * 16, 1, 0, 1)),  # for another incarnation
     encode_message(Offer(12345, 1, 1000, b"header")),  # on a channel that nobody has
     encode_message(Grant(12345, 1)),

@@ -267,6 +267,7 @@ def test_bad_addresses_are_refused(kind: str) -> None:
             bad = {
                 b"": "not a transport address",
                 b"\xff garbage": "not a transport address",
+                b"\x94\xa1\xff": "not a transport address",
                 b.address[:-1]: "not a transport address",
                 b.address[:-1] + bytes([b.address[-1] ^ 1]): "damaged",
                 encode_address("other", good.nonce, good.endpoint): "one of 'other'",
