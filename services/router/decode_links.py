@@ -106,6 +106,11 @@ class DecodeLinks:
         link = self._links.get(worker_id)
         return None if link is None or link.lost.is_set() else link
 
+    @property
+    def is_linking(self) -> bool:
+        """Whether a connection to a known worker is being made, for the first time or anew."""
+        return any(self.get(worker_id) is None for worker_id in self._keepers)
+
     def join(self, card: WorkerCard) -> None:
         """Begin to keep a link to a run of a worker."""
         if card.role == "decode":

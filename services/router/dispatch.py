@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MOVES = 3  # a request that kills its workers must not kill all
 MOVE_WAIT_S = 30.0  # for a worker to come back, if there is no other
+LINK_WAIT_S = 3.0  # of a new request, for connections to workers that are known
 RETRY_S = 0.1
 
 
@@ -165,11 +166,14 @@ class TokenStream:
 
     async def _start(self) -> None:
         """Send the request to a worker; one that is being moved waits for a worker to come."""
+        link_deadline = time.monotonic() + LINK_WAIT_S
         while True:
             try:
                 attempt = await self._try_workers()
-            except (NoWorkerError, OverloadedError):
-                if time.monotonic() >= self._move_deadline:
+            except (NoWorkerError, OverloadedError) as exc:
+                now = time.monotonic()
+                is_linking = isinstance(exc, NoWorkerError) and self._dispatcher.links.is_linking
+                if now >= self._move_deadline and not (is_linking and now < link_deadline):
                     raise
             else:
                 self._attempt = attempt

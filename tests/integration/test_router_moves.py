@@ -158,6 +158,31 @@ def test_a_single_worker_that_comes_back_takes_its_requests_up_again(redis_url):
     with_workers(redis_url, 1, scenario)
 
 
+def test_a_request_that_comes_while_connections_are_made_anew_waits_for_them(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        for link in list(router.service._links):
+            link.lose("a stall of this process")
+        answers = await asyncio.gather(
+            *(router.complete(prompt="Hi", max_tokens=2) for _ in range(4))
+        )
+        assert [answer.status_code for answer in answers] == [200] * 4
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_a_request_does_not_wait_long_for_a_worker_that_cannot_be_reached(redis_url, monkeypatch):
+    monkeypatch.setattr(dispatch, "LINK_WAIT_S", 0.3)
+
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        await workers[0].die()
+        await router.ready(0)
+        response = await router.complete(prompt="Hi")
+        assert response.status_code == 503
+        assert "Retry-After" in response.headers
+
+    with_workers(redis_url, 1, scenario)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_worker_that_does_not_come_back_is_a_503(redis_url, monkeypatch, stream):
     monkeypatch.setattr(dispatch, "MOVE_WAIT_S", 0.3)
