@@ -16,6 +16,7 @@ from pagewire.shared.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 DRAIN_TIMEOUT_S = 5.0
 MAX_GPU_SHARE = 0.98
+DECODE_ONLY = ("local_prefill_tokens",)
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,18 @@ def _plan_workers(
     gpus = machine.gpus if options.device != "cpu" else ()
     share = _gpu_share(options, len(names), len(gpus))
     for index, name in enumerate(names):
-        settings = {
-            **options.worker_options,
-            "host": LOOPBACK,
-            "worker_id": name,
-        }
+        role = name.partition("-")[0]
+        settings = {**options.worker_options, "host": LOOPBACK, "worker_id": name}
+        if role == "prefill":
+            for option in DECODE_ONLY:
+                settings.pop(option, None)
         env = {"PAGEWIRE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S), **shared_env}
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
             settings["gpu_memory_utilization"] = share
         else:
             env["OMP_NUM_THREADS"] = str(max(1, machine.cores // len(names)))
-        yield ChildSpec(name, service_argv(name.partition("-")[0], settings), env)
+        yield ChildSpec(name, service_argv(role, settings), env)
 
 
 def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:

@@ -224,7 +224,7 @@ class Supervisor:
         status.failures += 1
         status.enter(State.RESTARTING)
         if self._is_starting(status) and ended.code == EXIT_CONFIG:
-            self._fail(ConfigError(_config_message(status)))
+            self._fail(ConfigError(f"{status.name}: {refusal_in(status.log.tail(REPORTED_LINES))}"))
             return False
         self._say(_report(status, ended))
         if self._is_starting(status) and status.failures >= self._policy.start_attempts:
@@ -249,13 +249,13 @@ def _report(status: ChildStatus, ended: ExitStatus) -> str:
     return "\n".join(lines + [f"  {line}" for line in status.log.tail(REPORTED_LINES)])
 
 
-def _config_message(status: ChildStatus) -> str:
-    """The one line that a service prints when it refuses its configuration."""
+def refusal_in(lines: list[str]) -> str:
+    """Return why a service refuses its configuration, by the last lines that it printed."""
     prefix = "pagewire: "
-    lines = status.log.tail(REPORTED_LINES)
     own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    last = (own or lines or ["it refuses its configuration"])[-1]
-    return f"{status.name}: {last}"
+    boxed = " ".join(line.strip("│ ") for line in lines if line.startswith("│"))  # a wrong option
+    said = (own[-1:], [boxed], lines[-1:], ["it refuses its configuration"])
+    return next(text for texts in said for text in texts if text)
 
 
 @contextlib.asynccontextmanager

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import cast
 
+import click
 import pytest
+import typer
 
+from pagewire.services.cli import up
 from pagewire.services.cli.cluster_plan import ClusterOptions, plan_services, service_argv
 from pagewire.services.cli.machine import (
     Machine,
@@ -14,6 +18,7 @@ from pagewire.services.cli.machine import (
     require_free_port,
     visible_gpus,
 )
+from pagewire.services.cli.main import app
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.shared.errors import ConfigError
 
@@ -160,3 +165,23 @@ def test_port_taken_on_all_addresses_is_taken_on_loopback() -> None:
         listener.listen()
         with pytest.raises(ConfigError, match="in use"):
             require_free_port("127.0.0.1", listener.getsockname()[1])
+
+
+def test_every_option_of_up_is_one_of_the_services_that_get_it() -> None:
+    commands = cast(click.Group, typer.main.get_command(app)).commands
+    known = {
+        name: {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+        for name, command in commands.items()
+    }
+    given = {param.name or "": 1 for param in commands["up"].params}
+    for name in up.NOT_SETTINGS:
+        del given[name]
+    router = {name: given[name] for name in (*up.ROUTER_ONLY, *up.BOTH)}
+    workers = {name: value for name, value in given.items() if name not in up.ROUTER_ONLY}
+    reached: set[str] = set()
+    for spec in plan(router_options=router, worker_options=workers).values():
+        command = spec.argv[spec.argv.index("pagewire.services.cli.main") + 1]
+        flags = {part for part in spec.argv if part.startswith("--")}
+        assert flags <= known[command], command
+        reached |= flags
+    assert {f"--{name.replace('_', '-')}" for name in given} <= reached

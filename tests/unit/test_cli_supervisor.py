@@ -21,7 +21,7 @@ from pagewire.services.cli.health import Health, Link, Service, fetch_health
 from pagewire.services.cli.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.services.cli.ready_box import show_ready_box
 from pagewire.services.cli.redis_process import without_password
-from pagewire.services.cli.supervisor import RestartPolicy, Supervisor
+from pagewire.services.cli.supervisor import RestartPolicy, Supervisor, refusal_in
 from pagewire.tests.support.aio import eventually, run_async
 
 HEALTHY = Health(
@@ -173,6 +173,23 @@ def test_ready_means_the_new_process_not_the_card_of_the_dead_one(tmp_path: Path
             assert "w is ready again" in said
 
     run_async(run())
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["loading", "pagewire: no such model", "bye"], "no such model"),
+        (
+            ["Usage: x", "╭─ Error ──╮", "│ No such option:   │", "│ --wrong  │", "╰───╯"],
+            "No such option: --wrong",
+        ),
+        (["Segmentation fault"], "Segmentation fault"),
+        ([], "it refuses its configuration"),
+    ],
+    ids=["own", "box", "other", "silent"],
+)
+def test_refusal_of_a_service_is_one_line(lines: list[str], reason: str) -> None:
+    assert refusal_in(lines) == reason
 
 
 def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> None:
