@@ -125,8 +125,10 @@ class IncrementalDetokenizer:
                 break
             self._held.insert(0, self._context.pop())
         self._context_chars = len(tokenizer.decode(self._context))
-        # What stays unfinished is the prompt's, and not given out.
-        self._prompt_rest = len(prompt) - self._context_chars
+        # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
+        rest = prompt[self._context_chars :]
+        self._prompt_text = rest.rstrip(REPLACEMENT)
+        self._prompt_rest = len(rest) - len(self._prompt_text)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that they finish, perhaps none."""
@@ -150,10 +152,10 @@ class IncrementalDetokenizer:
 
     def _release(self, head: list[int], text: str) -> str:
         """Give out the held tokens `head`, given the text of the context and them."""
-        released = text[self._context_chars :]
+        released = text[self._context_chars :].removeprefix(self._prompt_text)
         unfinished = len(released) - len(released.lstrip(REPLACEMENT))
         released = released[min(unfinished, self._prompt_rest) :]
-        self._prompt_rest = 0
+        self._prompt_text, self._prompt_rest = "", 0
         self._held = self._held[len(head) :]
         self._context = (self._context + head)[-CONTEXT_TOKENS:]
         self._context_chars = len(self._tokenizer.decode(self._context))

@@ -18,6 +18,7 @@ from pagewire.services.router.schemas import (
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.request import SamplingParams
+from pagewire.shared.tokenizer import REPLACEMENT
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
@@ -187,7 +188,10 @@ def _prompt_ids(prompt: str | list[int], model: ServedModel, max_model_len: int)
 
 
 def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+    if isinstance(prompt, str):
+        return prompt
+    # A character that the prompt leaves unfinished comes with the answer.
+    return model.tokenizer.decode(prompt).rstrip(REPLACEMENT)
 
 
 def _check_chars(num_chars: int, max_model_len: int, param: str) -> None:

@@ -316,6 +316,8 @@ def test_echo_repeats_the_text_or_the_text_of_the_ids():
     assert completion(echo=True).prompts[0].echo == "Hi"
     ids = MODEL.tokenizer.encode("Hi there", add_special_tokens=False)
     assert completion(prompt=ids, echo=True).prompts[0].echo == "Hi there"
+    ids = MODEL.tokenizer.encode("Hi …", add_special_tokens=False)
+    assert completion(prompt=ids[:-1], echo=True).prompts[0].echo == "Hi "
 
 
 @pytest.mark.parametrize(

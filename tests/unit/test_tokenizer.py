@@ -157,6 +157,14 @@ class TestIncrementalDetokenizer:
             stream = IncrementalDetokenizer(DEMO, ids[:cut])
             assert stream.push(ids[cut:]) + stream.flush() == "👋b"
 
+    @pytest.mark.parametrize("text", ["a …b", "x  日本", " é é", "1 👋 👋"])
+    def test_what_a_prompt_has_finished_is_not_given_out_again(self, text: str) -> None:
+        ids = DEMO.encode(text, add_special_tokens=False)
+        for cut in range(1, len(ids)):
+            before = DEMO.decode(ids[:cut]).rstrip("\ufffd")
+            stream = IncrementalDetokenizer(DEMO, ids[:cut])
+            assert stream.push(ids[cut:]) + stream.flush() == text.removeprefix(before), cut
+
     def test_unfinished_character_comes_with_the_end(self) -> None:
         ids = DEMO.encode("ok👋", add_special_tokens=False)
         stream = IncrementalDetokenizer(DEMO, [])
