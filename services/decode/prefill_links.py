@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pagewire.shared.channel import ControlClient, make_client_id
 from pagewire.shared.errors import ChannelError, PagewireError, ProtocolError, TransferError
+from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, KvHello, KvReady, KvWelcome
 from pagewire.shared.registry import WorkerCard, WorkerDirectory
 from pagewire.shared.transfer.base import KvTransport
@@ -75,6 +76,7 @@ class PrefillLinks:
         self._links: dict[str, PrefillLink] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._unfit: dict[tuple[str, int], set[str]] = {}
+        self._complaints = Complaints(logger)
 
     def get(self, worker_id: str) -> PrefillLink | None:
         """Return the usable link to a worker."""
@@ -109,7 +111,10 @@ class PrefillLinks:
         try:
             await self._open(card)
         except (PagewireError, TimeoutError) as exc:
-            logger.warning("no link to %s at %s: %s", card.worker_id, card.endpoint, exc)
+            text = f"no link to {card.worker_id} at {card.endpoint}: {exc}"
+            self._complaints.say(card.worker_id, card.epoch, text)
+        else:
+            self._complaints.forget(card.worker_id, card.epoch)
 
     async def _open(self, card: WorkerCard) -> None:
         """Connect, agree on layout and transport, open the KV way."""

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from pagewire.shared.errors import LayoutMismatchError, TransferError, TransferTimeoutError
+from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
 from pagewire.shared.registry import LinkInfo
 from pagewire.shared.transfer.base import KvTransport
@@ -49,6 +50,7 @@ class DecodePeers:
         self._runtime = runtime
         self._peers: dict[str, _Peer] = {}
         self._worker_of: dict[str, str] = {}  # connection -> who said hello over it
+        self._complaints = Complaints(logger)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def is_open(self, peer_id: str, worker_id: str, epoch: int) -> bool:
@@ -72,12 +74,14 @@ class DecodePeers:
             check_layout(runtime.built.layout, hello.layout, hello.worker_id)
             transport, address = await self._connect(hello)
         except TransferError as exc:
-            logger.warning("no KV way to %s: %s", hello.worker_id, exc)
+            text = f"no KV way to {hello.worker_id}: {exc}"
+            self._complaints.say(hello.worker_id, hello.epoch, text)
             answer = KvWelcome(
                 worker_id=runtime.worker_id, epoch=runtime.epoch, error=clip_text(str(exc))
             )
             runtime.server.post(peer_id, answer)
             return
+        self._complaints.forget(hello.worker_id, hello.epoch)
         self._peers[peer_id] = _Peer(hello.worker_id, hello.epoch, transport, hello.slot_bytes)
         welcome = KvWelcome(
             worker_id=runtime.worker_id,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from pagewire.services.prefill import peers as peers_module
@@ -120,6 +121,22 @@ def test_the_way_of_a_worker_that_comes_back_outlives_its_earlier_connection(
                 assert p.connected
 
     run_async(scenario())
+
+
+def test_layouts_that_do_not_match_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with workers() as (p, decode), decode.connected(p):
+            peers = DecodePeers(p)
+            await eventually(lambda: decode.client_id in p.server.peers)
+            other = msgspec.structs.replace(LAYOUT, block_size=8)
+            for _ in range(3):
+                await peers.open(
+                    decode.client_id, msgspec.structs.replace(decode.hello(), layout=other)
+                )
+            await eventually(lambda: len(decode.received) >= 3)
+
+    run_async(scenario())
+    assert len([r for r in caplog.records if "no KV way to decode-0" in r.message]) == 1
 
 
 @asynccontextmanager
