@@ -189,6 +189,8 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
         field = ".".join(str(part) for part in first["loc"])
         given = "what it is" if field == "cluster_secret" else repr(first["input"])
         rule = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "too_short":  # what pydantic says of a secret's characters
+            rule = rule.replace("item", "character")
         raise ConfigError(
             f"setting {field} (PAGEWIRE_{field.upper()}) cannot be {given}: "
             f"{rule[0].lower()}{rule[1:]}"

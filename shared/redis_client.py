@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -39,7 +38,7 @@ async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     Raises:
         RedisSetupError: it refuses or does not answer; one line, without the password.
     """
-    where = _without_credentials(url)
+    where = without_password(url)
     try:
         pool = BlockingConnectionPool.from_url(
             url,
@@ -93,6 +92,7 @@ def _explain(where: str, exc: Exception, timeout: float) -> str:
     return f"Redis at {where} cannot be reached: {' '.join(str(exc).split())}; start it, or {_HINT}"
 
 
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def without_password(url: str) -> str:
+    """Return a URL, or what was meant to be one, as it can be shown."""
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         checks = (
             (0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100"),
             (0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1"),
-            (0 <= self.top_k < 2**31, "top_k", "0 (all tokens) or a positive integer"),
+            (0 <= self.top_k < 2**31, "top_k", "0 (all tokens) or a positive integer below 2**31"),
             (1 <= self.max_tokens < 2**31, "max_tokens", "at least 1"),
             (self.seed is None or -_INT64 <= self.seed < _INT64, "seed", "a 64-bit integer"),
             (

@@ -22,6 +22,7 @@ from pagewire.services.cli.progress import ProgressDisplay
 from pagewire.services.cli.ready_box import show_ready_box
 from pagewire.services.cli.run_dir import private_dir
 from pagewire.services.cli.supervisor import Supervisor
+from pagewire.shared.redis_client import without_password
 
 OWN_REDIS_START_S = 15.0
 FOREIGN_REDIS_ANSWER_S = 3.0
@@ -98,7 +99,7 @@ async def run_cluster(context: ClusterContext) -> None:
 def choose_store(context: ClusterContext, private: Path) -> Store:
     """Return the Redis to use: the one asked for, an installed server, or the embedded one."""
     if context.redis_url is not None:
-        shown = redis_process.without_password(context.redis_url)
+        shown = without_password(context.redis_url)
         return Store(context.redis_url, shown)
     program = redis_process.find_server()
     if program is not None:

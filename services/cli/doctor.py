@@ -33,11 +33,11 @@ from pagewire.services.cli.doctor_memory import available_memory
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.health import fetch_health
 from pagewire.services.cli.machine import inspect_machine, require_free_port
-from pagewire.services.cli.redis_process import find_server, without_password
+from pagewire.services.cli.redis_process import find_server
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.redis_client import connect_redis
+from pagewire.shared.redis_client import connect_redis, without_password
 from pagewire.shared.tokenizer import Tokenizer
 
 PROBE_TIMEOUT_S = 120.0

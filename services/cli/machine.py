@@ -88,3 +88,9 @@ def _port_problem(host: str, port: int, exc: OSError) -> str:
     if exc.errno == errno.EACCES:
         return f"port {port} on {host} is not allowed for this user: choose one from 1024 up"
     return f"cannot listen on {host} port {port}: {exc.strerror}; choose another --host"
+
+
+def forget_impossible_width() -> None:
+    """Let the terminal's width be found out if `COLUMNS` says 0: nothing would be shown at all."""
+    if os.environ.get("COLUMNS", "").strip() == "0":
+        del os.environ["COLUMNS"]

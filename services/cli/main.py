@@ -11,6 +11,7 @@ from pagewire.services.cli.chat import chat
 from pagewire.services.cli.complete import complete
 from pagewire.services.cli.decode import decode
 from pagewire.services.cli.doctor import doctor
+from pagewire.services.cli.machine import forget_impossible_width
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
 from pagewire.services.cli.status import status
@@ -24,6 +25,7 @@ class App(typer.Typer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, with an eye on what becomes of its output."""
+        forget_impossible_width()
         with checked_stdout():
             return super().__call__(*args, **kwargs)
 

@@ -94,9 +94,3 @@ async def _ping(url: str) -> None:
     )
     async with client:
         await asyncio.wait_for(client.ping(), 2 * PROBE_S)
-
-
-def without_password(url: str) -> str:
-    """Return a URL that can be shown."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if rest else scheme

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from pagewire.kernels.kv_staging import max_blocks
 from pagewire.shared.errors import LayoutMismatchError, TransferError, TransferTimeoutError
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
@@ -98,11 +99,14 @@ class DecodePeers:
             TransferError: there is none.
         """
         runtime = self._runtime
-        if hello.slot_bytes < runtime.send_staging.slot_bytes:
+        ours = runtime.send_staging.slot_bytes
+        if hello.slot_bytes < ours:
+            block_bytes = runtime.built.layout.block_bytes
             raise LayoutMismatchError(
-                f"{hello.worker_id} has staging slots of {hello.slot_bytes} bytes, "
-                f"this worker {runtime.send_staging.slot_bytes}: give all workers the same "
-                "staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES)"
+                f"a staging slot of {hello.worker_id} holds "
+                f"{max_blocks(hello.slot_bytes, block_bytes)} blocks, of this worker "
+                f"{max_blocks(ours, block_bytes)}: give all workers the same staging_slot_bytes "
+                "(PAGEWIRE_STAGING_SLOT_BYTES)"
             )
         problems = []
         # All of them together must not take longer than the decode worker waits.

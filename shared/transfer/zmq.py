@@ -20,7 +20,7 @@ import zmq
 
 from pagewire.shared.addresses import numeric_endpoint, with_host
 from pagewire.shared.channel_auth import ClusterKeys, ZapHandler
-from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.errors import ConfigError, ProtocolError, TransferError
 from pagewire.shared.transfer.peer import Landing, Peer
 from pagewire.shared.transfer.session import SessionTransport
 from pagewire.shared.transfer.staging import StagingPool
@@ -88,7 +88,10 @@ class ZmqTransport(SessionTransport):
             router.bind(f"tcp://{host}:*")
         except zmq.ZMQError as exc:
             router.close(linger=0)
-            raise TransferError(f"cannot bind a port of {self._host!r}: {exc}") from exc
+            raise ConfigError(
+                f"cannot listen on {self._host} for KV blocks: {exc.strerror}; "
+                "choose another --host (PAGEWIRE_HOST)"
+            ) from exc
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader = FrameReader(router, self._on_frames)
         return with_host(endpoint, self._advertise_host).encode()

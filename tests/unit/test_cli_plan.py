@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from pathlib import Path
 from typing import cast
@@ -9,11 +10,13 @@ from typing import cast
 import click
 import pytest
 import typer
+from rich.console import Console
 
 from pagewire.services.cli import up
 from pagewire.services.cli.cluster_plan import ClusterOptions, plan_services, service_argv
 from pagewire.services.cli.machine import (
     Machine,
+    forget_impossible_width,
     inspect_machine,
     require_free_port,
     visible_gpus,
@@ -185,3 +188,10 @@ def test_every_option_of_up_is_one_of_the_services_that_get_it() -> None:
         assert flags <= known[command], command
         reached |= flags
     assert {f"--{name.replace('_', '-')}" for name in given} <= reached
+
+
+def test_a_width_of_nothing_is_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width, left in (("0", 80), ("60", 60)):
+        monkeypatch.setenv("COLUMNS", width)
+        forget_impossible_width()
+        assert Console(file=io.StringIO()).width == left

@@ -20,8 +20,8 @@ from pagewire.services.cli import processes, run_dir, tether
 from pagewire.services.cli.health import Health, Link, Service, fetch_health
 from pagewire.services.cli.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.services.cli.ready_box import show_ready_box
-from pagewire.services.cli.redis_process import without_password
 from pagewire.services.cli.supervisor import RestartPolicy, Supervisor, refusal_in
+from pagewire.shared.redis_client import without_password
 from pagewire.tests.support.aio import eventually, run_async
 
 HEALTHY = Health(
@@ -259,7 +259,9 @@ def test_only_workers_that_take_requests_are_ready() -> None:
         ("redis://:pa@ss@host:1/0", "redis://host:1/0"),
         ("redis://host:1", "redis://host:1"),
         ("unix:///tmp/s", "unix:///tmp/s"),
+        ("redis://host/0?password=x", "redis://host/0"),
         ("nonsense", "nonsense"),
+        ("user:secret@host", "host"),
     ],
 )
 def test_urls_are_shown_without_password(url: str, shown: str) -> None:
