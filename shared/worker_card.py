@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.protocol import BlockLayout, Count, Epoch, Id, Role
+from pagewire.shared.errors import VersionMismatchError
+from pagewire.shared.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
 
 _Endpoint = Annotated[str, Meta(max_length=512)]
 _Name = Annotated[str, Meta(max_length=64)]
@@ -54,6 +55,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         model: the name it is served under.
         state: a draining worker takes nothing new.
         kv_transports: in its order of preference.
+        protocol: version of the control messages that it speaks.
     """
 
     worker_id: Id
@@ -68,3 +70,16 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_transports: Annotated[list[Id], Meta(max_length=8)] = []
     load: WorkerLoad = WorkerLoad()
     links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
+    protocol: Count = 0  # of cards that are older than this field
+
+    def check_protocol(self) -> None:
+        """Check, before a connection that could only stay silent, that both speak the same.
+
+        Raises:
+            VersionMismatchError: they do not.
+        """
+        if self.protocol != PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"{self.worker_id} speaks protocol version {self.protocol}, this side "
+                f"{PROTOCOL_VERSION}: run the same release of Pagewire everywhere"
+            )

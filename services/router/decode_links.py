@@ -9,7 +9,8 @@ from typing import Protocol
 
 from pagewire.shared.background import end_task, start_task
 from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
-from pagewire.shared.errors import ChannelError
+from pagewire.shared.errors import ChannelError, VersionMismatchError
+from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, Refused, TokenBatch, TokenOutput
 from pagewire.shared.registry import WorkerCard
 
@@ -94,6 +95,7 @@ class DecodeLinks:
         self._keys, self._name = keys, name
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
         self._links: dict[str, DecodeLink] = {}
+        self._complaints = Complaints(logger)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -146,11 +148,14 @@ class DecodeLinks:
         delay = MIN_RETRY_S
         while True:
             try:
+                card.check_protocol()
                 link = await self._connect(card)
-            except ChannelError as exc:
-                logger.info("no connection to %s: %s", card.worker_id, exc)
+            except (ChannelError, VersionMismatchError) as exc:
+                text = f"no connection to {card.worker_id}: {exc}"
+                self._complaints.say(card.worker_id, card.epoch, text)
                 delay = min(2 * delay, MAX_RETRY_S)
             else:
+                self._complaints.forget(card.worker_id, card.epoch)
                 logger.info("connected to %s", card.worker_id)
                 self._links[card.worker_id] = link
                 await link.lost.wait()

@@ -32,7 +32,7 @@ from pagewire.shared.kv_cache.block_hash import BlockHash
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
-from pagewire.shared.protocol import MAX_POSITIONS, ControlMessage, Role
+from pagewire.shared.protocol import MAX_POSITIONS, PROTOCOL_VERSION, ControlMessage, Role
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import (
     CardPublisher,
@@ -290,6 +290,7 @@ class WorkerRuntime:
     def _card(self) -> WorkerCard:
         snapshot, layout = self.engine.snapshot, self.built.layout
         return WorkerCard(
+            protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
             role=self.role,
             epoch=self.epoch,

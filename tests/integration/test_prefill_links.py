@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -217,6 +218,24 @@ def fail_ready(monkeypatch: pytest.MonkeyPatch) -> None:
         post(client, message)
 
     monkeypatch.setattr(module, posts)
+
+
+def test_a_worker_of_another_release_is_named_once_and_not_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        async with decoding(hub) as d, prefilling(hub) as p:
+            d.directory.cards = [p.runtime.card(protocol=1)]
+            await asyncio.sleep(3 * d.runtime.settings.heartbeat_s)
+            assert p.peers == []
+            d.directory.cards = [p.runtime.card()]
+            await eventually(lambda: d.is_linked("prefill-0"))
+
+    run_async(scenario())
+    said = [record.message for record in caplog.records if "same release" in record.message]
+    assert len(said) == 1
+    assert "prefill-0 speaks protocol version 1" in said[0]
 
 
 def test_closing_ends_attempts_too() -> None:

@@ -183,6 +183,17 @@ def test_a_request_does_not_wait_long_for_a_worker_that_cannot_be_reached(redis_
     with_workers(redis_url, 1, scenario)
 
 
+def test_a_worker_of_another_release_is_named_and_gets_nothing(redis_url, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "LINK_WAIT_S", 0.3)
+
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        workers[0].put_card(protocol=1, epoch=2)
+        await eventually(lambda: any("same release" in r.message for r in caplog.records))
+        assert (await router.complete(prompt="Hi")).status_code == 503
+
+    with_workers(redis_url, 1, scenario)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_worker_that_does_not_come_back_is_a_503(redis_url, monkeypatch, stream):
     monkeypatch.setattr(dispatch, "MOVE_WAIT_S", 0.3)

@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pagewire.shared.protocol import BlockLayout
+from pagewire.shared.protocol import PROTOCOL_VERSION, BlockLayout
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import (
     Registry,
@@ -33,6 +33,7 @@ def card(worker_id: str = "decode-0", epoch: int = 1, **changes: Any) -> WorkerC
         "model": "demo",
         "layout": LAYOUT,
         "max_model_len": 2048,
+        "protocol": PROTOCOL_VERSION,
     }
     return WorkerCard(worker_id=worker_id, epoch=epoch, **(fields | changes))
 

@@ -8,6 +8,7 @@ import msgspec
 
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.protocol import (
+    PROTOCOL_VERSION,
     BlockLayout,
     Cancel,
     ControlMessage,
@@ -92,6 +93,7 @@ class FakeDecodeWorker:
             "layout": LAYOUT,
             "max_model_len": 1 << 20,
             "kv_transports": ["zmq"],
+            "protocol": PROTOCOL_VERSION,
             "load": WorkerLoad(free_blocks=64, total_blocks=64),
         }
         self.card = WorkerCard(**(fields | card))
