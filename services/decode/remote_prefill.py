@@ -214,9 +214,9 @@ class RemotePrefills:
         remote = request.remote
         self._watch(request, remote)
         if fate is PieceFate.SCATTERED:
-            remote.link.post(PieceAck(job_id=header.job_id, piece=header.piece))
             remote.missing.difference_update(header.positions)
             self._activate_if_complete(request, remote)
+            remote.link.post(PieceAck(job_id=header.job_id, piece=header.piece))
         elif fate is PieceFate.DAMAGED:
             logger.error("a KV piece from %s arrived damaged", remote.link.worker_id)
             remote.link.post(PieceNack(job_id=header.job_id, piece=header.piece))

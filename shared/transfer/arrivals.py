@@ -13,7 +13,7 @@ from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.protocol import decode_header
 from pagewire.shared.transfer.base import ReceivedPiece
 from pagewire.shared.transfer.peer import Landing, Offered, Peer
-from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 from pagewire.shared.transfer.wire import Grant, Offer, Refusal, SessionMessage
 
 logger = logging.getLogger(__name__)
@@ -85,13 +85,19 @@ class Arrivals:
             if offer is None:  # withdrawn while we waited
                 slot.release()
                 continue
-            seq, offered = offer
-            expiry = loop.call_at(offered.deadline + _GRANT_SLACK_S, self._expire, peer, seq)
-            peer.landings[seq] = Landing(offered.header, slot, expiry)
-            self._post(peer, Grant(peer.out, seq))
+            self._grant(peer, *offer, slot)
+
+    def _grant(self, peer: Peer, seq: int, offered: Offered, slot: StagingSlot) -> None:
+        loop = asyncio.get_running_loop()
+        expiry = loop.call_at(offered.deadline + _GRANT_SLACK_S, self._expire, peer, seq)
+        peer.landings[seq] = Landing(offered.header, slot, expiry)
+        self._post(peer, Grant(peer.out, seq))
 
     def on_offer(self, peer: Peer, offer: Offer) -> None:
-        """Put an offered piece in line, or refuse it."""
+        """Grant an offered piece at once if nobody waits before it; else put it in line.
+
+        One that cannot be taken is refused.
+        """
         if offer.seq in peer.offers or offer.seq in peer.landings:
             self._stats.note_malformed(f"{peer.peer_id!r} offered piece {offer.seq} again")
             return
@@ -107,7 +113,13 @@ class Arrivals:
             self._refuse(peer, offer.seq, f"more than {_MAX_OFFERS} offers at once")
         else:
             deadline = asyncio.get_running_loop().time() + offer.timeout_ms / 1000
-            peer.add_offer(offer.seq, Offered(header, deadline))
+            offered = Offered(header, deadline)
+            is_first = offer.timeout_ms > 0 and not peer.offers
+            slot = self._staging.try_acquire() if is_first else None
+            if slot is not None:
+                self._grant(peer, offer.seq, offered, slot)
+            else:
+                peer.add_offer(offer.seq, offered)
 
     def on_withdrawal(self, peer: Peer, seq: int) -> None:
         """Forget an offered piece."""

@@ -73,9 +73,15 @@ def test_a_granter_that_fails_breaks_the_connection_off(
         async with pair() as (a, b):
             arrivals = b.transport._arrivals
             monkeypatch.setattr(arrivals, "_post", failing_once(arrivals._post, Grant))
+            slots = [b.staging.try_acquire() for _ in range(b.staging.num_slots)]
             started = time.monotonic()
+            sending = asyncio.create_task(a.send("b", 0, 1000))
+            await eventually(lambda: b.transport._peers["a"].offers)
+            for slot in slots:
+                if slot is not None:
+                    slot.release()
             with pytest.raises(TransferError, match="'b' has connected anew"):
-                await a.send("b", 0, 1000)
+                await sending
             assert time.monotonic() - started < PATIENCE_S / 2
             await assert_works(a, b)
             assert b.transport.stats.broken == 1
