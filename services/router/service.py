@@ -132,8 +132,7 @@ class RouterService:
             NoWorkerError: the router shuts down.
             OverloadedError: the queue is full.
         """
-        if self.is_draining:
-            raise NoWorkerError("the router shuts down")
+        self._check_serving()
         self.dispatcher.check_room()
 
     def admit(self) -> AbstractContextManager[None]:
@@ -141,10 +140,14 @@ class RouterService:
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full; on entering.
         """
-        self.check_room()
+        self._check_serving()
         return self.dispatcher.reading()
+
+    def _check_serving(self) -> None:
+        if self.is_draining:
+            raise NoWorkerError("the router shuts down")
 
     def read_now(self, reader: InputReader, raw: bytes) -> GenerationInput:
         """Check and tokenize a small body.
