@@ -1,7 +1,7 @@
 """Prompts of a decode worker that prefill workers compute: jobs, their pieces, their failures.
 
 reserved --> Prefill --> pieces --> scatterer --> PieceAck --+
-                |                                            +-- all there: activate
+                |                                            +-- all there: the scatterer activates
                 +------> PrefillDone: first token -----------+
                 |
                 +------> failed, silent, lost: next worker, at last a local prefill
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
-from pagewire.services.decode.scatterer import PieceFate, PieceScatterer
+from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.protocol import (
     CancelPrefill,
@@ -53,11 +53,8 @@ class RemotePrefills:
         self._runtime = runtime
         self._tell_first_token = on_first_token
         self._by_job: dict[str, DecodeRequest] = {}
-        self._scatterer = PieceScatterer(
-            runtime.built.runner,
-            runtime.built.core.scheduler,
-            runtime.in_loop(self._on_scattered),
-        )
+        self._scatterer = PieceScatterer(runtime.built.core, runtime.in_loop(self._on_scattered))
+        self._tell_activated = runtime.in_loop(self._on_activated)
         runtime.built.core.hooks.append(self._scatterer)
         self._links = PrefillLinks(runtime, runtime.directory, self._on_message, self._on_link_lost)
 
@@ -88,8 +85,7 @@ class RemotePrefills:
             job_id = secrets.token_hex(16)
             ticket = request.ticket(job_id, self._runtime.worker_id, self._runtime.epoch, link)
             if link.post(ticket):
-                missing = set(range(request.first_block, request.num_blocks))
-                request.remote = RemotePrefill(job_id, link, missing)
+                request.remote = RemotePrefill(job_id, link)
                 self._by_job[job_id] = request
                 self._watch(request, request.remote)
                 return
@@ -124,14 +120,32 @@ class RemotePrefills:
     def _on_first_token(
         self, request: DecodeRequest, remote: RemotePrefill, done: PrefillDone
     ) -> None:
-        remote.first_token = done.first_token
         remote.done_s = time.monotonic()
         request.queue_s, request.prefill_s = done.queue_s, done.prefill_s
         self._watch(request, remote)
-        if request.first_token is None:
-            request.first_token = done.first_token
+        first_token = request.first_token
+        if first_token is None:
+            first_token = request.first_token = done.first_token
             self._tell_first_token(request, done, remote.link.worker_id)
-        self._activate_if_complete(request, remote)
+        completion = Completion(
+            remote.job_id,
+            range(request.first_block, request.num_blocks),
+            first_token,
+            lambda: self._tell_activated(request, remote, time.monotonic()),
+        )
+        self._runtime.engine.submit(
+            lambda core: self._scatterer.complete(request.engine_id, completion), admitted=True
+        )
+
+    def _on_activated(self, request: DecodeRequest, remote: RemotePrefill, now: float) -> None:
+        """A sequence runs on with the blocks of a job, which may have been given up meanwhile."""
+        request.transfer_s = now - remote.done_s
+        if request.remote is not remote:
+            self.cancel(request)
+            return
+        remote.stop_deadline()
+        self._by_job.pop(remote.job_id, None)
+        request.remote = None
 
     def _on_job_failed(self, request: DecodeRequest, remote: RemotePrefill, reason: str) -> None:
         if request.remote is not remote:
@@ -189,8 +203,7 @@ class RemotePrefills:
             return
         engine_id = request.engine_id
         self._runtime.engine.submit(
-            lambda core: self._scatterer.scatter(engine_id, core.get(engine_id), header, slot),
-            admitted=True,
+            lambda core: self._scatterer.scatter(engine_id, header, slot), admitted=True
         )
 
     def _is_covered(self, request: DecodeRequest, received: ReceivedPiece) -> bool:
@@ -214,25 +227,7 @@ class RemotePrefills:
         remote = request.remote
         self._watch(request, remote)
         if fate is PieceFate.SCATTERED:
-            remote.missing.difference_update(header.positions)
-            self._activate_if_complete(request, remote)
             remote.link.post(PieceAck(job_id=header.job_id, piece=header.piece))
         elif fate is PieceFate.DAMAGED:
             logger.error("a KV piece from %s arrived damaged", remote.link.worker_id)
             remote.link.post(PieceNack(job_id=header.job_id, piece=header.piece))
-
-    def _activate_if_complete(self, request: DecodeRequest, remote: RemotePrefill) -> None:
-        first_token = request.first_token
-        if not remote.is_complete or first_token is None:
-            return
-        remote.stop_deadline()
-        self._by_job.pop(remote.job_id, None)
-        request.remote = None
-        request.transfer_s = time.monotonic() - remote.done_s
-
-        def activate(core: EngineCore) -> None:
-            sequence = core.get(request.engine_id)
-            if sequence is not None and sequence.status is RequestStatus.RESERVED:
-                core.activate(sequence, first_token)
-
-        self._runtime.engine.submit(activate, admitted=True)

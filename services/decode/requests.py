@@ -14,22 +14,14 @@ class RemotePrefill:
     """One prefill job, as the decode worker that asked for it sees it.
 
     Attributes:
-        missing: block positions that have not been scattered yet.
-        first_token: once `PrefillDone` has come.
         deadline: fires if the job shows no sign of life.
+        done_s: when `PrefillDone` came.
     """
 
     job_id: str
     link: PrefillLink
-    missing: set[int]
-    first_token: int | None = None
     deadline: asyncio.TimerHandle | None = None
     done_s: float = 0.0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the sequence can run."""
-        return self.first_token is not None and not self.missing
 
     def stop_deadline(self) -> None:
         """Wait no longer."""

@@ -3,18 +3,19 @@
 Runs in the engine's thread, the one that frees blocks, and pins the blocks until it is done, so
 that a piece of a request that ended in the meantime can never touch a block which now belongs to
 another. Scattering goes on beside the steps: nothing reads a reserved block before it is activated,
-and what an old step may still write to one was launched before the reservation.
+and what an old step may still write to one was launched before the reservation. A sequence whose
+last block has come is activated here and now: its next step waits for no other thread.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pagewire.shared.engine.model_runner import Executor, Marker, PendingCheck
-from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.model_runner import Marker, PendingCheck
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus
@@ -39,16 +40,43 @@ class _Scattering:
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """What a reserved sequence waits for.
+
+    Attributes:
+        job_id: the prefill job whose blocks count.
+        positions: those that it computes.
+        first_token: what the sequence runs on from.
+        on_activated: called in the engine's thread.
+    """
+
+    job_id: str
+    positions: range
+    first_token: int
+    on_activated: Callable[[], None]
+
+
+@dataclass(slots=True)
 class _Reservation:
     """A sequence's reserved blocks.
 
     Attributes:
         made: the point behind which nothing that was launched writes to them.
         pieces: job and number of those that have landed or are landing.
+        filled: positions of intact blocks, by job.
+        completion: once the first token is known.
     """
 
     made: Marker
     pieces: set[tuple[str, int]] = field(default_factory=set)
+    filled: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    completion: Completion | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sequence can run on."""
+        wanted = self.completion
+        return wanted is not None and self.filled[wanted.job_id].issuperset(wanted.positions)
 
 
 @dataclass(slots=True)
@@ -59,30 +87,34 @@ class PieceScatterer:
         on_scattered: called in the engine's thread, when the slot has been released.
     """
 
-    executor: Executor
-    scheduler: Scheduler
+    core: EngineCore
     on_scattered: Callable[[str, PieceHeader, PieceFate], None]
     _reservations: dict[str, _Reservation] = field(default_factory=dict)
     _scattering: deque[_Scattering] = field(default_factory=deque)
 
     def reserve(self, request_id: str) -> None:
         """Note when a request's blocks were reserved; call it as they are."""
-        for ended in self._reservations.keys() - self.scheduler.reserved.keys():
+        for ended in self._reservations.keys() - self.core.scheduler.reserved.keys():
             del self._reservations[ended]
-        self._reservations[request_id] = _Reservation(self.executor.mark())
+        self._reservations[request_id] = _Reservation(self.core.executor.mark())
 
-    def scatter(
-        self, request_id: str, sequence: Sequence | None, header: PieceHeader, slot: StagingSlot
-    ) -> None:
+    def complete(self, request_id: str, completion: Completion) -> None:
+        """Activate a sequence as soon as its blocks are there; one that has ended needs none."""
+        reservation = self._reservations.get(request_id)
+        if reservation is not None:
+            reservation.completion = completion
+            self._activate_if_complete(request_id, reservation)
+
+    def scatter(self, request_id: str, header: PieceHeader, slot: StagingSlot) -> None:
         """Launch the scattering of a piece; takes over the slot.
 
         Args:
             request_id: whose piece this is.
-            sequence: as the engine knows it now, None if it has ended.
             header: its positions name entries of the sequence's block table.
             slot: holds the payload.
         """
-        if sequence is None or sequence.status is not RequestStatus.RESERVED:
+        sequence = self._reserved(request_id)
+        if sequence is None:
             self._refuse(request_id, header, slot)
             return
         reservation = self._reservations[request_id]
@@ -92,33 +124,53 @@ class PieceScatterer:
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            check = self.executor.unpack(
+            check = self.core.executor.unpack(
                 slot.buffer[: header.nbytes], blocks, header.seed, reservation.made
             )
         except BaseException:
             slot.release()
             raise
         reservation.pieces.add(piece)
-        self.scheduler.pin(blocks)
+        self.core.scheduler.pin(blocks)
         self._scattering.append(_Scattering(request_id, header, slot, blocks, check))
 
     def after_launch(self) -> bool:
         """Check the pieces whose blocks have been moved."""
         while self._scattering and self._scattering[0].check.is_done():
             done = self._scattering.popleft()
-            fate = self._fate_of(done)  # the sums may lie in the slot
+            intact = done.check.is_intact()  # the sums may lie in the slot
             done.slot.release()
-            self.scheduler.unpin(done.blocks)
+            self.core.scheduler.unpin(done.blocks)
+            fate = PieceFate.SCATTERED if intact else PieceFate.DAMAGED
             self.on_scattered(done.request_id, done.header, fate)
+            reservation = self._reservations.get(done.request_id)
+            if reservation is not None:
+                self._note_fate(done, reservation, fate)
         return bool(self._scattering)
 
-    def _fate_of(self, done: _Scattering) -> PieceFate:
+    def _note_fate(self, done: _Scattering, reservation: _Reservation, fate: PieceFate) -> None:
         header = done.header
-        if done.check.is_intact():
-            return PieceFate.SCATTERED
-        if (reservation := self._reservations.get(done.request_id)) is not None:
+        if fate is PieceFate.DAMAGED:
             reservation.pieces.discard((header.job_id, header.piece))  # it may come again
-        return PieceFate.DAMAGED
+            return
+        reservation.filled[header.job_id].update(header.positions)
+        self._activate_if_complete(done.request_id, reservation)
+
+    def _activate_if_complete(self, request_id: str, reservation: _Reservation) -> None:
+        sequence = self._reserved(request_id)
+        completion = reservation.completion
+        if sequence is None or completion is None or not reservation.is_complete:
+            return
+        del self._reservations[request_id]
+        self.core.activate(sequence, completion.first_token)
+        completion.on_activated()
+
+    def _reserved(self, request_id: str) -> Sequence | None:
+        """The sequence, if it still waits for its blocks."""
+        sequence = self.core.get(request_id)
+        if sequence is None or sequence.status is not RequestStatus.RESERVED:
+            return None
+        return sequence
 
     def _refuse(self, request_id: str, header: PieceHeader, slot: StagingSlot) -> None:
         slot.release()

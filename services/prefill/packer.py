@@ -104,8 +104,7 @@ class PiecePacker:
         for job_id, job in self._jobs.items():
             self._note_progress(job)
             self._pack_job(job_id, job)
-        while self._packing and self._packing[0].move.is_done():
-            self._hand_over(self._packing.popleft())
+        self._hand_over_packed()
         return bool(self._packing)
 
     def _pack_job(self, job_id: str, job: _Job) -> None:
@@ -153,7 +152,12 @@ class PiecePacker:
             slot.release()
             raise
         self._packing.append(_Packing(piece, job.num_preemptions, move))
+        self._hand_over_packed()  # it must not wait until everything that is final is launched
         return True
+
+    def _hand_over_packed(self) -> None:
+        while self._packing and self._packing[0].move.is_done():
+            self._hand_over(self._packing.popleft())
 
     def _hand_over(self, packing: _Packing) -> None:
         piece = packing.piece

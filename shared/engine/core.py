@@ -86,6 +86,7 @@ class EngineCore:
     _in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = field(default_factory=deque)
     _outputs: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
+    _activated: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler.on_admitted = self._count_admission
@@ -134,7 +135,7 @@ class EngineCore:
                 looked for again at the next call, and the hooks get their turns in between.
 
         Returns:
-            The outputs, and whether anything was done.
+            The outputs, and whether anything was done that the next call may build on.
 
         Raises:
             Exception: whatever the executor raises, when step after step fails.
@@ -150,7 +151,8 @@ class EngineCore:
             self._postprocess(*self._in_flight.popleft())
         self.hooks_busy = any(hooks_busy)
         outputs, self._outputs = self._outputs, []
-        return outputs, bool(batch or finished or outputs)
+        activated, self._activated = self._activated, False
+        return outputs, bool(batch or finished or outputs or activated)
 
     def _launch(self, batch: ScheduledBatch) -> None:
         now = self.clock()
@@ -238,6 +240,7 @@ class EngineCore:
         The token's own output has been delivered by whoever computed it; only its end is told.
         """
         self.scheduler.activate(sequence, first_token)
+        self._activated = True
         status = self._end_of(sequence, first_token)
         if status is not None:
             self._finish_silently(sequence, status)

@@ -3,9 +3,9 @@
     python -P -m pagewire.shared.transfer.kv_bench --tokens 8192
 
 A child gathers the blocks into staging slots with their checksums and sends them; this process
-scatters them into its own pool and checks them. GB/s counts from the order to the last
-block's verification, beside one contiguous copy of as many bytes between the same devices in the
-same run: medians of `TURNS` turns.
+scatters them into its own pool and checks them. GB/s counts from the moment at which the child is
+to begin, until the last block's verification, beside one contiguous copy of as many bytes between
+the same devices in the same run: medians of `TURNS` turns.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from pagewire.shared.transfer.bench import (
     copy_gbps,
     serve_orders,
 )
+from pagewire.shared.transfer.staging import StagingSlot
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
 SLOTS = 8
 SLOT_BLOCKS = (8, 16, 32, 64)
 TURNS = 9
 _SPARE = 2  # the pool is so many times larger than the prompt
+_LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
 
 
 class _BlockMover:
@@ -86,22 +88,19 @@ def _staging(device: str, block_bytes: int) -> StagingPool:
 
 
 async def _send(
-    transport: KvTransport, mover: _BlockMover, staging: StagingPool, start: int, count: int
+    transport: KvTransport, slot: StagingSlot, start: int, count: int, data: torch.Tensor
 ) -> None:
-    slot = await staging.acquire(PATIENCE_S)
+    header = PieceHeader(
+        job_id="bench",
+        decode_epoch=0,
+        prefill_epoch=0,
+        piece=start,
+        positions=list(range(start, start + count)),
+        seed=start,
+        nbytes=data.nbytes,
+    )
     try:
-        payload = slot.buffer[: packed_bytes(count, mover.block_bytes)]
-        await mover.pack(start, count, payload, seed=start)
-        header = PieceHeader(
-            job_id="bench",
-            decode_epoch=0,
-            prefill_epoch=0,
-            piece=start,
-            positions=list(range(start, start + count)),
-            seed=start,
-            nbytes=payload.nbytes,
-        )
-        await transport.send("receiver", header, payload, PATIENCE_S)
+        await transport.send("receiver", header, data, PATIENCE_S)
     finally:
         slot.release()
 
@@ -113,10 +112,15 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
     staging = _staging(device, mover.block_bytes)
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
-        (count,) = order
+        count, start_ns = order
+        while time.monotonic_ns() < start_ns:
+            pass
         async with asyncio.TaskGroup() as group:
-            for start in range(0, num_blocks, count):
-                group.create_task(_send(transport, mover, staging, start, count))
+            for start in range(0, num_blocks, count):  # each leaves while the next is packed
+                slot = await staging.acquire(PATIENCE_S)
+                data = slot.buffer[: packed_bytes(count, mover.block_bytes)]
+                await mover.pack(start, count, data, seed=start)
+                group.create_task(_send(transport, slot, start, count, data))
 
     await serve_orders(kind, staging, obey)
 
@@ -137,12 +141,12 @@ async def _turn(
     transport: KvTransport, orders: asyncio.StreamWriter, mover: _BlockMover, pieces: int, size: int
 ) -> float:
     """Return the seconds that all blocks take in pieces of `size` blocks."""
-    started = time.perf_counter()
-    orders.write(f"{size}\n".encode())
+    started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
+    orders.write(f"{size} {started_ns}\n".encode())
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         for _ in range(pieces):
             group.create_task(_take(mover, await transport.recv()))
-    return time.perf_counter() - started
+    return (time.monotonic_ns() - started_ns) / 1e9
 
 
 async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None:

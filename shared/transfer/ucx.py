@@ -67,7 +67,8 @@ class UcxTransport(SessionTransport):
             torch.cuda.set_device(self.staging.device)
             torch.cuda.synchronize(self.staging.device)
         settings = await asyncio.to_thread(ucx_settings, self._host, cuda=cuda)  # looks a name up
-        self._port = UcxPort(self._on_arrival, settings, spins=cuda)
+        awaits_more = self._awaits_more if cuda else None
+        self._port = UcxPort(self._on_arrival, settings, awaits_more=awaits_more)
         return self._port.address
 
     async def _link(self, peer: Peer) -> None:
@@ -114,6 +115,10 @@ class UcxTransport(SessionTransport):
         if self._port is not None:
             self._port.close()
             self._port = None
+
+    def _awaits_more(self) -> bool:
+        """Whether a grant or a payload is on its way."""
+        return any(peer.grants or peer.landings for peer in self._peers.values())
 
     @property
     def _opened(self) -> UcxPort:

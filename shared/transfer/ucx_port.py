@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # UCX may miss to wake us (a known bug), so it is looked after this often whatever happens.
 _TICK_S = 0.5
-# How long UCX is asked without a break after anything has happened, where the memory is a GPU's:
+# How long UCX is asked without a break for what is expected next, where the memory is a GPU's:
 # there a piece takes a fraction of a millisecond, and each wake-up through the descriptor as much.
 _SPIN_S = 0.001
 _PROBES_PER_TURN = 64
@@ -56,7 +56,10 @@ class UcxPort:
         on_arrival: called with tag and size of a message that has come. It must take it at once,
             by `receive` or `discard`.
         settings: UCX's, as `ucx_settings` gives them.
-        spins: stay awake for a moment after each event: quicker, for a busy core meanwhile.
+        awaits_more: whether a message is due, as an answer to another. While one is, or a
+            transfer moves, UCX is asked without a break for a moment after each event: quicker,
+            for a busy core. None never does this. Nothing else keeps the port awake: whoever turns
+            idly here takes the interpreter from the thread that scatters what has come.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class UcxPort:
         on_arrival: Callable[[int, int], None],
         settings: Mapping[str, str],
         *,
-        spins: bool = False,
+        awaits_more: Callable[[], bool] | None = None,
     ) -> None:
         try:
             from ucxx import exceptions, libucxx, types
@@ -79,7 +82,7 @@ class UcxPort:
         self._transfers: dict[_Transfer, None] = {}  # in the order of their beginning
         self._scratch = bytearray(1)
         self._loop = asyncio.get_running_loop()
-        self._spin_s = _SPIN_S if spins else 0.0
+        self._awaits_more = awaits_more
         self._awake_until = 0.0
         try:
             features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
@@ -217,10 +220,12 @@ class UcxPort:
 
     def _note_event(self) -> None:
         """Something has happened, so that more is likely to."""
-        self._awake_until = self._loop.time() + self._spin_s
+        self._awake_until = self._loop.time() + _SPIN_S
 
     def _stays_awake(self) -> bool:
-        return self._loop.time() < self._awake_until
+        if self._awaits_more is None or self._loop.time() >= self._awake_until:
+            return False
+        return bool(self._transfers) or self._awaits_more()
 
     def _settle(self) -> None:
         """Report the transfers that have ended."""

@@ -14,7 +14,12 @@ import zmq
 from pagewire.shared import transfer
 from pagewire.shared.channel_auth import ClusterKeys
 from pagewire.shared.errors import ConfigError, TransferError
-from pagewire.shared.transfer import StagingPool, available_transports, create_transport
+from pagewire.shared.transfer import (
+    StagingPool,
+    available_transports,
+    create_transport,
+    ucx_port,
+)
 from pagewire.shared.transfer.ucx_port import UcxPort
 from pagewire.shared.transfer.ucx_settings import ucx_settings
 from pagewire.shared.transfer.wire import (
@@ -215,6 +220,30 @@ def test_ucx_survives_garbage() -> None:
 
     run_async(scenario())
     assert arrived == []
+
+
+def test_ucx_stays_awake_only_for_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_port, "_SPIN_S", 600.0)
+    awaited = True
+
+    async def scenario() -> None:
+        nonlocal awaited
+        async with network("ucx") as net:
+            node = await net.open("a", 4, 1 << 16)
+            settings = ucx_settings("127.0.0.1", cuda=False)
+            port = UcxPort(lambda tag, nbytes: None, settings, awaits_more=lambda: awaited)
+            endpoint = port.open_endpoint(endpoint_of(node), lambda: None)
+            sent: list[TransferError | None] = []
+            port.send(endpoint, None, b"hello", 0, sent.append)
+            await eventually(lambda: sent)
+            await asyncio.sleep(0.1)
+            assert port._turn is not None  # it asks UCX in every turn of the loop
+            awaited = False
+            await eventually(lambda: port._turn is None)
+            port.close_endpoint(endpoint, None)
+            port.close()
+
+    run_async(scenario())
 
 
 def test_ucx_names_its_lane() -> None:

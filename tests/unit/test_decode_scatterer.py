@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.kernels.kv_staging import packed_bytes
-from pagewire.services.decode.scatterer import PieceFate, PieceScatterer
+from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
@@ -51,6 +51,7 @@ class Pair:
     Attributes:
         under_way: pieces that were packed and are in the decode side's staging.
         fates: what the scatterer said, in order.
+        activated: jobs whose blocks a sequence runs on with.
     """
 
     blocks_per_piece: int = 1
@@ -60,6 +61,7 @@ class Pair:
     decode_device: FakeDevice = field(init=False)
     under_way: list[tuple[PieceHeader, StagingSlot]] = field(default_factory=list)
     fates: list[tuple[str, int, PieceFate]] = field(default_factory=list)
+    activated: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prefill, self.prefill_device = make_core(block_size=BLOCK_SIZE)
@@ -70,9 +72,7 @@ class Pair:
         self.packer = PiecePacker(
             self.prefill_device, self.send_staging, BLOCK_SIZE, BLOCK_BYTES, self._carry
         )
-        self.scatterer = PieceScatterer(
-            self.decode_device, self.decode.scheduler, self._on_scattered
-        )
+        self.scatterer = PieceScatterer(self.decode, self._on_scattered)
         self.prefill.hooks.append(self.packer)
         self.decode.hooks.append(self.scatterer)
 
@@ -106,8 +106,15 @@ class Pair:
     def land(self, index: int = 0) -> PieceHeader:
         """Let a piece that is under way be scattered."""
         header, slot = self.under_way.pop(index)
-        self.scatterer.scatter("request", self.decode.get("request"), header, slot)
+        self.scatterer.scatter("request", header, slot)
         return header
+
+    def know_first_token(self, sequence: Sequence, job_id: str = "job") -> None:
+        """Tell the scatterer what the sequence runs on from when a job's blocks are there."""
+        positions = range(sequence.num_computed_tokens // BLOCK_SIZE, len(sequence.block_ids))
+        token = generate(sequence, 64)[0]
+        completion = Completion(job_id, positions, token, lambda: self.activated.append(job_id))
+        self.scatterer.complete(sequence.request_id, completion)
 
     def assert_idle(self) -> None:
         self.send_staging.check_integrity(all_free=True)
@@ -115,19 +122,69 @@ class Pair:
         assert not self.scatterer.after_launch()
 
 
-def test_pieces_that_landed_make_the_sequence_run_on() -> None:
+@pytest.mark.parametrize("pieces_before_token", [0, 1, 3])
+def test_sequence_runs_on_when_pieces_and_first_token_are_there(pieces_before_token: int) -> None:
     pair = Pair()
     sequence = pair.reserve(PROMPT)
     expected = generate(sequence, 64)
     pair.compute()
-    for _ in range(3):
-        pair.land()
-    pair.decode.step()
+    for landed in range(4):
+        if landed == pieces_before_token:
+            pair.know_first_token(sequence)
+        if landed < 3:
+            assert pair.activated == []
+            pair.land()
+            pair.decode.step()
     assert pair.fates == [("request", piece, PieceFate.SCATTERED) for piece in range(3)]
-    pair.decode.activate(sequence, expected[0])
+    assert pair.activated == ["job"]
     while not sequence.is_finished:
         pair.decode.step()
     assert sequence.token_ids == PROMPT + expected
+    pair.assert_idle()
+
+
+def test_loop_turns_on_at_once_behind_the_last_piece() -> None:
+    pair = Pair(blocks_per_piece=3)
+    sequence = pair.reserve(PROMPT)
+    pair.compute()
+    pair.know_first_token(sequence)
+    pair.land()
+    _, worked = pair.decode.step()
+    assert (worked, sequence.status) == (True, RequestStatus.RUNNING)
+
+
+def test_blocks_of_two_jobs_are_not_mixed() -> None:
+    pair = Pair()
+    sequence = pair.reserve(PROMPT)
+    pair.compute()
+    pair.land()
+    pair.decode.step()
+    other = make_sequence("other job", PROMPT, prefill_only=True)
+    pair.prefill.add(other)
+    pair.packer.start("other job", other, 0)
+    pair.compute()
+    pair.know_first_token(sequence)
+    pair.know_first_token(sequence, "other job")  # the first was given up
+    for _ in range(3):  # the rest of the first, and the other's first
+        pair.land()
+        pair.decode.step()
+    assert (pair.activated, sequence.status) == ([], RequestStatus.RESERVED)
+    while pair.under_way:
+        pair.land()
+        pair.decode.step()
+    assert pair.activated == ["other job"]
+
+
+def test_first_token_of_a_sequence_that_has_ended_changes_nothing() -> None:
+    pair = Pair()
+    sequence = pair.reserve(PROMPT)
+    pair.compute()
+    for _ in range(3):
+        pair.land()
+    pair.decode.step()
+    pair.decode.abort(sequence.request_id)
+    pair.know_first_token(sequence)
+    assert (pair.activated, sequence.status) == ([], RequestStatus.FINISHED_ABORTED)
     pair.assert_idle()
 
 
@@ -169,7 +226,7 @@ def test_tokens_are_right_whatever_order_pieces_land_in_and_whatever_gets_damage
         else:
             missing -= set(header.positions)
     assert not missing
-    pair.decode.activate(sequence, expected[0])
+    pair.know_first_token(sequence)
     while not sequence.is_finished:
         pair.decode.step()
     assert sequence.token_ids == prompt + expected

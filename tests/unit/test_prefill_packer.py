@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.model_runner import PendingMove
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.staging import StagingPool
@@ -158,6 +160,21 @@ def test_cached_blocks_leave_with_the_first_step() -> None:
     assert side.positions() == [0, 1, 2, 3]
     side.turn()
     assert_complete(side, "job", PROMPT, 0)
+
+
+def test_packed_piece_leaves_before_the_next_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = prefill_side(num_slots=8, blocks_per_slot=1)
+    pack = side.device.pack
+    gone_before: list[int] = []
+
+    def watched(*args: Any) -> PendingMove:
+        gone_before.append(len(side.positions()))
+        return pack(*args)
+
+    monkeypatch.setattr(side.device, "pack", watched)
+    side.start("job", PROMPT)
+    side.turn(8)
+    assert gone_before == [0, 1, 2, 3, 4]
 
 
 def test_preempted_job_sends_no_block_twice() -> None:
