@@ -150,8 +150,10 @@ class Sample(Protocol):
 class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
-    Staging then holds `N` blocks and `N` int64: the seed plus the block's checksum. Blocks are
-    rows of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
+    The order (`kv_staging.move_order`) says how many, which, and the seed, and is read on the
+    device, so that each replay of a CUDA graph may move others. Staging then holds `N` blocks and
+    `N` int64: the seed plus the block's checksum. Blocks are rows of `pool.view(NB, -1)` seen as
+    int32 words `w_i`; the checksum of a block is
     `sum_i w_i * ((i * 0x9E3779B97F4A7C15) | 1)  (mod 2**64)`: every weight is odd, so that any
     single changed word changes the sum, and the weights differ, so that moved words do too. The
     seed tells these blocks from those that were in the same staging before.
@@ -160,25 +162,24 @@ class PackBlocks(Protocol):
     def __call__(
         self,
         pool: torch.Tensor,  # [NB, ...] contiguous, a block's bytes divisible by 8
-        block_ids: torch.Tensor,  # [N] int64
-        staging: torch.Tensor,  # [>= packed_bytes(N, block_bytes)] uint8, 8-byte aligned
-        seed: int,  # signed 64 bit
+        order: torch.Tensor,  # [2 + capacity] int64
+        staging: torch.Tensor,  # [>= packed_bytes(capacity, block_bytes)] uint8, 8-byte aligned
     ) -> None: ...
 
 
 class UnpackBlocks(Protocol):
-    """Scatter packed blocks from staging into the pool, and check them.
+    """Scatter packed blocks from staging into the pool; return how many are damaged.
 
     The checksum of each block that passes is subtracted from the one behind the blocks, in place.
-    What remains, the result, is the seed if the block is the one that was packed.
+    What remains is the seed if the block is the one that was packed.
     """
 
     def __call__(
         self,
-        staging: torch.Tensor,  # [>= packed_bytes(N, block_bytes)] uint8, 8-byte aligned
+        staging: torch.Tensor,  # [>= packed_bytes(capacity, block_bytes)] uint8, 8-byte aligned
         pool: torch.Tensor,  # [NB, ...] contiguous
-        block_ids: torch.Tensor,  # [N] int64; -1: check only, write nothing
-    ) -> torch.Tensor: ...  # [N] int64, in staging
+        order: torch.Tensor,  # [2 + capacity] int64
+    ) -> torch.Tensor: ...  # [] int64
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,19 @@
-"""How packed KV blocks lie in staging: the blocks, and behind them an int64 sum of each."""
+"""How packed KV blocks lie in staging, and how the order to move them lies on the device.
+
+Staging holds the blocks, and behind them an int64 sum of each. An order is int64 `[2 + capacity]`:
+how many blocks, the seed of their sums, their ids, and padding.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from pagewire.kernels.errors import UnsupportedShapeError
+
 _CHECKSUM_BYTES = 8
+_ORDER_HEAD = 2
 
 
 def packed_bytes(num_blocks: int, block_bytes: int) -> int:
@@ -17,6 +26,26 @@ def max_blocks(num_bytes: int, block_bytes: int) -> int:
     return num_bytes // (block_bytes + _CHECKSUM_BYTES)
 
 
+def move_order(block_ids: Sequence[int], seed: int) -> list[int]:
+    """Return the order to move these blocks, without padding.
+
+    Args:
+        block_ids: rows of the pool; -1 in an order to unpack: check only, write nothing.
+        seed: signed 64 bit.
+    """
+    return [len(block_ids), seed, *block_ids]
+
+
+def order_capacity(order: torch.Tensor) -> int:
+    """Return how many blocks an order has room for."""
+    return order.shape[0] - _ORDER_HEAD
+
+
+def empty_order(capacity: int) -> torch.Tensor:
+    """Return an order for no block, with room for `capacity`, on the CPU."""
+    return torch.zeros(_ORDER_HEAD + capacity, dtype=torch.int64)
+
+
 def as_words(pool: torch.Tensor) -> torch.Tensor:
     """View a contiguous pool as `[NB, words]` int32."""
     return pool.view(pool.shape[0], -1).view(torch.int32)
@@ -25,8 +54,15 @@ def as_words(pool: torch.Tensor) -> torch.Tensor:
 def staging_views(
     staging: torch.Tensor, count: int, words: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return staging's blocks `[count, words]` int32, and the sums behind them `[count]` int64."""
-    end = count * words * 4
-    sums = staging[end : end + count * _CHECKSUM_BYTES].view(torch.int64)
-    # Raises where staging is too short: a kernel would write behind it.
+    """Return staging's blocks `[count, words]` int32, and the sums behind them `[count]` int64.
+
+    Raises:
+        UnsupportedShapeError: staging is shorter: a kernel would write behind it.
+    """
+    end, size = count * words * 4, packed_bytes(count, words * 4)
+    if staging.shape[0] < size:
+        raise UnsupportedShapeError(
+            f"{count} packed blocks take {size} bytes of staging, not {staging.shape[0]}"
+        )
+    sums = staging[end:size].view(torch.int64)
     return staging[:end].view(torch.int32).view(count, words), sums.view(count)

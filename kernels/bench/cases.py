@@ -10,7 +10,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case, sampling_inputs
 from pagewire.kernels.bench.peers import flash_attention_3
-from pagewire.kernels.kv_staging import packed_bytes
+from pagewire.kernels.kv_staging import move_order, packed_bytes
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
@@ -163,16 +163,17 @@ def _sample(rows: int, kind: str) -> BenchCase:
 
 def _kv_pack(count: int) -> Iterator[BenchCase]:
     pool = torch.randint(-(2**31), 2**31 - 1, (640, BLOCK_WORDS), device="cuda").int()
-    ids = torch.randperm(pool.shape[0], device="cuda")[:count]
+    ids = torch.randperm(pool.shape[0])[:count].tolist()
+    order = torch.tensor(move_order(ids, seed=1), device="cuda")
     size = packed_bytes(count, BLOCK_WORDS * 4)
     staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ops.pack_blocks(pool, ids, staging, 1)
+        ops.pack_blocks(pool, order, staging)
         return (staging,)
 
     def unpack(ops: Ops, pool: torch.Tensor, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return ops.unpack_blocks(staging, pool, ids), pool
+        return ops.unpack_blocks(staging, pool, order), pool
 
     yield BenchCase(
         "pack_blocks",

@@ -31,28 +31,30 @@ def _checksums(blocks: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def pack_blocks(
-    pool: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor, seed: int
-) -> None:
+def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) -> None:
     """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
-    blocks = as_words(pool)
+    blocks, (block_ids, seed) = as_words(pool), _read(order)
     staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
     torch.index_select(blocks, 0, block_ids, out=staged)
     torch.add(_checksums(staged), seed, out=sums)
 
 
-def unpack_blocks(
-    staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor
-) -> torch.Tensor:
-    """Scatter packed blocks from staging into the pool; return what remains of their sums.
+def unpack_blocks(staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Scatter packed blocks from staging into the pool; return how many are damaged.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
-    blocks = as_words(pool)
+    blocks, (block_ids, seed) = as_words(pool), _read(order)
     staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
     written = block_ids >= 0
     blocks[block_ids[written]] = staged[written]
-    return sums.sub_(_checksums(staged))
+    return (sums.sub_(_checksums(staged)) != seed).sum()
+
+
+def _read(order: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the block ids `[N]` and the seed of an order."""
+    count, seed = order[:2].tolist()
+    return order[2 : 2 + count], seed

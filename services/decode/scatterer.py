@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pagewire.shared.engine.block_mover import Marker, PendingCheck
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.model_runner import Marker, PendingCheck
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus

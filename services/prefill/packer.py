@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.kernels.kv_staging import max_blocks, packed_bytes
-from pagewire.shared.engine.model_runner import Executor, Marker, PendingMove
+from pagewire.shared.engine.block_mover import Marker, PendingMove
+from pagewire.shared.engine.model_runner import Executor
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 

@@ -6,14 +6,14 @@ that the host prepares the next step while the device runs this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.shared.engine.block_mover import BlockMover, Marker, PendingCheck, PendingMove
 from pagewire.shared.engine.cuda_graph import (
     DecodeGraphs,
     GraphPool,
@@ -25,9 +25,6 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
 from pagewire.shared.model.inputs import ForwardBatch
-
-# A point in the work that has been launched on a device; None where work runs at once.
-Marker = torch.cuda.Event | None
 
 
 class CausalLM(Protocol):
@@ -68,47 +65,6 @@ class PendingTokens:
         return tokens
 
 
-class PendingMove:
-    """Blocks that are being moved by the work launched last."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def is_done(self) -> bool:
-        """Whether the blocks have been moved, without waiting."""
-        return self._event is None or self._event.query()
-
-
-class PendingCheck(PendingMove):
-    """Blocks that are being moved and checked.
-
-    Args:
-        sums: what `unpack_blocks` returned.
-        seed: what they are if every block is the one that was packed.
-    """
-
-    __slots__ = ("_host", "_seed")
-
-    def __init__(self, sums: torch.Tensor, seed: int) -> None:
-        self._host = sums
-        self._seed = seed
-        if sums.is_cuda:
-            self._host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
-            self._host.copy_(sums, non_blocking=True)
-        super().__init__(sums.device)  # behind the copy, so that it is done as well
-
-    def is_intact(self) -> bool:
-        """Wait for the move; return whether the blocks are those that were packed."""
-        if self._event is not None:
-            self._event.synchronize()
-        return bool((self._host == self._seed).all())
-
-
 class Executor(Protocol):
     """Seam between the engine and the device(s) it drives."""
 
@@ -140,6 +96,7 @@ class ModelRunner:
     Attributes:
         kv_pool: [NB, L, 2, KH, BS, D].
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
+        mover: moves blocks of the pool.
     """
 
     model: CausalLM
@@ -148,7 +105,10 @@ class ModelRunner:
     state: DeviceState
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
-    _move_stream: torch.cuda.Stream | None = None
+    mover: BlockMover = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mover = BlockMover(self.ops, self.kv_pool)
 
     @property
     def block_size(self) -> int:
@@ -268,42 +228,19 @@ class ModelRunner:
 
     def mark(self) -> Marker:
         """Return the present end of the launched work."""
-        if self.state.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return self.mover.mark()
 
-    @torch.inference_mode()
     def pack(
         self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
         """Gather blocks into a staging buffer, beside the steps launched behind the marker."""
-        with self._moving(after):
-            ids = self.state.upload([block_ids])[0]
-            self.ops.pack_blocks(self.kv_pool, ids, staging, seed)
-            return PendingMove(staging.device)
+        return self.mover.pack(block_ids, staging, seed, after)
 
-    @torch.inference_mode()
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, beside the steps launched behind the marker."""
-        with self._moving(after):
-            ids = self.state.upload([block_ids])[0]
-            return PendingCheck(self.ops.unpack_blocks(staging, self.kv_pool, ids), seed)
-
-    @contextmanager
-    def _moving(self, after: Marker) -> Iterator[None]:
-        """Work on the stream for moving blocks: a long step must not hold up a transfer."""
-        if after is None:
-            yield
-            return
-        if self._move_stream is None:
-            self._move_stream = torch.cuda.Stream(self.state.device, priority=-1)
-        self._move_stream.wait_event(after)
-        with torch.cuda.stream(self._move_stream):
-            yield
+        return self.mover.unpack(staging, block_ids, seed, after)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""

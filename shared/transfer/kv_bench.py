@@ -20,7 +20,7 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.kv_staging import packed_bytes
-from pagewire.shared.engine.model_runner import PendingCheck, PendingMove
+from pagewire.shared.engine.block_mover import BlockMover, PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer import KvTransport, StagingPool, create_transport
@@ -36,55 +36,44 @@ from pagewire.shared.transfer.staging import StagingSlot
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
 SLOTS = 8
-SLOT_BLOCKS = (8, 16, 32, 64)
+SLOT_BLOCKS = (8, 16, 32, 64, 128)
 TURNS = 9
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
 
 
-class _BlockMover:
-    """One side's pool, with the blocks of a prompt strewn over it."""
+class _Prompt:
+    """One side's pool, with the blocks of a prompt strewn over it, and its staging."""
 
     def __init__(self, device: str, num_blocks: int) -> None:
         if torch.device(device).type == "cuda":
             torch.cuda.set_device(device)  # kernels launch on the current one
-        self._ops = load_ops("auto", torch.device(device).type)
         shape = (_SPARE * num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        self._pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        self.block_bytes = self._pool[0].nbytes
+        self.pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        self.block_bytes = self.pool[0].nbytes
         self._blocks = random.Random(0).sample(range(shape[0]), num_blocks)
+        ops = load_ops("auto", torch.device(device).type)
+        self.mover = BlockMover(ops, self.pool)
+        self._marker = self.mover.mark()
+        slot_bytes = packed_bytes(max(SLOT_BLOCKS), self.block_bytes)
+        self.staging = StagingPool(SLOTS, slot_bytes, torch.device(device))
 
-    def fill(self) -> None:
-        """Write something that differs from block to block."""
-        self._pool.view(torch.uint8).random_(0, 255)
-
-    async def pack(self, start: int, count: int, staging: torch.Tensor, seed: int) -> None:
+    async def pack(self, start: int, count: int, staging: torch.Tensor) -> None:
         """Gather blocks of the prompt."""
-        self._ops.pack_blocks(self._pool, self._ids(start, count), staging, seed)
-        await _done(PendingMove(staging.device))
+        blocks = self._blocks[start : start + count]
+        await _done(self.mover.pack(blocks, staging, start, self._marker))
 
-    async def unpack(self, start: int, count: int, staging: torch.Tensor, seed: int) -> bool:
+    async def unpack(self, start: int, count: int, staging: torch.Tensor) -> bool:
         """Scatter blocks of the prompt; returns whether they are intact."""
-        ids = self._ids(start, count)
-        check = PendingCheck(self._ops.unpack_blocks(staging, self._pool, ids), seed)
+        blocks = self._blocks[start : start + count]
+        check = self.mover.unpack(staging, blocks, start, self._marker)
         await _done(check)
         return check.is_intact()
-
-    def _ids(self, start: int, count: int) -> torch.Tensor:
-        host = torch.tensor(
-            self._blocks[start : start + count], dtype=torch.int64, pin_memory=self._pool.is_cuda
-        )
-        return host.to(self._pool.device, non_blocking=True)
 
 
 async def _done(move: PendingMove) -> None:
     while not move.is_done():  # noqa: ASYNC110 - a device is polled
         await asyncio.sleep(0)
-
-
-def _staging(device: str, block_bytes: int) -> StagingPool:
-    slot_bytes = packed_bytes(max(SLOT_BLOCKS), block_bytes)
-    return StagingPool(SLOTS, slot_bytes, torch.device(device))
 
 
 async def _send(
@@ -107,9 +96,9 @@ async def _send(
 
 async def _child(kind: str, device: str, num_blocks: int) -> None:
     """Send the prompt's blocks as told: so many a piece."""
-    mover = _BlockMover(device, num_blocks)
-    mover.fill()
-    staging = _staging(device, mover.block_bytes)
+    prompt = _Prompt(device, num_blocks)
+    prompt.pool.view(torch.uint8).random_(0, 255)
+    prompt.mover.capture_packing(prompt.staging.buffers)
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
         count, start_ns = order
@@ -117,20 +106,20 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
             pass
         async with asyncio.TaskGroup() as group:
             for start in range(0, num_blocks, count):  # each leaves while the next is packed
-                slot = await staging.acquire(PATIENCE_S)
-                data = slot.buffer[: packed_bytes(count, mover.block_bytes)]
-                await mover.pack(start, count, data, seed=start)
+                slot = await prompt.staging.acquire(PATIENCE_S)
+                data = slot.buffer[: packed_bytes(count, prompt.block_bytes)]
+                await prompt.pack(start, count, data)
                 group.create_task(_send(transport, slot, start, count, data))
 
-    await serve_orders(kind, staging, obey)
+    await serve_orders(kind, prompt.staging, obey)
 
 
-async def _take(mover: _BlockMover, piece: ReceivedPiece) -> None:
+async def _take(prompt: _Prompt, piece: ReceivedPiece) -> None:
     header = piece.header
     try:
         payload = piece.slot.buffer[: header.nbytes]
         first, count = header.positions[0], len(header.positions)
-        intact = await mover.unpack(first, count, payload, header.seed)
+        intact = await prompt.unpack(first, count, payload)
     finally:
         piece.slot.release()
     if not intact:
@@ -138,23 +127,24 @@ async def _take(mover: _BlockMover, piece: ReceivedPiece) -> None:
 
 
 async def _turn(
-    transport: KvTransport, orders: asyncio.StreamWriter, mover: _BlockMover, pieces: int, size: int
+    transport: KvTransport, orders: asyncio.StreamWriter, prompt: _Prompt, pieces: int, size: int
 ) -> float:
     """Return the seconds that all blocks take in pieces of `size` blocks."""
     started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
     orders.write(f"{size} {started_ns}\n".encode())
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         for _ in range(pieces):
-            group.create_task(_take(mover, await transport.recv()))
+            group.create_task(_take(prompt, await transport.recv()))
     return (time.monotonic_ns() - started_ns) / 1e9
 
 
 async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None:
-    mover = _BlockMover(target, num_blocks)
-    total = num_blocks * mover.block_bytes
+    prompt = _Prompt(target, num_blocks)
+    prompt.mover.capture_unpacking(prompt.staging.buffers)
+    total = num_blocks * prompt.block_bytes
     ceiling = copy_gbps(source, target, total)
     print(f"plain copy of {total >> 20} MiB: {ceiling:.1f} GB/s")
-    transport = create_transport(kind, "receiver", _staging(target, mover.block_bytes))
+    transport = create_transport(kind, "receiver", prompt.staging)
     command = ("pagewire.shared.transfer.kv_bench", "--child", kind, source, str(num_blocks))
     try:
         address = await transport.start(PATIENCE_S)
@@ -162,12 +152,13 @@ async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None
             for size in SLOT_BLOCKS:
                 pieces = -(-num_blocks // size)
                 times = [
-                    await _turn(transport, orders, mover, pieces, size) for _ in range(2 + TURNS)
+                    await _turn(transport, orders, prompt, pieces, size) for _ in range(2 + TURNS)
                 ][2:]
                 median = total / statistics.median(times) / 1e9
+                mib = size * prompt.block_bytes >> 20
                 print(
-                    f"{kind} {transport.lane('sender')}, pieces of {size * mover.block_bytes >> 20}"
-                    f" MiB: {median:.1f} GB/s ({total / max(times) / 1e9:.1f} - "
+                    f"{kind} {transport.lane('sender')}, pieces of {mib} MiB: "
+                    f"{median:.1f} GB/s ({total / max(times) / 1e9:.1f} - "
                     f"{total / min(times) / 1e9:.1f}), {median / ceiling:.2f} of the copy",
                     flush=True,
                 )

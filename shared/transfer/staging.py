@@ -126,6 +126,11 @@ class StagingPool:
         return self.memory.device
 
     @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of each slot, uint8 [slot_bytes]."""
+        return list(self.memory[:, : self.slot_bytes])
+
+    @property
     def num_free(self) -> int:
         """How many slots nobody holds."""
         with self._lock:

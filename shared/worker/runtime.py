@@ -211,6 +211,8 @@ class WorkerRuntime:
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
         self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
         self.receive_staging = StagingPool(receives, slot_bytes, device)
+        if settings.cuda_graphs:
+            await asyncio.to_thread(self._capture_moves)
         chosen = settings.kv_transport
         for name in available_transports() if chosen == "auto" else (chosen,):
             transport = create_transport(
@@ -224,6 +226,14 @@ class WorkerRuntime:
             stack.push_async_callback(transport.close)
             self.addresses[name] = await transport.start(TRANSPORT_START_S)
             self.transports[name] = transport
+
+    def _capture_moves(self) -> None:
+        """Make moves between the KV pool and staging quick to launch; the engine rests yet."""
+        mover = self.built.runner.mover
+        if self.role == "prefill":
+            mover.capture_packing(self.send_staging.buffers)
+        else:
+            mover.capture_unpacking(self.receive_staging.buffers)
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels.bench.inputs import PagedCase, decode_case, sampling_inputs
-from pagewire.kernels.kv_staging import packed_bytes
+from pagewire.kernels.kv_staging import move_order, packed_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -85,11 +85,12 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
 
 def test_packing_replays_with_other_blocks(kernels, reference):
     pool = torch.randn(32, 4096, device="cuda")
-    ids = torch.arange(4, device="cuda")
+    order = torch.tensor(move_order(range(4), 5), device="cuda")
     staging = torch.zeros(packed_bytes(4, 4096 * 4), dtype=torch.uint8, device="cuda")
-    graph, _ = _capture(lambda: kernels.pack_blocks(pool, ids, staging, 5))
-    ids.copy_(torch.tensor([31, 7, 9, 0]))
+    graph, _ = _capture(lambda: kernels.pack_blocks(pool, order, staging))
+    staging.zero_()
+    order[:5] = torch.tensor(move_order([31, 7, 9], 6), device="cuda")
     graph.replay()
     expected = torch.zeros_like(staging)
-    reference.pack_blocks(pool, ids, expected, 5)
+    reference.pack_blocks(pool, order, expected)
     assert torch.equal(staging, expected)

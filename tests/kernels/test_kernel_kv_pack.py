@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes, staging_views
+from pagewire.kernels.errors import UnsupportedShapeError
+from pagewire.kernels.kv_staging import empty_order, move_order, packed_bytes, staging_views
 
 WORD_COUNTS = [2, 4, 122, 2048, 2050, 8192, 20000]
 SEED = -(2**62) - 12345
@@ -28,10 +29,17 @@ def _staging_for(blocks, words, device):
     return torch.full((packed_bytes(blocks, 4 * words) + 8,), 9, dtype=torch.uint8, device=device)
 
 
+def _order(ids, device, capacity=None):
+    """The order to move these blocks, with garbage behind it."""
+    order = move_order(ids, SEED)
+    order += [10**9] * ((capacity or len(ids)) - len(ids))
+    return torch.tensor(order, device=device)
+
+
 def _packed(blocks, ops):
     """Staging that holds these blocks `[N, words]`."""
     staging = _staging_for(len(blocks), blocks.shape[1], blocks.device)
-    ops.pack_blocks(blocks, torch.arange(blocks.shape[0], device=blocks.device), staging, SEED)
+    ops.pack_blocks(blocks, _order(range(len(blocks)), blocks.device), staging)
     return staging
 
 
@@ -39,19 +47,20 @@ def _packed(blocks, ops):
 def test_reference_checksum_is_the_documented_one(words, reference):
     pool = _random_pool(3, words, "cpu")
     staging = _staging_for(2, words, "cpu")
-    reference.pack_blocks(pool, torch.tensor([2, 0]), staging, SEED)
+    reference.pack_blocks(pool, _order([2, 0], "cpu"), staging)
     _, sums = staging_views(staging, 2, words)
     assert sums.tolist() == [_sum(pool[2]), _sum(pool[0])]
 
 
+@pytest.mark.parametrize("capacity", [3, 4, 9])
 @pytest.mark.parametrize("words", WORD_COUNTS)
-def test_pack_matches_reference(words, device, kernels, reference):
+def test_pack_matches_reference(words, capacity, device, kernels, reference):
     pool = _random_pool(5, words, device)
-    ids = torch.tensor([4, 0, 3], device=device)
-    staging = _staging_for(3, words, device)
+    order = _order([4, 0, 3], device, capacity)
+    staging = _staging_for(capacity, words, device)
     expected = staging.clone()
-    kernels.pack_blocks(pool, ids, staging, SEED)
-    reference.pack_blocks(pool, ids, expected, SEED)
+    kernels.pack_blocks(pool, order, staging)
+    reference.pack_blocks(pool, order, expected)
     assert torch.equal(staging, expected)
     assert torch.equal(staging[: words * 4].view(torch.int32), pool[4])
     assert (staging[-8:] == 9).all()
@@ -61,13 +70,17 @@ def test_pack_matches_reference(words, device, kernels, reference):
 def test_unpack_matches_reference(words, device, kernels, reference):
     staged = _random_pool(3, words, device)
     staging = _packed(staged, reference)
-    staging[0] ^= 1  # damage: what remains is right, too
-    copy = staging.clone()
+    staging[0] ^= 1
+    staging[4 * words] ^= 1  # in the block that is only checked
+    room = _staging_for(5, words, device)
+    room[: len(staging)] = staging
+    copy = room.clone()
     pool = torch.full((5, words), 7, dtype=torch.int32, device=device)
     expected = pool.clone()
-    ids = torch.tensor([4, -1, 1], device=device)
-    sums = kernels.unpack_blocks(staging, pool, ids)
-    assert torch.equal(sums, reference.unpack_blocks(copy, expected, ids))
+    order = _order([4, -1, 1], device, capacity=5)
+    damaged = kernels.unpack_blocks(room, pool, order)
+    assert damaged.item() == reference.unpack_blocks(copy, expected, order).item() == 2
+    assert torch.equal(room, copy)
     assert torch.equal(pool, expected)
     assert torch.equal(pool[1], staged[2])
     assert (pool[[0, 2, 3]] == 7).all()
@@ -77,9 +90,8 @@ def test_round_trip_of_half_precision_blocks(device, kernels):
     pool = torch.randn(6, 2, 2, 3, 16, 16, device=device).half()
     staging = _staging_for(3, pool[0].numel() // 2, device)
     target = torch.zeros_like(pool)
-    kernels.pack_blocks(pool, torch.tensor([5, 1, 2], device=device), staging, SEED)
-    sums = kernels.unpack_blocks(staging, target, torch.tensor([0, 3, 4], device=device))
-    assert sums.tolist() == [SEED] * 3
+    kernels.pack_blocks(pool, _order([5, 1, 2], device), staging)
+    assert kernels.unpack_blocks(staging, target, _order([0, 3, 4], device)).item() == 0
     assert torch.equal(target[[0, 3, 4]], pool[[5, 1, 2]])
 
 
@@ -89,47 +101,58 @@ def test_check_sees_a_changed_bit_and_swapped_words(device, kernels):
     clean = _packed(words, kernels)
     end = 3000 * 4
 
-    def remains(staging):
-        return kernels.unpack_blocks(staging, pool, torch.tensor([-1], device=device)).item()
+    def damaged_blocks(staging):
+        return kernels.unpack_blocks(staging, pool, _order([-1], device)).item()
 
-    assert remains(clean.clone()) == SEED
+    assert damaged_blocks(clean.clone()) == 0
     for place in (0, 2999 * 4, end, end + 7):  # of the block, and of its sum
         for bit in (0, 7):
             damaged = clean.clone()
             damaged[place] ^= 1 << bit
-            assert remains(damaged) != SEED
+            assert damaged_blocks(damaged) == 1
     swapped = clean.clone()
     swapped[:end] = words[:, [1, 0, *range(2, 3000)]].contiguous().view(torch.uint8).view(-1)
-    assert remains(swapped) != SEED
+    assert damaged_blocks(swapped) == 1
     assert not pool.any()
 
 
-def test_packing_nothing(device, kernels):
+@pytest.mark.parametrize("capacity", [0, 1, 5])
+def test_packing_nothing(capacity, device, kernels):
     pool = torch.zeros(2, 8, dtype=torch.int32, device=device)
-    ids = torch.zeros(0, dtype=torch.int64, device=device)
-    staging = _staging_for(0, 8, device)
-    kernels.pack_blocks(pool, ids, staging, SEED)
-    assert kernels.unpack_blocks(staging, pool, ids).shape == (0,)
+    order = empty_order(capacity).to(device)
+    staging = _staging_for(capacity, 8, device)
+    kernels.pack_blocks(pool, order, staging)
+    assert kernels.unpack_blocks(staging, pool, order).item() == 0
     assert (staging == 9).all()
+
+
+def test_an_order_for_more_than_there_is_room_for_moves_no_more(device, kernels):
+    pool = _random_pool(4, 16, device)
+    order = _order([3, 2], device)
+    order[0] = 10**9
+    staging = _staging_for(2, 16, device)
+    kernels.pack_blocks(pool, order, staging)
+    assert (staging[-8:] == 9).all()
+    assert kernels.unpack_blocks(staging, pool, order).item() == 0
 
 
 @pytest.mark.parametrize("missing", [1, 8, 9, 8 + 4 * 16])
 def test_staging_that_is_too_short_is_refused(missing, device, kernels):
     pool = torch.zeros(2, 16, dtype=torch.int32, device=device)
-    ids = torch.arange(2, device=device)
+    order = _order([0, 1], device)
     staging = torch.zeros(packed_bytes(2, 64), dtype=torch.uint8, device=device)[:-missing]
-    with pytest.raises(RuntimeError):
-        kernels.pack_blocks(pool, ids, staging, SEED)
-    with pytest.raises(RuntimeError):
-        kernels.unpack_blocks(staging, pool, ids)
+    with pytest.raises(UnsupportedShapeError, match="take 144 bytes"):
+        kernels.pack_blocks(pool, order, staging)
+    with pytest.raises(UnsupportedShapeError, match="take 144 bytes"):
+        kernels.unpack_blocks(staging, pool, order)
 
 
 @pytest.mark.gpu
 def test_pack_of_8b_blocks(kernels, reference):
     pool = _random_pool(100, 1 << 19, "cuda")
-    ids = torch.randperm(100, device="cuda")[:64]
-    staging = _staging_for(64, 1 << 19, "cuda")
+    order = _order(torch.randperm(100)[:64].tolist(), "cuda", capacity=100)
+    staging = _staging_for(100, 1 << 19, "cuda")
     expected = staging.clone()
-    kernels.pack_blocks(pool, ids, staging, SEED)
-    reference.pack_blocks(pool, ids, expected, SEED)
+    kernels.pack_blocks(pool, order, staging)
+    reference.pack_blocks(pool, order, expected)
     assert torch.equal(staging, expected)

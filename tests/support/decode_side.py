@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes
+from pagewire.kernels.kv_staging import move_order, packed_bytes
 from pagewire.kernels.reference.kv_pack import pack_blocks
 from pagewire.services.decode.prefill_links import PrefillLink
 from pagewire.services.decode.service import DecodeService
@@ -88,7 +88,7 @@ def piece_of(job_id: str) -> ReceivedPiece:
     slot = StagingPool(1, nbytes, torch.device("cpu")).try_acquire()
     assert slot is not None
     pool = torch.tensor(blocks, dtype=torch.int32)
-    pack_blocks(pool, torch.arange(len(blocks)), slot.buffer, SEED)
+    pack_blocks(pool, torch.tensor(move_order(range(len(blocks)), SEED)), slot.buffer)
     header = PieceHeader(
         job_id=job_id,
         decode_epoch=1,

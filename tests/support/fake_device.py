@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagewire.kernels.kv_staging import move_order
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
+from pagewire.shared.engine.block_mover import Marker, PendingCheck, PendingMove
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.model_runner import (
-    Marker,
-    PendingCheck,
-    PendingMove,
-    PendingTokens,
-)
+from pagewire.shared.engine.model_runner import PendingTokens
 from pagewire.shared.engine.scheduler import (
     ScheduledBatch,
     ScheduledTokens,
@@ -106,8 +103,8 @@ class FakeMove(PendingMove):
 class FakeCheck(PendingCheck):
     """The same, checked."""
 
-    def __init__(self, device: FakeDevice, sums: torch.Tensor, seed: int) -> None:
-        super().__init__(sums, seed)
+    def __init__(self, device: FakeDevice, damaged: torch.Tensor) -> None:
+        super().__init__(damaged, torch.device("cpu"))
         self._device = device
 
     def is_done(self) -> bool:
@@ -175,17 +172,17 @@ class FakeDevice:
     def pack(
         self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
-        pack_blocks(self._pool(), torch.tensor(block_ids), staging, seed)
+        pack_blocks(self._pool(), torch.tensor(move_order(block_ids, seed)), staging)
         return FakeMove(self)
 
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
     ) -> PendingCheck:
         pool = self._pool()
-        sums = unpack_blocks(staging, pool, torch.tensor(block_ids))
+        damaged = unpack_blocks(staging, pool, torch.tensor(move_order(block_ids, seed)))
         for block in block_ids:
             self.cells[block] = pool[block].tolist()
-        return FakeCheck(self, sums, seed)
+        return FakeCheck(self, damaged)
 
     def _pool(self) -> torch.Tensor:
         """The cells as a pool of the real operations, [NB, BS] int32; -1 was never written."""

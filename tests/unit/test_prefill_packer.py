@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.model_runner import PendingMove
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.staging import StagingPool

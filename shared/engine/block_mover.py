@@ -1,0 +1,191 @@
+"""Packs KV blocks into staging and unpacks them, beside the engine's steps.
+
+Where staging slots are known beforehand, each gets a CUDA graph of its move: to launch the copies
+and kernels one by one takes the host several times as long as a small piece takes the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.kernels.kv_staging import empty_order, max_blocks, move_order
+from pagewire.shared.engine.cuda_graph import GraphPool
+
+# A point in the work that has been launched on a device; None where work runs at once.
+Marker = torch.cuda.Event | None
+
+
+class PendingMove:
+    """Blocks that are being moved by the work launched last."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether the blocks have been moved, without waiting."""
+        return self._event is None or self._event.query()
+
+
+class PendingCheck(PendingMove):
+    """Blocks that are being moved and checked.
+
+    Args:
+        damaged: [] int64 on the host: how many are damaged, once the move is done.
+    """
+
+    __slots__ = ("_damaged",)
+
+    def __init__(self, damaged: torch.Tensor, device: torch.device) -> None:
+        super().__init__(device)
+        self._damaged = damaged
+
+    def is_intact(self) -> bool:
+        """Wait for the move; return whether the blocks are those that were packed."""
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._damaged) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _MoveGraph:
+    """The move between the pool and one staging slot.
+
+    Attributes:
+        order: [2 + capacity] int64, pinned: read by each replay.
+        damaged: [] int64, pinned: written by it, if it checks.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    order: torch.Tensor
+    damaged: torch.Tensor
+
+    def replay(self, block_ids: list[int], seed: int) -> None:
+        """Launch it. The slot's last move is done: its buffers belong to whoever holds the slot."""
+        order = move_order(block_ids, seed)
+        self.order.numpy()[: len(order)] = order
+        self.graph.replay()
+
+
+@dataclass(slots=True)
+class BlockMover:
+    """Moves blocks of one pool, on a stream of its own: a long step must not hold up a transfer.
+
+    Attributes:
+        kv_pool: [NB, L, 2, KH, BS, D].
+    """
+
+    ops: Ops
+    kv_pool: torch.Tensor
+    _stream: torch.cuda.Stream | None = None
+    _packing: dict[int, _MoveGraph] = field(default_factory=dict)
+    _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
+
+    def mark(self) -> Marker:
+        """Return the present end of the work launched on the current stream."""
+        if not self.kv_pool.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    @torch.inference_mode()
+    def pack(
+        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+    ) -> PendingMove:
+        """Gather blocks into a staging buffer, behind what was launched at the marker."""
+        with self._moving(after):
+            graph = self._packing.get(staging.data_ptr())
+            if graph is not None:
+                graph.replay(block_ids, seed)
+            else:
+                self.ops.pack_blocks(self.kv_pool, self._order(block_ids, seed), staging)
+            return PendingMove(staging.device)
+
+    @torch.inference_mode()
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+    ) -> PendingCheck:
+        """Scatter a staging buffer into blocks, likewise."""
+        with self._moving(after):
+            graph = self._unpacking.get(staging.data_ptr())
+            if graph is not None:
+                graph.replay(block_ids, seed)
+                damaged = graph.damaged
+            else:
+                order = self._order(block_ids, seed)
+                damaged = self._to_host(self.ops.unpack_blocks(staging, self.kv_pool, order))
+            return PendingCheck(damaged, staging.device)
+
+    def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
+        """Make packing into these staging slots quick to launch; nothing else may be running."""
+        self._capture(
+            slots,
+            self._packing,
+            lambda order, slot, damaged: self.ops.pack_blocks(self.kv_pool, order, slot),
+        )
+
+    def capture_unpacking(self, slots: Iterable[torch.Tensor]) -> None:
+        """Make unpacking from these staging slots quick to launch, likewise."""
+        self._capture(
+            slots,
+            self._unpacking,
+            lambda order, slot, damaged: damaged.copy_(
+                self.ops.unpack_blocks(slot, self.kv_pool, order), non_blocking=True
+            ),
+        )
+
+    @torch.inference_mode()
+    def _capture(
+        self,
+        slots: Iterable[torch.Tensor],
+        graphs: dict[int, _MoveGraph],
+        move: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+    ) -> None:
+        if not self.kv_pool.is_cuda:
+            return
+        pool = GraphPool(self.kv_pool.device)  # moves are launched one after the other
+        for slot in slots:
+            host = empty_order(max_blocks(slot.shape[0], self.kv_pool[0].nbytes)).pin_memory()
+            order = host.to(self.kv_pool.device)
+            damaged = torch.zeros((), dtype=torch.int64).pin_memory()
+
+            def step() -> torch.Tensor:
+                order.copy_(host, non_blocking=True)  # noqa: B023 - called in this turn
+                move(order, slot, damaged)  # noqa: B023
+                return order  # noqa: B023
+
+            graph, _ = pool.capture(step)
+            graphs[slot.data_ptr()] = _MoveGraph(graph, host, damaged)
+
+    def _order(self, block_ids: list[int], seed: int) -> torch.Tensor:
+        host = torch.tensor(
+            move_order(block_ids, seed), dtype=torch.int64, pin_memory=self.kv_pool.is_cuda
+        )
+        return host.to(self.kv_pool.device, non_blocking=True)
+
+    def _to_host(self, damaged: torch.Tensor) -> torch.Tensor:
+        if not damaged.is_cuda:
+            return damaged
+        host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        return host.copy_(damaged, non_blocking=True)
+
+    @contextmanager
+    def _moving(self, after: Marker) -> Iterator[None]:
+        if after is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.kv_pool.device, priority=-1)
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            yield
