@@ -61,12 +61,14 @@ class _MoveGraph:
     """The move between the pool and one staging slot.
 
     Attributes:
-        order: [2 + capacity] int64, pinned: read by each replay.
+        order: [2 + capacity] int64, pinned: copied to `device_order` by each replay.
+        device_order: kept alive for the kernels, which read it.
         damaged: [] int64, pinned: written by it, if it checks.
     """
 
     graph: torch.cuda.CUDAGraph
     order: torch.Tensor
+    device_order: torch.Tensor
     damaged: torch.Tensor
 
     def replay(self, block_ids: list[int], seed: int) -> None:
@@ -164,8 +166,8 @@ class BlockMover:
                 move(order, slot, damaged)  # noqa: B023
                 return order  # noqa: B023
 
-            graph, _ = pool.capture(step)
-            graphs[slot.data_ptr()] = _MoveGraph(graph, host, damaged)
+            graph, device_order = pool.capture(step)
+            graphs[slot.data_ptr()] = _MoveGraph(graph, host, device_order, damaged)
 
     def _order(self, block_ids: list[int], seed: int) -> torch.Tensor:
         host = torch.tensor(

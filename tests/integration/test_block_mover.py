@@ -30,6 +30,8 @@ class Side:
         if captured:
             self.mover.capture_packing(self.staging.buffers)
             self.mover.capture_unpacking(self.staging.buffers)
+            # Whatever a graph forgot to keep is overwritten by these.
+            self.garbage = [torch.full((64,), 10**9, device=device) for _ in range(256)]
 
     def pack(self, slot: int, blocks: list[int], seed: int) -> torch.Tensor:
         staging = self.staging.buffers[slot][: packed_bytes(len(blocks), self.pool[0].nbytes)]
