@@ -17,6 +17,7 @@ from pagewire.kernels.kv_staging import max_blocks, packed_bytes
 from pagewire.shared.engine.block_mover import Marker, PendingMove
 from pagewire.shared.engine.model_runner import Executor
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.transfer.pieces import next_piece
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
 
@@ -42,12 +43,14 @@ class _Job:
     """A job in the engine.
 
     Attributes:
+        most_blocks: of a piece.
         milestones: number of final blocks, and the point in the launched work that makes them so.
         num_preemptions: of the sequence when these were noted; it loses all blocks with one.
     """
 
     sequence: Sequence
     next_block: int
+    most_blocks: int
     next_piece: int = 0
     milestones: list[tuple[int, Marker]] = field(default_factory=list)
     num_preemptions: int = 0
@@ -87,9 +90,19 @@ class PiecePacker:
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _packing: deque[_Packing] = field(default_factory=deque)
 
-    def start(self, job_id: str, sequence: Sequence, first_block: int) -> None:
-        """Pack a job's blocks from `first_block` on, as they become final."""
-        self._jobs[job_id] = _Job(sequence, first_block)
+    def start(
+        self, job_id: str, sequence: Sequence, first_block: int, receiver_slot_bytes: int
+    ) -> None:
+        """Pack a job's blocks from `first_block` on, as they become final.
+
+        Args:
+            job_id: names it in pieces.
+            sequence: what the engine computes.
+            first_block: earlier ones are not wanted.
+            receiver_slot_bytes: holds one block or more; a piece fits the slots of both sides.
+        """
+        slot_bytes = min(self.staging.slot_bytes, receiver_slot_bytes)
+        self._jobs[job_id] = _Job(sequence, first_block, max_blocks(slot_bytes, self.block_bytes))
 
     def send_again(self, job_id: str, piece: int, positions: list[int]) -> None:
         """Pack blocks of a piece that got lost or damaged once more."""
@@ -114,9 +127,10 @@ class PiecePacker:
             if not self._pack(job_id, job, piece, positions):
                 return
             job.resend.popleft()
-        most = max_blocks(self.staging.slot_bytes, self.block_bytes)
-        while (final := job.num_final_blocks) > job.next_block:
-            positions = list(range(job.next_block, min(final, job.next_block + most)))
+        while (ready := job.num_final_blocks - job.next_block) > 0:
+            is_first = all(packing.piece.job_id != job_id for packing in self._packing)
+            count = next_piece(ready, job.most_blocks, is_first=is_first)
+            positions = list(range(job.next_block, job.next_block + count))
             if not self._pack(job_id, job, job.next_piece, positions):
                 return
             job.next_piece += 1

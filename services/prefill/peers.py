@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pagewire.kernels.kv_staging import max_blocks
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.errors import LayoutMismatchError, TransferError, TransferTimeoutError
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
@@ -59,6 +59,11 @@ class DecodePeers:
         peer = self._peers.get(peer_id)
         return peer is not None and (peer.worker_id, peer.epoch) == (worker_id, epoch)
 
+    def slot_bytes(self, peer_id: str) -> int:
+        """The size of a decode worker's staging slots; 0 if no way to it is open."""
+        peer = self._peers.get(peer_id)
+        return 0 if peer is None else peer.slot_bytes
+
     async def open(self, peer_id: str, hello: KvHello) -> None:
         """Agree on layout and transport with a decode worker, and answer it."""
         self._worker_of[peer_id] = hello.worker_id
@@ -99,14 +104,11 @@ class DecodePeers:
             TransferError: there is none.
         """
         runtime = self._runtime
-        ours = runtime.send_staging.slot_bytes
-        if hello.slot_bytes < ours:
-            block_bytes = runtime.built.layout.block_bytes
+        block_bytes = packed_bytes(1, runtime.built.layout.block_bytes)
+        if hello.slot_bytes < block_bytes:
             raise LayoutMismatchError(
-                f"a staging slot of {hello.worker_id} holds "
-                f"{max_blocks(hello.slot_bytes, block_bytes)} blocks, of this worker "
-                f"{max_blocks(ours, block_bytes)}: give all workers the same staging_slot_bytes "
-                "(PAGEWIRE_STAGING_SLOT_BYTES)"
+                f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
+                f"takes {block_bytes}"
             )
         problems = []
         # All of them together must not take longer than the decode worker waits.
@@ -196,7 +198,7 @@ class DecodePeers:
 
     async def _measure(self, peer: _Peer) -> float:
         """Return the GB/s of whole slots."""
-        slot_bytes = self._runtime.send_staging.slot_bytes
+        slot_bytes = min(self._runtime.send_staging.slot_bytes, peer.slot_bytes)
         first = 1 + PROBE_IN_FLIGHT
         await self._probe_once(peer, range(1, first), slot_bytes)  # connects, maps memory
         start = time.perf_counter()
@@ -233,7 +235,7 @@ class DecodePeers:
 
     async def _send_probe(self, peer: _Peer, piece: int, nbytes: int) -> None:
         staging = self._runtime.send_staging
-        nbytes = min(nbytes, staging.slot_bytes)
+        nbytes = min(nbytes, staging.slot_bytes, peer.slot_bytes)
         header = PieceHeader(
             kind="probe",
             job_id=peer.probe_id,

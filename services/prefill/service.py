@@ -106,8 +106,9 @@ class PrefillService:
             return
         block_size = self._runtime.built.layout.block_size
         job = PrefillJob(peer_id, ticket, num_blocks=-(-len(ticket.token_ids) // block_size))
+        slot_bytes = self._peers.slot_bytes(peer_id)
         try:
-            self._runtime.engine.submit(lambda core: self._start(core, job))
+            self._runtime.engine.submit(lambda core: self._start(core, job, slot_bytes))
         except OverloadedError as exc:
             self._post(peer_id, PrefillFailed(job_id=job.job_id, reason=str(exc)))
             return
@@ -128,7 +129,7 @@ class PrefillService:
             return f"token ids must be below {vocab_size}"
         return None
 
-    def _start(self, core: EngineCore, job: PrefillJob) -> None:
+    def _start(self, core: EngineCore, job: PrefillJob, slot_bytes: int) -> None:
         """Queue a job's sequence. Runs in the engine's thread."""
         ticket = job.ticket
         sequence = new_sequence(job.job_id, ticket.token_ids, ticket.sampling, ())
@@ -138,7 +139,7 @@ class PrefillService:
         except (InvalidRequestError, OverloadedError) as exc:
             self._runtime.in_loop(self._fail)(job, str(exc))
             return
-        self._packer.start(job.job_id, sequence, ticket.first_block)
+        self._packer.start(job.job_id, sequence, ticket.first_block, slot_bytes)
 
     # Its blocks leave
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from pagewire.shared.background import start_task
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.protocol import decode_header
+from pagewire.shared.protocol import PieceHeader, decode_header
 from pagewire.shared.transfer.base import ReceivedPiece
 from pagewire.shared.transfer.peer import Landing, Offered, Peer
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
-from pagewire.shared.transfer.wire import Grant, Offer, Refusal, SessionMessage
+from pagewire.shared.transfer.wire import Credit, Grant, Offer, Refusal, SessionMessage
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,10 @@ class Arrivals:
         staging: where the slots come from.
         stats: counts what goes wrong.
         post: sends a session message to a peer without waiting.
+
+    Attributes:
+        max_held: slots that are held for each peer that has offered a piece before, so that its
+            next ones need no grant. At least half of all slots stay free for everybody.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Arrivals:
         self._staging = staging
         self._stats = stats
         self._post = post
+        self.max_held = 0
         # Every piece in it holds a slot, so it is never full when one has landed.
         self._landed: asyncio.Queue[ReceivedPiece] = asyncio.Queue(staging.num_slots)
 
@@ -88,12 +93,58 @@ class Arrivals:
             self._grant(peer, *offer, slot)
 
     def _grant(self, peer: Peer, seq: int, offered: Offered, slot: StagingSlot) -> None:
+        self._await_payload(peer, seq, offered, slot)
+        self._post(peer, Grant(peer.out, seq))
+
+    def _await_payload(self, peer: Peer, seq: int, offered: Offered, slot: StagingSlot) -> None:
         loop = asyncio.get_running_loop()
         expiry = loop.call_at(offered.deadline + _GRANT_SLACK_S, self._expire, peer, seq)
         peer.landings[seq] = Landing(offered.header, slot, expiry)
-        self._post(peer, Grant(peer.out, seq))
 
     def on_offer(self, peer: Peer, offer: Offer) -> None:
+        """Take an offered piece, then hold slots for the next."""
+        if offer.by_credit:
+            self._take_by_credit(peer, offer)
+        else:
+            self._take(peer, offer)
+        self._hold(peer)
+
+    def _hold(self, peer: Peer) -> None:
+        """Hold slots for a peer's next pieces while most are free."""
+        staging = self._staging
+        while len(peer.held) < self.max_held and peer.reachable:
+            slot = staging.try_acquire() if 2 * staging.num_free > staging.num_slots else None
+            if slot is None:
+                return
+            peer.held.append(slot)
+            self._post(peer, Credit(peer.out))
+
+    def _take_by_credit(self, peer: Peer, offer: Offer) -> None:
+        """Let the payload, which is on its way, into a held slot."""
+        if not peer.held or offer.seq in peer.landings:
+            self._stats.note_malformed(f"{peer.peer_id!r} sent a piece that was not granted")
+            return
+        slot = peer.held.pop()
+        header = self._header_of(peer, offer)
+        if header is None:
+            slot.release()
+        else:
+            self._await_payload(peer, offer.seq, Offered(header, _deadline(offer)), slot)
+
+    def _header_of(self, peer: Peer, offer: Offer) -> PieceHeader | None:
+        """Return the header of an offer; None if the offer has been refused."""
+        try:
+            header = decode_header(offer.header)
+        except ProtocolError as exc:
+            self._refuse(peer, offer.seq, str(exc))
+            return None
+        if 0 < header.nbytes <= self._staging.slot_bytes:
+            return header
+        fit = f"{header.nbytes} bytes do not fit a slot of {self._staging.slot_bytes}"
+        self._refuse(peer, offer.seq, fit)
+        return None
+
+    def _take(self, peer: Peer, offer: Offer) -> None:
         """Grant an offered piece at once if nobody waits before it; else put it in line.
 
         One that cannot be taken is refused.
@@ -101,19 +152,13 @@ class Arrivals:
         if offer.seq in peer.offers or offer.seq in peer.landings:
             self._stats.note_malformed(f"{peer.peer_id!r} offered piece {offer.seq} again")
             return
-        try:
-            header = decode_header(offer.header)
-        except ProtocolError as exc:
-            self._refuse(peer, offer.seq, str(exc))
+        header = self._header_of(peer, offer)
+        if header is None:
             return
-        if not 0 < header.nbytes <= self._staging.slot_bytes:
-            fit = f"{header.nbytes} bytes do not fit a slot of {self._staging.slot_bytes}"
-            self._refuse(peer, offer.seq, fit)
-        elif len(peer.offers) >= _MAX_OFFERS:
+        if len(peer.offers) >= _MAX_OFFERS:
             self._refuse(peer, offer.seq, f"more than {_MAX_OFFERS} offers at once")
         else:
-            deadline = asyncio.get_running_loop().time() + offer.timeout_ms / 1000
-            offered = Offered(header, deadline)
+            offered = Offered(header, _deadline(offer))
             is_first = offer.timeout_ms > 0 and not peer.offers
             slot = self._staging.try_acquire() if is_first else None
             if slot is not None:
@@ -180,3 +225,8 @@ class Arrivals:
                 landing.slot.release()
         if landed:
             self._landed.put_nowait(ReceivedPiece(peer.peer_id, landing.header, landing.slot))
+        self._hold(peer)
+
+
+def _deadline(offer: Offer) -> float:
+    return asyncio.get_running_loop().time() + offer.timeout_ms / 1000

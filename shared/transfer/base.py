@@ -46,6 +46,10 @@ class KvTransport(ABC):
         self.staging = staging
 
     @abstractmethod
+    def hold_slots(self, count: int) -> None:
+        """Hold so many slots for each peer ahead of its pieces, as long as half of all are free."""
+
+    @abstractmethod
     async def start(self, timeout: float) -> bytes:
         """Open for peers; return the address that a peer passes to `connect`."""
 

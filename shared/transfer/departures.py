@@ -16,6 +16,10 @@ from pagewire.shared.transfer.wire import SEQ_BITS, Offer, SessionMessage, Withd
 
 logger = logging.getLogger(__name__)
 
+# A carrier must not be able to deliver the payload before its offer. It delivers in order what it
+# sends as a whole, and short messages are.
+_MAX_HEADER_BY_CREDIT = 1024
+
 
 class Departures:
     """Gets offered pieces granted and sees their payloads off.
@@ -36,7 +40,9 @@ class Departures:
         self._seq = secrets.randbits(SEQ_BITS)
 
     async def obtain_grant(self, peer: Peer, header: PieceHeader, deadline: float) -> int:
-        """Wait in line at the receiver; return the number of the granted piece.
+        """Take a slot that the receiver holds for us, or wait in line there.
+
+        Returns the number of the granted piece.
 
         Raises:
             TransferTimeoutError: it was not our turn in time; the receiver has forgotten us.
@@ -53,8 +59,13 @@ class Departures:
                 if peer.error is not None:
                     raise TransferError(f"no way to {peer.peer_id!r}: {peer.error}") from peer.error
                 patience_ms = max(0, int((deadline - loop.time()) * 1000))
+                encoded = encode_header(header)
+                if peer.credits and len(encoded) <= _MAX_HEADER_BY_CREDIT:
+                    peer.credits -= 1
+                    self._post(peer, Offer(peer.out, seq, patience_ms, encoded, by_credit=True))
+                    return seq
                 peer.grants[seq] = grant
-                self._post(peer, Offer(peer.out, seq, patience_ms, encode_header(header)))
+                self._post(peer, Offer(peer.out, seq, patience_ms, encoded))
                 await grant
             granted = True
         finally:
@@ -93,6 +104,10 @@ class Departures:
             self._post(peer, Withdrawal(peer.out, seq))
         elif not grant.done():
             grant.set_result(None)
+
+    def on_credit(self, peer: Peer) -> None:
+        """The receiver holds a slot for a piece that is still to come."""
+        peer.credits += 1
 
     def on_refusal(self, peer: Peer, seq: int, reason: str) -> None:
         """The receiver will never take a piece."""

@@ -32,6 +32,7 @@ from pagewire.shared.transfer.bench import (
     copy_gbps,
     serve_orders,
 )
+from pagewire.shared.transfer.pieces import piece_sizes
 from pagewire.shared.transfer.staging import StagingSlot
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
@@ -95,21 +96,23 @@ async def _send(
 
 
 async def _child(kind: str, device: str, num_blocks: int) -> None:
-    """Send the prompt's blocks as told: so many a piece."""
+    """Send the prompt's blocks as told: from a moment on, up to so many a piece."""
     prompt = _Prompt(device, num_blocks)
     prompt.pool.view(torch.uint8).random_(0, 255)
     prompt.mover.capture_packing(prompt.staging.buffers)
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
-        count, start_ns = order
+        most, start_ns = order
         while time.monotonic_ns() < start_ns:
             pass
         async with asyncio.TaskGroup() as group:
-            for start in range(0, num_blocks, count):  # each leaves while the next is packed
+            start = 0
+            for size in piece_sizes(num_blocks, most):  # each leaves while the next is packed
                 slot = await prompt.staging.acquire(PATIENCE_S)
-                data = slot.buffer[: packed_bytes(count, prompt.block_bytes)]
-                await prompt.pack(start, count, data)
-                group.create_task(_send(transport, slot, start, count, data))
+                data = slot.buffer[: packed_bytes(size, prompt.block_bytes)]
+                await prompt.pack(start, size, data)
+                group.create_task(_send(transport, slot, start, size, data))
+                start += size
 
     await serve_orders(kind, prompt.staging, obey)
 
@@ -129,7 +132,7 @@ async def _take(prompt: _Prompt, piece: ReceivedPiece) -> None:
 async def _turn(
     transport: KvTransport, orders: asyncio.StreamWriter, prompt: _Prompt, pieces: int, size: int
 ) -> float:
-    """Return the seconds that all blocks take in pieces of `size` blocks."""
+    """Return the seconds that all blocks take in pieces of up to `size` blocks."""
     started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
     orders.write(f"{size} {started_ns}\n".encode())
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
@@ -145,19 +148,20 @@ async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None
     ceiling = copy_gbps(source, target, total)
     print(f"plain copy of {total >> 20} MiB: {ceiling:.1f} GB/s")
     transport = create_transport(kind, "receiver", prompt.staging)
+    transport.hold_slots(SLOTS // 2)
     command = ("pagewire.shared.transfer.kv_bench", "--child", kind, source, str(num_blocks))
     try:
         address = await transport.start(PATIENCE_S)
         async with child_process(command, transport, address) as orders:
             for size in SLOT_BLOCKS:
-                pieces = -(-num_blocks // size)
+                pieces = len(piece_sizes(num_blocks, size))
                 times = [
                     await _turn(transport, orders, prompt, pieces, size) for _ in range(2 + TURNS)
                 ][2:]
                 median = total / statistics.median(times) / 1e9
                 mib = size * prompt.block_bytes >> 20
                 print(
-                    f"{kind} {transport.lane('sender')}, pieces of {mib} MiB: "
+                    f"{kind} {transport.lane('sender')}, pieces of up to {mib} MiB: "
                     f"{median:.1f} GB/s ({total / max(times) / 1e9:.1f} - "
                     f"{total / min(times) / 1e9:.1f}), {median / ceiling:.2f} of the copy",
                     flush=True,

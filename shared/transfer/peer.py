@@ -54,6 +54,8 @@ class Peer:
         grants: pieces that we offered, by sequence number.
         offers: pieces that it offered, in the order of their arrival.
         offered: set while there are offers.
+        credits: pieces that may be sent to it without waiting for a grant.
+        held: slots for as many pieces of its own.
         landings: pieces that we granted and that have not begun to arrive.
         arriving: pieces whose bytes are on their way into a slot.
         granter: answers the offers, one at a time.
@@ -72,6 +74,8 @@ class Peer:
     grants: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     offers: dict[int, Offered] = field(default_factory=dict)
     offered: asyncio.Event = field(default_factory=asyncio.Event)
+    credits: int = 0
+    held: list[StagingSlot] = field(default_factory=list)
     landings: dict[int, Landing] = field(default_factory=dict)
     arriving: dict[asyncio.Task[None], Landing] = field(default_factory=dict)
     granter: asyncio.Task[None] | None = None
@@ -141,6 +145,9 @@ class Peer:
         self.grants.clear()
         self.offers.clear()
         self.offered.clear()
+        self.credits = 0
+        while self.held:
+            self.held.pop().release()
         for seq in list(self.landings):
             self.give_up_landing(seq)
         for landing in self.arriving.values():

@@ -8,8 +8,10 @@
 
 So a receiver without a free slot costs nobody any memory, and a sender that loses patience in line
 takes back its `Offer` without harm to the connection: no carrier can recall a payload that it has
-begun to send. Both sides say `Hello` when they connect, and nothing is offered before both have.
-A connection whose payload stalls is broken off and made anew; what was under way fails.
+begun to send. A receiver with slots to spare holds some for each peer and says so by a `Credit`:
+then the payload follows its `Offer` at once. Both sides say `Hello` when they connect, and nothing
+is offered before both have. A connection whose payload stalls is broken off and made anew; what was
+under way fails.
 
 A carrier (ucx, zmq, loopback) is a subclass: it moves session messages and payloads. All of it
 runs in one event loop.
@@ -39,6 +41,7 @@ from pagewire.shared.transfer.wire import (
     CHANNEL_BITS,
     NONCE_BYTES,
     Bye,
+    Credit,
     Grant,
     Hello,
     Offer,
@@ -115,6 +118,15 @@ class SessionTransport(KvTransport):
     @abstractmethod
     async def _close_carrier(self) -> None:
         """Free everything that `_open` made; all peers are unlinked. Safe if nothing was opened."""
+
+    def hold_slots(self, count: int) -> None:
+        """Hold so many slots for each peer ahead of its pieces, as long as half of all are free."""
+        self._arrivals.max_held = count
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are held ahead at present."""
+        return sum(len(peer.held) for peer in self._peers.values())
 
     async def start(self, timeout: float) -> bytes:
         """Open for peers; return the address that a peer passes to `connect`."""
@@ -340,6 +352,8 @@ class SessionTransport(KvTransport):
                 self._arrivals.on_withdrawal(peer, seq)
             case Grant(seq=seq):
                 self._departures.on_grant(peer, seq)
+            case Credit():
+                self._departures.on_credit(peer)
             case Refusal(seq=seq, reason=reason):
                 self._departures.on_refusal(peer, seq, reason)
             case _:

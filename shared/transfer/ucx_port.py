@@ -172,6 +172,7 @@ class UcxPort:
             done(_mapped(exc))
             return
         self._follow(_Transfer(request, buffer, owner, done))
+        self._settle()  # a short message is there already, and may announce the next
 
     def discard(self, tag: int) -> None:
         """Throw away a message that has come."""

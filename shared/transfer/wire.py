@@ -66,12 +66,14 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         timeout_ms: after which the sender will have lost patience.
         header: the encoded `PieceHeader`.
+        by_credit: the payload follows at once, into a slot that was held for it ahead.
     """
 
     channel: Channel
     seq: Seq
     timeout_ms: Annotated[int, Meta(ge=0, lt=2**31)]
     header: Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
+    by_credit: bool = False
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -79,6 +81,12 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     channel: Channel
     seq: Seq
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A slot is held for a piece that will be offered: its payload need not wait for a grant."""
+
+    channel: Channel
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -109,7 +117,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=True):
     channel: Channel
 
 
-SessionMessage: TypeAlias = Hello | Offer | Grant | Refusal | Withdrawal | Payload | Bye
+SessionMessage: TypeAlias = Hello | Offer | Grant | Credit | Refusal | Withdrawal | Payload | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[SessionMessage] = msgspec.msgpack.Decoder(SessionMessage)

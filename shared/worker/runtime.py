@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from prometheus_client import CollectorRegistry
 
 from pagewire.kernels.kv_staging import packed_bytes
@@ -58,9 +59,13 @@ DRAIN_POLL_S = 0.05
 # own interval the event loop's messages would wait for 5 ms at a time.
 SWITCH_INTERVAL_S = 0.0005
 # Unless one is asked for, or a single block is larger. A piece costs each side a fraction of a
-# millisecond of the host's time, so that over NVLink smaller ones are the slower way.
-LARGEST_SLOT_BYTES = 128 << 20
+# millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots
+# together are to take a small share of a GPU's memory.
+LARGEST_SLOT_BYTES = 256 << 20
+STAGING_SHARE = 1 / 64
 MOST_BLOCKS_PER_SLOT = 128
+# So many pieces of a peer wait for no grant, which over NVLink takes longer than they do.
+SLOTS_HELD_PER_PEER = 2
 
 
 class Service(Protocol):
@@ -206,8 +211,8 @@ class WorkerRuntime:
 
     async def _open_transports(self, stack: contextlib.AsyncExitStack) -> None:
         settings, block_bytes = self.settings, self.built.layout.block_bytes
-        slot_bytes = slot_size(settings.staging_slot_bytes, block_bytes)
         slots, device = settings.staging_slots, self.built.device
+        slot_bytes = slot_size(settings.staging_slot_bytes, block_bytes, _slot_share(device, slots))
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
         self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
         self.receive_staging = StagingPool(receives, slot_bytes, device)
@@ -224,6 +229,7 @@ class WorkerRuntime:
                 keys=self.keys,
             )
             stack.push_async_callback(transport.close)
+            transport.hold_slots(SLOTS_HELD_PER_PEER)
             self.addresses[name] = await transport.start(TRANSPORT_START_S)
             self.transports[name] = transport
 
@@ -326,19 +332,29 @@ class WorkerRuntime:
         )
 
 
-def slot_size(asked: int | None, block_bytes: int) -> int:
+def _slot_share(device: torch.device, slots: int) -> int:
+    """What one of so many staging slots may take of a device's memory, in bytes."""
+    if device.type != "cuda":
+        return LARGEST_SLOT_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory * STAGING_SHARE / slots)
+
+
+def slot_size(asked: int | None, block_bytes: int, share: int = LARGEST_SLOT_BYTES) -> int:
     """Size staging slots: whole blocks, and their checksums on top.
 
     Args:
         asked: an upper bound of the blocks in bytes. None: large pieces keep a link busy, but
             small blocks need no large slots.
         block_bytes: of one block over all layers.
+        share: what a slot may take of the device's memory, unless one is asked for or a single
+            block is larger.
 
     Raises:
         ConfigError: what was asked for holds no block, or more than a piece can name.
     """
     if asked is None:
-        asked = max(1, min(LARGEST_SLOT_BYTES // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
+        largest = min(LARGEST_SLOT_BYTES, share)
+        asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
     blocks = asked // block_bytes
     if not 1 <= blocks <= MAX_POSITIONS:
         raise ConfigError(

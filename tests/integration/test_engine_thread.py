@@ -206,7 +206,7 @@ def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) 
 
     def start(core: EngineCore) -> None:
         core.add(job)
-        packer.start("job", job, 0)
+        packer.start("job", job, 0, staging.slot_bytes)
 
     with started(core) as engine:
         staging.on_free = engine.wake

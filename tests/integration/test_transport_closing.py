@@ -21,7 +21,7 @@ def test_close_is_idempotent_and_drops_what_nobody_took(kind: str) -> None:
         async with network(kind) as net:
             a, b = await net.pair(2)
             sends = [asyncio.create_task(a.send("b", i, 1000, timeout=2)) for i in range(4)]
-            await eventually(lambda: b.staging.num_free == 0)
+            await eventually(lambda: b.num_free == 0)
             await asyncio.gather(b.transport.close(), b.transport.close())
             await b.transport.close()
             b.staging.check_integrity(all_free=True)

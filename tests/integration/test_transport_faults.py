@@ -55,7 +55,7 @@ def test_sender_killed_in_mid_transfer(kind: str) -> None:
                     started = time.monotonic()
                     await node.transport.disconnect("child")
                     assert time.monotonic() - started < 2
-                    assert node.staging.num_free == node.staging.num_slots - 1
+                    assert node.num_free == node.staging.num_slots - 1
                     held.slot.release()
             node.staging.check_integrity(all_free=True)
 
@@ -98,7 +98,7 @@ def test_death_of_one_peer_does_not_disturb_another(kind: str) -> None:
             # Nobody has told the node yet; slots granted to the dead may be among the four.
             await asyncio.gather(node.send("other", 7, PIECE_BYTES), other.take_all(1))
             await node.transport.disconnect("child")
-            while node.staging.num_free < node.staging.num_slots:
+            while node.num_free < node.staging.num_slots:
                 (await node.transport.recv()).slot.release()
             await asyncio.gather(other.send("parent", 8, PIECE_BYTES), node.take_all(1))
 
@@ -142,7 +142,7 @@ def test_stalled_payload_breaks_the_connection_which_recovers() -> None:
             await asyncio.gather(a.send("b", 1, 1000), b.take_all(1))
             await asyncio.gather(b.send("a", 2, 1000), a.take_all(1))
             assert a.transport.stats.broken == 1
-            await eventually(lambda: b.staging.num_free == 4)
+            await eventually(lambda: b.num_free == 4)
 
     run_async(scenario())
 
@@ -169,7 +169,7 @@ def test_slot_of_a_lost_payload_comes_back() -> None:
             a, b = await net.pair(1)
             net.hub.faults[0] = Fault(drop=True)
             await a.send("b", 0, 1000, timeout=0.2)  # for all that the sender knows, it left
-            assert b.staging.num_free == 0
+            assert b.num_free == 0
             sending = asyncio.create_task(a.send("b", 1, 1000))
             assert await b.take_all(1) == [1]
             await sending
@@ -187,7 +187,7 @@ def test_doubled_payload_arrives_once() -> None:
             await a.send("b", 1, 1000)
             assert await b.take_all(2) == [0, 1]
             assert b.transport.stats.strays == 1
-            assert b.staging.num_free == 4
+            assert b.num_free == 4
 
     run_async(scenario())
 

@@ -40,9 +40,9 @@ def test_repeated_offers_are_counted_and_hold_one_slot(monkeypatch: pytest.Monke
             await eventually(lambda: 7 in peer.landings)
             b.transport._arrivals.on_offer(peer, offer)  # while its slot is held
             await asyncio.sleep(0.05)
-            assert b.staging.num_free == b.staging.num_slots - 1
+            assert b.num_free == b.staging.num_slots - 1
             assert b.transport.stats.malformed == 2
-            await eventually(lambda: b.staging.num_free == b.staging.num_slots)
+            await eventually(lambda: b.num_free == b.staging.num_slots)
             assert b.transport.stats.expired == 1
 
     run_async(scenario())
@@ -117,7 +117,7 @@ def test_an_arrival_that_fails_gives_its_slot_back(
                 patch.setattr(loopback, "_fill", fail)
                 await a.send("b", 0, 1000)
                 await eventually(lambda: "failed" in caplog.text)
-            assert b.staging.num_free == b.staging.num_slots
+            assert b.num_free == b.staging.num_slots
             await assert_works(a, b)
 
     run_async(scenario())
@@ -167,9 +167,9 @@ def test_a_payload_that_never_ends_holds_no_disconnect_up(
             await a.send("b", 0, 1000)
             async with asyncio.timeout(2):
                 await b.transport.disconnect("a")
-            assert b.staging.num_free == b.staging.num_slots - 1  # it is still written to
+            assert b.num_free == b.staging.num_slots - 1  # it is still written to
             stuck.let_go.set()
-            await eventually(lambda: b.staging.num_free == b.staging.num_slots)
+            await eventually(lambda: b.num_free == b.staging.num_slots)
 
     run_async(scenario())
     assert "still arriving" in caplog.text

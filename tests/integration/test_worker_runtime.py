@@ -95,6 +95,12 @@ def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
     assert "\n" not in message
 
 
+def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
+    assert slot_size(None, BLOCK, share=3 * BLOCK + 5) == packed_bytes(3, BLOCK)
+    assert slot_size(None, BLOCK, share=5) == packed_bytes(1, BLOCK)
+    assert slot_size(4 * BLOCK, BLOCK, share=5) == packed_bytes(4, BLOCK)
+
+
 @pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
 def test_the_default_slot_holds_whole_blocks(block_bytes: int) -> None:
     size = slot_size(None, block_bytes)

@@ -18,7 +18,10 @@ from pagewire.shared.transfer.ucx import UcxTransport
 from pagewire.shared.transfer.zmq import ZmqTransport
 from pagewire.tests.support.transfer_child import piece_bytes, piece_header
 
-KINDS = ["loopback", "zmq", "zmq-curve", "ucx"]
+HOLDING = "-holding"  # with slots that are held for peers ahead of their pieces
+KINDS = ["loopback", "zmq", "zmq-curve", "ucx"] + [
+    kind + HOLDING for kind in ("loopback", "zmq", "ucx")
+]
 KEYS = ClusterKeys.derive("the cluster's secret")
 PATIENCE_S = 10.0  # for what must succeed
 
@@ -30,6 +33,11 @@ class Node:
     transport: SessionTransport
     staging: StagingPool
     address: bytes = b""
+
+    @property
+    def num_free(self) -> int:
+        """Slots in which no piece is or is awaited; some may be held for peers."""
+        return self.staging.num_free + self.transport.num_held
 
     async def send(
         self, peer: str, piece: int, nbytes: int, timeout: float = PATIENCE_S
@@ -71,7 +79,7 @@ class Network:
     nodes: list[Node] = field(default_factory=list)
 
     def create(self, name: str, staging: StagingPool) -> SessionTransport:
-        match self.kind:
+        match self.kind.removesuffix(HOLDING):
             case "loopback":
                 return LoopbackTransport(name, staging, self.hub)
             case "zmq":
@@ -86,6 +94,8 @@ class Network:
     ) -> Node:
         staging = StagingPool(num_slots, slot_bytes, torch.device(device))
         node = Node(self.create(name, staging), staging)
+        if self.kind.endswith(HOLDING):
+            node.transport.hold_slots(2)
         self.nodes.append(node)
         node.address = await node.transport.start(PATIENCE_S)
         return node

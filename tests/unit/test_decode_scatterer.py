@@ -30,6 +30,7 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
 CPU = torch.device("cpu")
+LARGE = 1 << 30  # a receiver's slots
 
 
 def header_of(piece: PackedPiece) -> PieceHeader:
@@ -95,7 +96,7 @@ class Pair:
         self.scatterer.reserve("request")
         job = make_sequence("job", prompt, prefill_only=True)
         self.prefill.add(job)
-        self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE)
+        self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE, LARGE)
         return sequence
 
     def compute(self) -> None:
@@ -161,7 +162,7 @@ def test_blocks_of_two_jobs_are_not_mixed() -> None:
     pair.decode.step()
     other = make_sequence("other job", PROMPT, prefill_only=True)
     pair.prefill.add(other)
-    pair.packer.start("other job", other, 0)
+    pair.packer.start("other job", other, 0, LARGE)
     pair.compute()
     pair.know_first_token(sequence)
     pair.know_first_token(sequence, "other job")  # the first was given up
@@ -319,7 +320,7 @@ def test_piece_is_taken_again_behind_a_damaged_one_and_from_another_job() -> Non
     pair.decode.step()
     other = make_sequence("other job", PROMPT, prefill_only=True)
     pair.prefill.add(other)
-    pair.packer.start("other job", other, 0)
+    pair.packer.start("other job", other, 0, LARGE)
     pair.compute()
     while pair.under_way:
         pair.land()

@@ -27,6 +27,7 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]  # 4 full blocks and 2 tokens
 CPU = torch.device("cpu")
+LARGE = 1 << 30  # a receiver's slots
 
 
 @dataclass
@@ -66,7 +67,7 @@ class PrefillSide:
     def start(self, job_id: str, prompt: list[int], first_block: int = 0) -> Sequence:
         sequence = make_sequence(job_id, prompt, prefill_only=True)
         self.core.add(sequence)
-        self.packer.start(job_id, sequence, first_block)
+        self.packer.start(job_id, sequence, first_block, LARGE)
         return sequence
 
     def end(self, job_id: str) -> None:
@@ -175,6 +176,15 @@ def test_packed_piece_leaves_before_the_next_is_launched(monkeypatch: pytest.Mon
     side.start("job", PROMPT)
     side.turn(8)
     assert gone_before == [0, 1, 2, 3, 4]
+
+
+def test_pieces_fit_the_slots_of_the_receiver() -> None:
+    side = prefill_side(blocks_per_slot=4)
+    sequence = make_sequence("job", PROMPT, prefill_only=True)
+    side.core.add(sequence)
+    side.packer.start("job", sequence, 0, packed_bytes(2, BLOCK_BYTES) + 7)
+    side.turn(8)
+    assert [positions for _, positions, _ in side.pieces["job"]] == [[0, 1], [2, 3], [4]]
 
 
 def test_preempted_job_sends_no_block_twice() -> None:

@@ -1,0 +1,34 @@
+"""How a prompt's blocks are cut into pieces."""
+
+from __future__ import annotations
+
+_SMALL_SHARE = 8  # of a piece: so much smaller are the first and the last of a long run
+
+
+def next_piece(ready: int, most: int, *, is_first: bool) -> int:
+    """Return how many blocks the next piece takes.
+
+    Where more is ready than one piece takes, the wire begins behind a small piece's packing and
+    ends before a small one's scattering, instead of a large one's.
+
+    Args:
+        ready: blocks that can be packed, at least one.
+        most: blocks of the largest piece, at least one.
+        is_first: nothing of this prompt is being packed.
+    """
+    small = most // _SMALL_SHARE
+    if small == 0 or (is_first and ready <= most):
+        return min(ready, most)
+    if is_first:
+        return small
+    if ready > most + small:
+        return most
+    return ready - small if ready > 2 * small else ready
+
+
+def piece_sizes(num_blocks: int, most: int) -> list[int]:
+    """Return the pieces of so many blocks that are all ready."""
+    sizes: list[int] = []
+    while (ready := num_blocks - sum(sizes)) > 0:
+        sizes.append(next_piece(ready, most, is_first=not sizes))
+    return sizes

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.shared.transfer.pieces import next_piece, piece_sizes
+
+
+@given(num_blocks=st.integers(1, 1000), most=st.integers(1, 200))
+def test_pieces_take_all_blocks_and_fit(num_blocks: int, most: int) -> None:
+    sizes = piece_sizes(num_blocks, most)
+    assert sum(sizes) == num_blocks
+    assert all(1 <= size <= most for size in sizes)
+    assert len(sizes) <= num_blocks // most + 3
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "most", "sizes"),
+    [
+        (128, 128, [128]),
+        (8, 128, [8]),
+        (512, 128, [16, 128, 128, 128, 96, 16]),
+        (129, 128, [16, 97, 16]),
+        (5, 1, [1] * 5),
+        (5, 2, [2, 2, 1]),
+        (20, 8, [1, 8, 8, 2, 1]),
+    ],
+)
+def test_a_long_run_begins_and_ends_with_a_small_piece(
+    num_blocks: int, most: int, sizes: list[int]
+) -> None:
+    assert piece_sizes(num_blocks, most) == sizes
+
+
+def test_what_follows_pieces_under_way_is_not_small() -> None:
+    assert next_piece(128, 128, is_first=True) == 128
+    assert next_piece(400, 128, is_first=False) == 128
