@@ -20,6 +20,7 @@ from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
@@ -58,9 +59,9 @@ class RemotePrefills:
         runtime.built.core.hooks.append(self._scatterer)
         self._links = PrefillLinks(runtime, runtime.directory, self._on_message, self._on_link_lost)
 
-    def reserve(self, request_id: str) -> None:
+    def reserve(self, sequence: Sequence) -> None:
         """Note that a request's blocks are reserved. Call it in the engine's thread."""
-        self._scatterer.reserve(request_id)
+        self._scatterer.reserve(sequence)
 
     def start(self) -> None:
         """Keep links to prefill workers, take pieces."""

@@ -92,11 +92,12 @@ class PieceScatterer:
     _reservations: dict[str, _Reservation] = field(default_factory=dict)
     _scattering: deque[_Scattering] = field(default_factory=deque)
 
-    def reserve(self, request_id: str) -> None:
+    def reserve(self, sequence: Sequence) -> None:
         """Note when a request's blocks were reserved; call it as they are."""
         for ended in self._reservations.keys() - self.core.scheduler.reserved.keys():
             del self._reservations[ended]
-        self._reservations[request_id] = _Reservation(self.core.executor.mark())
+        self._reservations[sequence.request_id] = _Reservation(self.core.executor.mark())
+        self.core.executor.introduce(sequence)
 
     def complete(self, request_id: str, completion: Completion) -> None:
         """Activate a sequence as soon as its blocks are there; one that has ended needs none."""

@@ -161,7 +161,7 @@ class DecodeService:
 
     def _announce_reservation(self, sequence: Sequence) -> None:
         """Tell the event loop which blocks are reserved. Runs in the engine's thread."""
-        self._remote.reserve(sequence.request_id)
+        self._remote.reserve(sequence)
         block_size = self._runtime.built.layout.block_size
         self._runtime.in_loop(self._on_reserved)(
             sequence.request_id,

@@ -63,20 +63,30 @@ class DeviceState:
 
     def sync(self, batch: ScheduledBatch) -> None:
         """Bring the slots of a batch up to date: new owners' parameters, inputs, new blocks."""
+        self.introduce([part.sequence for part in batch])
+        inputs = [
+            (part.sequence.slot, part.input_token, part.start)
+            for part in batch.decodes
+            if part.sequence.slot is not None and part.input_token is not None
+        ]
+        if inputs:
+            slots, tokens, positions = self.upload([list(row) for row in zip(*inputs, strict=True)])
+            self.last_token.index_copy_(0, slots, tokens)
+            self.position.index_copy_(0, slots, positions)
+
+    def introduce(self, sequences: list[Sequence]) -> None:
+        """Bring what is known of sequences before they run: parameters, blocks so far."""
         newcomers: list[Sequence] = []
-        inputs: list[tuple[int, int, int]] = []
         flat_index: list[int] = []
         blocks: list[int] = []
-        for part in batch:
-            sequence, slot = part.sequence, part.sequence.slot
+        for sequence in sequences:
+            slot = sequence.slot
             if slot is None:
                 continue
             if self._owners[slot] != (sequence, sequence.num_preemptions):
                 self._owners[slot] = (sequence, sequence.num_preemptions)
                 self._synced_blocks[slot] = 0
                 newcomers.append(sequence)
-            if part.is_decode and part.input_token is not None:
-                inputs.append((slot, part.input_token, part.start))
             known, have = self._synced_blocks[slot], len(sequence.block_ids)
             if known < have:
                 base = slot * self.max_blocks
@@ -85,10 +95,6 @@ class DeviceState:
                 self._synced_blocks[slot] = have
         if newcomers:
             self._set_parameters(newcomers)
-        if inputs:
-            slots, tokens, positions = self.upload([list(row) for row in zip(*inputs, strict=True)])
-            self.last_token.index_copy_(0, slots, tokens)
-            self.position.index_copy_(0, slots, positions)
         if blocks:
             update = self.upload([flat_index, blocks])
             self.block_tables.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))

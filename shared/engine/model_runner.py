@@ -24,6 +24,7 @@ from pagewire.shared.engine.cuda_graph import (
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
+from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.model.inputs import ForwardBatch
 
 
@@ -70,6 +71,10 @@ class Executor(Protocol):
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """Launch a step."""
+        ...
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Bring to the device what is known of a sequence that has a slot and will run."""
         ...
 
     def mark(self) -> Marker:
@@ -126,6 +131,11 @@ class ModelRunner:
         if not batch.prefills:
             return PendingTokens(self.decode(self.state.upload([slots])[0]))
         return PendingTokens(self._run_mixed(slots, batch))
+
+    @torch.inference_mode()
+    def introduce(self, sequence: Sequence) -> None:
+        """Bring what is known of a sequence to its slot, so that its first step need not."""
+        self.state.introduce([sequence])
 
     def _replay(self, slots: list[int], chunks: list[ScheduledTokens]) -> torch.Tensor | None:
         """Run a step by CUDA graphs, or return None if there are none for all of it.

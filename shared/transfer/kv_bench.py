@@ -112,6 +112,7 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
                 data = slot.buffer[: packed_bytes(size, prompt.block_bytes)]
                 await prompt.pack(start, size, data)
                 group.create_task(_send(transport, slot, start, size, data))
+                await asyncio.sleep(0)  # its offer goes first
                 start += size
 
     await serve_orders(kind, prompt.staging, obey)

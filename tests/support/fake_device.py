@@ -156,6 +156,9 @@ class FakeDevice:
         error, self.fail_wait = self.fail_wait, None
         return FakePending(self, tokens, error)
 
+    def introduce(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""
         for position in range(sequence.num_computed_tokens, len(sequence.token_ids)):

@@ -93,7 +93,7 @@ class Pair:
         self.decode.add(sequence)
         self.decode.step()
         assert sequence.status is RequestStatus.RESERVED
-        self.scatterer.reserve("request")
+        self.scatterer.reserve(sequence)
         job = make_sequence("job", prompt, prefill_only=True)
         self.prefill.add(job)
         self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE, LARGE)
