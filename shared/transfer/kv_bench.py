@@ -5,7 +5,8 @@
 A child gathers the blocks into staging slots with their checksums and sends them; this process
 scatters them into its own pool and checks them. GB/s counts from the moment at which the child is
 to begin, until the last block's verification, beside one contiguous copy of as many bytes between
-the same devices in the same run: medians of `TURNS` turns.
+the same devices in the same run: medians of `TURNS` turns. One prompt alone shows what the first
+piece waits for, several in a row what the way carries.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import asyncio
 import random
 import statistics
 import time
+from itertools import accumulate, product
 
 import torch
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.kv_staging import packed_bytes
-from pagewire.shared.engine.block_mover import BlockMover, PendingMove
+from pagewire.shared.engine.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer import KvTransport, StagingPool, create_transport
@@ -39,6 +41,7 @@ LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks 
 SLOTS = 8
 SLOT_BLOCKS = (8, 16, 32, 64, 128)
 TURNS = 9
+IN_A_ROW = (1, 8)  # prompts
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
 
@@ -51,7 +54,7 @@ class _Prompt:
             torch.cuda.set_device(device)  # kernels launch on the current one
         shape = (_SPARE * num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         self.pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        self.block_bytes = self.pool[0].nbytes
+        self.num_blocks, self.block_bytes = num_blocks, self.pool[0].nbytes
         self._blocks = random.Random(0).sample(range(shape[0]), num_blocks)
         ops = load_ops("auto", torch.device(device).type)
         self.mover = BlockMover(ops, self.pool)
@@ -64,12 +67,10 @@ class _Prompt:
         blocks = self._blocks[start : start + count]
         await _done(self.mover.pack(blocks, staging, start, self._marker))
 
-    async def unpack(self, start: int, count: int, staging: torch.Tensor) -> bool:
-        """Scatter blocks of the prompt; returns whether they are intact."""
+    def unpack(self, start: int, count: int, staging: torch.Tensor) -> PendingCheck:
+        """Begin to scatter blocks of the prompt."""
         blocks = self._blocks[start : start + count]
-        check = self.mover.unpack(staging, blocks, start, self._marker)
-        await _done(check)
-        return check.is_intact()
+        return self.mover.unpack(staging, blocks, start, self._marker)
 
 
 async def _done(move: PendingMove) -> None:
@@ -102,44 +103,49 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
     prompt.mover.capture_packing(prompt.staging.buffers)
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
-        most, start_ns = order
+        most, prompts, start_ns = order
         while time.monotonic_ns() < start_ns:
             pass
         async with asyncio.TaskGroup() as group:
-            start = 0
-            for size in piece_sizes(num_blocks, most):  # each leaves while the next is packed
+            for start, size in prompts * _pieces(num_blocks, most):
                 slot = await prompt.staging.acquire(PATIENCE_S)
                 data = slot.buffer[: packed_bytes(size, prompt.block_bytes)]
                 await prompt.pack(start, size, data)
                 group.create_task(_send(transport, slot, start, size, data))
-                await asyncio.sleep(0)  # its offer goes first
-                start += size
+                await asyncio.sleep(0)  # its offer leaves before the next is packed
 
     await serve_orders(kind, prompt.staging, obey)
 
 
-async def _take(prompt: _Prompt, piece: ReceivedPiece) -> None:
-    header = piece.header
+def _pieces(num_blocks: int, most: int) -> list[tuple[int, int]]:
+    """Return the first block and the size of each piece of the prompt."""
+    sizes = piece_sizes(num_blocks, most)
+    return list(zip(accumulate([0, *sizes[:-1]]), sizes, strict=True))
+
+
+async def _check(check: PendingCheck, piece: ReceivedPiece) -> None:
     try:
-        payload = piece.slot.buffer[: header.nbytes]
-        first, count = header.positions[0], len(header.positions)
-        intact = await prompt.unpack(first, count, payload)
+        await _done(check)
+        intact = check.is_intact()
     finally:
         piece.slot.release()
     if not intact:
-        raise TransferError(f"piece {header.piece} arrived damaged")
+        raise TransferError(f"piece {piece.header.piece} arrived damaged")
 
 
 async def _turn(
-    transport: KvTransport, orders: asyncio.StreamWriter, prompt: _Prompt, pieces: int, size: int
+    transport: KvTransport, orders: asyncio.StreamWriter, prompt: _Prompt, most: int, prompts: int
 ) -> float:
-    """Return the seconds that all blocks take in pieces of up to `size` blocks."""
+    """Return the seconds a prompt, in pieces of up to so many blocks, so many prompts in a row."""
     started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
-    orders.write(f"{size} {started_ns}\n".encode())
+    orders.write(f"{most} {prompts} {started_ns}\n".encode())
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        for _ in range(pieces):
-            group.create_task(_take(prompt, await transport.recv()))
-    return (time.monotonic_ns() - started_ns) / 1e9
+        for _ in range(prompts * len(piece_sizes(prompt.num_blocks, most))):
+            piece = await transport.recv()
+            header, payload = piece.header, piece.slot.buffer[: piece.header.nbytes]
+            check = prompt.unpack(header.positions[0], len(header.positions), payload)
+            group.create_task(_check(check, piece))
+    return (time.monotonic_ns() - started_ns) / 1e9 / prompts
 
 
 async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None:
@@ -154,17 +160,16 @@ async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None
     try:
         address = await transport.start(PATIENCE_S)
         async with child_process(command, transport, address) as orders:
-            for size in SLOT_BLOCKS:
-                pieces = len(piece_sizes(num_blocks, size))
+            for prompts, most in product(IN_A_ROW, SLOT_BLOCKS):
                 times = [
-                    await _turn(transport, orders, prompt, pieces, size) for _ in range(2 + TURNS)
+                    await _turn(transport, orders, prompt, most, prompts) for _ in range(2 + TURNS)
                 ][2:]
                 median = total / statistics.median(times) / 1e9
-                mib = size * prompt.block_bytes >> 20
                 print(
-                    f"{kind} {transport.lane('sender')}, pieces of up to {mib} MiB: "
-                    f"{median:.1f} GB/s ({total / max(times) / 1e9:.1f} - "
-                    f"{total / min(times) / 1e9:.1f}), {median / ceiling:.2f} of the copy",
+                    f"{kind} {transport.lane('sender')}, {prompts} in a row, pieces of up to "
+                    f"{most * prompt.block_bytes >> 20} MiB: {median:.1f} GB/s "
+                    f"({total / max(times) / 1e9:.1f} - {total / min(times) / 1e9:.1f}), "
+                    f"{median / ceiling:.2f} of the copy",
                     flush=True,
                 )
     finally:
