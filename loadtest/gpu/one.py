@@ -17,8 +17,9 @@ from pathlib import Path
 from pagewire.loadtest.gpu.clusters import vllm_environment
 from pagewire.loadtest.gpu.phases import Row
 from pagewire.loadtest.gpu.tables import markdown
+from pagewire.shared.engine.bench import add_options
 
-PARTS = {
+VALUES = {
     "ttft": ("prompt", "ms"),
     "decode": ("batch", "ms"),
     "throughput": ("inp", "out_tok_s"),
@@ -42,7 +43,7 @@ def results(
 
 def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
     """Return a table of one kind of result, with the peer's figures where there are any."""
-    key, value = PARTS[what]
+    key, value = VALUES[what]
     by_key = {(row[key], row.get("out")): row for row in theirs if row["what"] == what}
     rows = []
     for row in (row for row in ours if row["what"] == what):
@@ -62,8 +63,7 @@ def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--times", default="5", help="that each is measured")
-    parser.add_argument("--max-num-seqs", default="512")
+    add_options(parser)
     parser.add_argument("--no-kernels", dest="kernels", action="store_false")
     parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
     args = parser.parse_args()
@@ -71,7 +71,8 @@ def main() -> int:
     if args.kernels and results("pagewire.kernels.bench.run", environment=with_peer) is None:
         print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)
         return 1
-    options = ("--times", args.times, "--max-num-seqs", args.max_num_seqs)
+    options = ("--times", str(args.times), "--max-num-seqs", str(args.max_num_seqs))
+    options += ("--parts", *args.parts, "--mixes", *args.mixes)
     ours = results("pagewire.shared.engine.bench", *options)
     theirs: list[Row] | None = []
     if with_peer is not None:
@@ -82,7 +83,7 @@ def main() -> int:
     if ours is None or theirs is None:
         print("error: an engine's bench failed", file=sys.stderr)
         return 1
-    for what in PARTS:
+    for what in ("start", *args.parts):
         print(f"\n### {what}\n\n{compare(what, ours, theirs)}")
     return 0
 

@@ -18,6 +18,7 @@ from pagewire.shared.engine.bench import (
     CONTEXT,
     PROMPTS,
     VOCAB_USED,
+    add_options,
     emit,
     throughput,
 )
@@ -54,15 +55,25 @@ class VllmBench:
         self._llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    def run(self) -> None:
-        """Time to the first token, decode step and throughput."""
+    def run(self, parts: list[str], mixes: list[str]) -> None:
+        """Run the parts that were asked for."""
         self._generate(4, 256, 16)
+        if "ttft" in parts:
+            self._ttft()
+        if "decode" in parts:
+            self._decode()
+        if "throughput" in parts:
+            throughput(self._generate, mixes, self._times)
+
+    def _ttft(self) -> None:
         for length in PROMPTS:
             self._generate(1, length, 1)
             seconds = [self._generate(1, length, 1) for _ in range(self._times)]
             low, high = min(seconds) * 1e3, max(seconds) * 1e3
             ms = statistics.median(seconds) * 1e3
             emit(what="ttft", prompt=length, ms=ms, low=low, high=high)
+
+    def _decode(self) -> None:
         for batch in BATCHES:
             steps = []
             for _ in range(self._times):
@@ -75,14 +86,12 @@ class VllmBench:
                 low=min(steps),
                 high=max(steps),
             )
-        throughput(self._generate)
 
 
 def main() -> None:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--max-num-seqs", type=int, default=512)
+    add_options(parser)
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -92,7 +101,7 @@ def main() -> None:
         start = time.perf_counter()
         bench = VllmBench(directory, args.max_num_seqs, args.times)
         emit(what="start", s=time.perf_counter() - start)
-        bench.run()
+        bench.run(args.parts, args.mixes)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ KV_BYTES_PER_TOKEN = 32 * 2 * 8 * 128 * 2
 WEIGHT_BYTES = 2 * 7_504_924_672  # all but the embedding table, which a step reads one row of
 PROMPTS = (128, 1024, 4096, 8192, 16000)
 BATCHES = (1, 8, 32, 128, 256)
-MIXES = ((1024, 128, 512), (1024, 1024, 256), (256, 256, 512))
+MIXES = {"1024:128": 512, "1024:1024": 256, "256:256": 512}  # prompt:answer -> requests
+PARTS = ("ttft", "decode", "throughput")
 SEGMENT = 32
-THROUGHPUT_TIMES = 3  # a quarter of a minute each
 VOCAB_USED = 128_000
 
 
@@ -84,14 +84,17 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / median
 
 
-def throughput(generate: Callable[[int, int, int], float]) -> None:
-    """Time the mixes.
+def throughput(generate: Callable[[int, int, int], float], mixes: list[str], times: int) -> None:
+    """Time some of the `MIXES`.
 
     Args:
         generate: answers so many prompts of a length with so many tokens; returns the seconds.
+        mixes: of which lengths.
+        times: that each is measured; a quarter of a minute each.
     """
-    for inp, out, count in MIXES:
-        rates = [count * out / generate(count, inp, out) for _ in range(THROUGHPUT_TIMES)]
+    for mix in mixes:
+        (inp, out), count = map(int, mix.split(":")), MIXES[mix]
+        rates = [count * out / generate(count, inp, out) for _ in range(times)]
         emit(
             what="throughput",
             inp=inp,
@@ -165,18 +168,24 @@ class Bench:
             core.step()
         return times[1:]
 
-    def throughput(self) -> None:
+    def throughput(self, mixes: list[str]) -> None:
         """Output tokens a second when everything is there at once."""
-        throughput(self._generate)
+        throughput(self._generate, mixes, self._times)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that this bench and its peer's have in common."""
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--times", type=int, default=5, help="that each is measured")
+    parser.add_argument("--max-num-seqs", type=int, default=512)
 
 
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["ttft", "decode", "throughput"])
-    parser.add_argument("--times", type=int, default=5)
+    add_options(parser)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     emit(what="copy", tb_s=bandwidth / 1e12)
@@ -199,7 +208,7 @@ def main() -> None:
         if "decode" in args.parts:
             bench.decode(bandwidth)
         if "throughput" in args.parts:
-            bench.throughput()
+            bench.throughput(args.mixes)
 
 
 if __name__ == "__main__":
