@@ -99,7 +99,8 @@ class EngineSettings(ClusterSettings):
         max_num_batched_tokens: of one step; longer prompts are prefilled in chunks.
         max_waiting: requests that may queue behind those running.
         enable_prefix_caching: reuse of blocks with equal content.
-        cuda_graphs: replay decode steps as CUDA graphs (CUDA only).
+        cuda_graphs: replay decode steps, small prefill steps and moves of KV blocks as CUDA
+            graphs (CUDA only).
     """
 
     model: str = "demo"
@@ -129,7 +130,8 @@ class WorkerSettings(EngineSettings):
         staging_slots: KV pieces that may be under way at once: on their way out of a prefill
             worker, into a decode worker.
         staging_slot_bytes: upper bound of a piece's blocks, rounded down to whole ones; None picks
-            it from the block's size. A decode worker needs slots as large as its prefill workers'.
+            it from the block's size, and bounds all slots by a share of the GPU's memory. Where
+            workers differ, pieces fit the smaller slots of the two.
         local_prefill_tokens: a decode worker computes up to this many uncached prompt tokens
             itself instead of sending them away.
         transfer_timeout_s: for a piece to be sent, and again for its acknowledgement; also for

@@ -69,7 +69,7 @@ CudaGraphs = Annotated[
     bool | None,
     typer.Option(
         "--cuda-graphs/--no-cuda-graphs",
-        help="Replay decode steps as CUDA graphs.",
+        help="Replay steps and moves of KV blocks as CUDA graphs.",
         rich_help_panel=ENGINE,
     ),
 ]

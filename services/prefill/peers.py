@@ -102,13 +102,14 @@ class DecodePeers:
 
         Raises:
             TransferError: there is none.
+            LayoutMismatchError: its staging slots hold no block of ours.
         """
         runtime = self._runtime
-        block_bytes = packed_bytes(1, runtime.built.layout.block_bytes)
-        if hello.slot_bytes < block_bytes:
+        smallest = packed_bytes(1, runtime.built.layout.block_bytes)
+        if hello.slot_bytes < smallest:
             raise LayoutMismatchError(
                 f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
-                f"takes {block_bytes}"
+                f"takes {smallest}"
             )
         problems = []
         # All of them together must not take longer than the decode worker waits.

@@ -56,7 +56,7 @@ class Arrivals:
 
     Attributes:
         max_held: slots that are held for each peer that has offered a piece before, so that its
-            next ones need no grant. At least half of all slots stay free for everybody.
+            next ones need no grant, while more than half of all slots are free.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class KvTransport(ABC):
 
     @abstractmethod
     def hold_slots(self, count: int) -> None:
-        """Hold so many slots for each peer ahead of its pieces, as long as half of all are free."""
+        """Hold up to so many slots for each peer's next pieces, while most slots are free."""
 
     @abstractmethod
     async def start(self, timeout: float) -> bytes:

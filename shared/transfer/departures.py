@@ -42,7 +42,8 @@ class Departures:
     async def obtain_grant(self, peer: Peer, header: PieceHeader, deadline: float) -> int:
         """Take a slot that the receiver holds for us, or wait in line there.
 
-        Returns the number of the granted piece.
+        Returns:
+            The number under which the piece is expected there.
 
         Raises:
             TransferTimeoutError: it was not our turn in time; the receiver has forgotten us.

@@ -55,8 +55,8 @@ class Peer:
         offers: pieces that it offered, in the order of their arrival.
         offered: set while there are offers.
         credits: pieces that may be sent to it without waiting for a grant.
-        held: slots for as many pieces of its own.
-        landings: pieces that we granted and that have not begun to arrive.
+        held: slots that wait for its next pieces; it has a credit of ours for each.
+        landings: pieces that have a slot here and have not begun to arrive.
         arriving: pieces whose bytes are on their way into a slot.
         granter: answers the offers, one at a time.
         repair: makes a broken connection anew.

@@ -234,7 +234,7 @@ class WorkerRuntime:
             self.transports[name] = transport
 
     def _capture_moves(self) -> None:
-        """Make moves between the KV pool and staging quick to launch; the engine rests yet."""
+        """Make moves between the KV pool and staging quick to launch, before the engine runs."""
         mover = self.built.runner.mover
         if self.role == "prefill":
             mover.capture_packing(self.send_staging.buffers)
