@@ -18,6 +18,8 @@ from pagewire.shared.engine.cuda_graph import GraphPool
 
 # A point in the work that has been launched on a device; None where work runs at once.
 Marker = torch.cuda.Event | None
+# Launches a move, given the order on the device, the slot, and where to tell of damage.
+_Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 class PendingMove:
@@ -83,13 +85,14 @@ class BlockMover:
     """Moves blocks of one pool, on a stream of its own: a long step must not hold up a transfer.
 
     Attributes:
+        ops: of the pool's device.
         kv_pool: [NB, L, 2, KH, BS, D].
     """
 
     ops: Ops
     kv_pool: torch.Tensor
     _stream: torch.cuda.Stream | None = None
-    _packing: dict[int, _MoveGraph] = field(default_factory=dict)
+    _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the slot's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
 
     def mark(self) -> Marker:
@@ -104,7 +107,18 @@ class BlockMover:
     def pack(
         self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
-        """Gather blocks into a staging buffer, behind what was launched at the marker."""
+        """Gather blocks into a staging buffer, behind what was launched at the marker.
+
+        Args:
+            block_ids: rows of the pool.
+            staging: [>= packed_bytes(len(block_ids), block_bytes)] uint8, from a slot's beginning;
+                nobody else touches it before the move is done.
+            seed: of the checksums, signed 64 bit.
+            after: what `mark` returned.
+
+        Raises:
+            UnsupportedShapeError: staging is too short.
+        """
         with self._moving(after):
             graph = self._packing.get(staging.data_ptr())
             if graph is not None:
@@ -117,7 +131,7 @@ class BlockMover:
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
     ) -> PendingCheck:
-        """Scatter a staging buffer into blocks, likewise."""
+        """Scatter a staging buffer into blocks, likewise; the seed is that of their packing."""
         with self._moving(after):
             graph = self._unpacking.get(staging.data_ptr())
             if graph is not None:
@@ -148,26 +162,26 @@ class BlockMover:
 
     @torch.inference_mode()
     def _capture(
-        self,
-        slots: Iterable[torch.Tensor],
-        graphs: dict[int, _MoveGraph],
-        move: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+        self, slots: Iterable[torch.Tensor], graphs: dict[int, _MoveGraph], move: _Move
     ) -> None:
         if not self.kv_pool.is_cuda:
             return
         pool = GraphPool(self.kv_pool.device)  # moves are launched one after the other
         for slot in slots:
-            host = empty_order(max_blocks(slot.shape[0], self.kv_pool[0].nbytes)).pin_memory()
-            order = host.to(self.kv_pool.device)
-            damaged = torch.zeros((), dtype=torch.int64).pin_memory()
+            graphs[slot.data_ptr()] = self._capture_move(pool, slot, move)
 
-            def step() -> torch.Tensor:
-                order.copy_(host, non_blocking=True)  # noqa: B023 - called in this turn
-                move(order, slot, damaged)  # noqa: B023
-                return order  # noqa: B023
+    def _capture_move(self, pool: GraphPool, slot: torch.Tensor, move: _Move) -> _MoveGraph:
+        order = empty_order(max_blocks(slot.shape[0], self.kv_pool[0].nbytes)).pin_memory()
+        device_order = order.to(self.kv_pool.device)
+        damaged = torch.zeros((), dtype=torch.int64).pin_memory()
 
-            graph, device_order = pool.capture(step)
-            graphs[slot.data_ptr()] = _MoveGraph(graph, host, device_order, damaged)
+        def step() -> torch.Tensor:
+            device_order.copy_(order, non_blocking=True)
+            move(device_order, slot, damaged)
+            return device_order
+
+        graph, _ = pool.capture(step)
+        return _MoveGraph(graph, order, device_order, damaged)
 
     def _order(self, block_ids: list[int], seed: int) -> torch.Tensor:
         host = torch.tensor(
