@@ -84,6 +84,7 @@ class PieceScatterer:
     """The step hook of a decode engine.
 
     Attributes:
+        core: its sequences are looked up and activated.
         on_scattered: called in the engine's thread, when the slot has been released.
     """
 
@@ -93,7 +94,7 @@ class PieceScatterer:
     _scattering: deque[_Scattering] = field(default_factory=deque)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Note when a request's blocks were reserved; call it as they are."""
+        """Note when a sequence's blocks were reserved, and introduce it; call it as they are."""
         for ended in self._reservations.keys() - self.core.scheduler.reserved.keys():
             del self._reservations[ended]
         self._reservations[sequence.request_id] = _Reservation(self.core.executor.mark())
@@ -139,7 +140,7 @@ class PieceScatterer:
         """Check the pieces whose blocks have been moved."""
         while self._scattering and self._scattering[0].check.is_done():
             done = self._scattering.popleft()
-            intact = done.check.is_intact()  # the sums may lie in the slot
+            intact = done.check.is_intact()  # the slot's next move tells it in the same place
             done.slot.release()
             self.core.scheduler.unpin(done.blocks)
             fate = PieceFate.SCATTERED if intact else PieceFate.DAMAGED

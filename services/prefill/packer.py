@@ -17,7 +17,7 @@ from pagewire.kernels.kv_staging import max_blocks, packed_bytes
 from pagewire.shared.engine.block_mover import Marker, PendingMove
 from pagewire.shared.engine.model_runner import Executor
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.transfer.pieces import next_piece
+from pagewire.shared.transfer.pieces import next_piece_size
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
 
@@ -129,7 +129,7 @@ class PiecePacker:
             job.resend.popleft()
         while (ready := job.num_final_blocks - job.next_block) > 0:
             is_first = all(packing.piece.job_id != job_id for packing in self._packing)
-            count = next_piece(ready, job.most_blocks, is_first=is_first)
+            count = next_piece_size(ready, job.most_blocks, is_first=is_first)
             positions = list(range(job.next_block, job.next_block + count))
             if not self._pack(job_id, job, job.next_piece, positions):
                 return

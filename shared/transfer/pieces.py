@@ -5,7 +5,7 @@ from __future__ import annotations
 _SMALL_SHARE = 8  # of a piece: so much smaller are the first and the last of a long run
 
 
-def next_piece(ready: int, most: int, *, is_first: bool) -> int:
+def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
     """Return how many blocks the next piece takes.
 
     Where more is ready than one piece takes, the wire begins behind a small piece's packing and
@@ -27,8 +27,8 @@ def next_piece(ready: int, most: int, *, is_first: bool) -> int:
 
 
 def piece_sizes(num_blocks: int, most: int) -> list[int]:
-    """Return the pieces of so many blocks that are all ready."""
+    """Return how many blocks each piece of a prompt takes whose blocks are all ready."""
     sizes: list[int] = []
     while (ready := num_blocks - sum(sizes)) > 0:
-        sizes.append(next_piece(ready, most, is_first=not sizes))
+        sizes.append(next_piece_size(ready, most, is_first=not sizes))
     return sizes

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.transfer.pieces import next_piece, piece_sizes
+from pagewire.shared.transfer.pieces import next_piece_size, piece_sizes
 
 
 @given(num_blocks=st.integers(1, 1000), most=st.integers(1, 200))
@@ -34,5 +34,5 @@ def test_a_long_run_begins_and_ends_with_a_small_piece(
 
 
 def test_what_follows_pieces_under_way_is_not_small() -> None:
-    assert next_piece(128, 128, is_first=True) == 128
-    assert next_piece(400, 128, is_first=False) == 128
+    assert next_piece_size(128, 128, is_first=True) == 128
+    assert next_piece_size(400, 128, is_first=False) == 128
