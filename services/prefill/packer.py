@@ -46,6 +46,7 @@ class _Job:
         most_blocks: of a piece.
         milestones: number of final blocks, and the point in the launched work that makes them so.
         num_preemptions: of the sequence when these were noted; it loses all blocks with one.
+        begins_run: earlier final blocks had all been packed when the next ones became final.
     """
 
     sequence: Sequence
@@ -54,6 +55,7 @@ class _Job:
     next_piece: int = 0
     milestones: list[tuple[int, Marker]] = field(default_factory=list)
     num_preemptions: int = 0
+    begins_run: bool = False
     resend: deque[tuple[int, list[int]]] = field(default_factory=deque)
 
     @property
@@ -128,11 +130,13 @@ class PiecePacker:
                 return
             job.resend.popleft()
         while (ready := job.num_final_blocks - job.next_block) > 0:
-            is_first = all(packing.piece.job_id != job_id for packing in self._packing)
+            # A job that waits for slots has none being packed either, but pieces on the wire.
+            is_first = job.begins_run and all(p.piece.job_id != job_id for p in self._packing)
             count = next_piece_size(ready, job.most_blocks, is_first=is_first)
             positions = list(range(job.next_block, job.next_block + count))
             if not self._pack(job_id, job, job.next_piece, positions):
                 return
+            job.begins_run = False
             job.next_piece += 1
             job.next_block = positions[-1] + 1
 
@@ -143,6 +147,7 @@ class PiecePacker:
             job.milestones.clear()
         final = self._num_final_blocks(job.sequence)
         if final > job.num_final_blocks:
+            job.begins_run |= job.next_block >= job.num_final_blocks
             job.milestones.append((final, self.executor.mark()))
 
     def _num_final_blocks(self, sequence: Sequence) -> int:

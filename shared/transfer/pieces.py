@@ -14,7 +14,7 @@ def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
     Args:
         ready: blocks that can be packed, at least one.
         most: blocks of the largest piece, at least one.
-        is_first: nothing of this prompt is being packed.
+        is_first: nothing of this prompt was ready before these blocks, or is being packed.
     """
     small = most // _SMALL_SHARE
     if small == 0 or (is_first and ready <= most):

@@ -15,6 +15,7 @@ from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.request import RequestStatus
+from pagewire.shared.transfer.pieces import piece_sizes
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.fake_device import (
     BYTES_PER_TOKEN,
@@ -185,6 +186,24 @@ def test_pieces_fit_the_slots_of_the_receiver() -> None:
     side.packer.start("job", sequence, 0, packed_bytes(2, BLOCK_BYTES) + 7)
     side.turn(8)
     assert [positions for _, positions, _ in side.pieces["job"]] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("keep_slots", [False, True], ids=["slots-to-spare", "scarce-slots"])
+def test_only_the_ends_of_a_long_run_are_small_pieces(keep_slots: bool) -> None:
+    side = prefill_side(
+        blocks_per_slot=8,
+        keep_slots=keep_slots,
+        num_blocks=100,
+        max_num_batched_tokens=400,
+        max_model_len=400,
+    )
+    side.start("job", [1] * 360)
+    for _ in range(30):
+        side.turn()
+        if side.held:
+            side.give_back()
+    sizes = [len(positions) for _, positions, _ in side.pieces["job"]]
+    assert sizes == piece_sizes(90, 8)
 
 
 def test_preempted_job_sends_no_block_twice() -> None:
