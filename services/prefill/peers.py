@@ -60,7 +60,7 @@ class DecodePeers:
         return peer is not None and (peer.worker_id, peer.epoch) == (worker_id, epoch)
 
     def slot_bytes(self, peer_id: str) -> int:
-        """The size of a decode worker's staging slots; 0 if no way to it is open."""
+        """What fits a staging slot on both sides of a way, in bytes; 0 if none is open."""
         peer = self._peers.get(peer_id)
         return 0 if peer is None else peer.slot_bytes
 
@@ -88,7 +88,8 @@ class DecodePeers:
             runtime.server.post(peer_id, answer)
             return
         self._complaints.forget(hello.worker_id, hello.epoch)
-        self._peers[peer_id] = _Peer(hello.worker_id, hello.epoch, transport, hello.slot_bytes)
+        slot_bytes = min(runtime.send_staging.slot_bytes, hello.slot_bytes)
+        self._peers[peer_id] = _Peer(hello.worker_id, hello.epoch, transport, slot_bytes)
         welcome = KvWelcome(
             worker_id=runtime.worker_id,
             epoch=runtime.epoch,
@@ -199,12 +200,11 @@ class DecodePeers:
 
     async def _measure(self, peer: _Peer) -> float:
         """Return the GB/s of whole slots."""
-        slot_bytes = min(self._runtime.send_staging.slot_bytes, peer.slot_bytes)
         first = 1 + PROBE_IN_FLIGHT
-        await self._probe_once(peer, range(1, first), slot_bytes)  # connects, maps memory
+        await self._probe_once(peer, range(1, first), peer.slot_bytes)  # connects, maps memory
         start = time.perf_counter()
-        await self._probe_once(peer, range(first, first + PROBE_PIECES), slot_bytes)
-        return PROBE_PIECES * slot_bytes / (time.perf_counter() - start) / 1e9
+        await self._probe_once(peer, range(first, first + PROBE_PIECES), peer.slot_bytes)
+        return PROBE_PIECES * peer.slot_bytes / (time.perf_counter() - start) / 1e9
 
     def _give_up(self, peer_id: str, reason: str) -> None:
         """Let the decode worker come back by another transport."""
@@ -236,7 +236,7 @@ class DecodePeers:
 
     async def _send_probe(self, peer: _Peer, piece: int, nbytes: int) -> None:
         staging = self._runtime.send_staging
-        nbytes = min(nbytes, staging.slot_bytes, peer.slot_bytes)
+        nbytes = min(nbytes, peer.slot_bytes)
         header = PieceHeader(
             kind="probe",
             job_id=peer.probe_id,

@@ -1,4 +1,4 @@
-"""A prefill worker's KV ways to decode workers that leave in the middle of it."""
+"""A prefill worker's KV ways to decode workers: their slots, their probes, and early leavers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+import torch
 
+from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill import peers as peers_module
 from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.channel import ControlClient, make_client_id
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import Cancel, ControlMessage, KvHello, ProbeDone
 from pagewire.shared.transfer.loopback import LoopbackHub
+from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.cards import LAYOUT
 from pagewire.tests.support.kv_runtimes import KEYS, KvRuntime, kv_runtime
@@ -139,6 +142,23 @@ def test_layouts_that_do_not_match_are_one_warning(caplog: pytest.LogCaptureFixt
     assert len([r for r in caplog.records if "no KV way to decode-0" in r.message]) == 1
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_way_opens_where_a_block_fits_the_slots_of_the_decode_worker(missing: int) -> None:
+    async def scenario() -> None:
+        async with workers() as (p, decode), decode.connected(p):
+            peers = DecodePeers(p)
+            await eventually(lambda: decode.client_id in p.server.peers)
+            slot_bytes = packed_bytes(1, LAYOUT.block_bytes) - missing
+            hello = msgspec.structs.replace(decode.hello(), slot_bytes=slot_bytes)
+            await peers.open(decode.client_id, hello)
+            assert peers.is_open(decode.client_id, "decode-0", 1) is not bool(missing)
+            assert peers.slot_bytes(decode.client_id) == (0 if missing else slot_bytes)
+            await eventually(lambda: decode.received)
+            assert is_told(decode) is bool(missing)
+
+    run_async(scenario())
+
+
 @asynccontextmanager
 async def acknowledging(decode: Decode, peers: DecodePeers, count: int) -> AsyncIterator[None]:
     """The decode worker takes this many probe pieces and says so."""
@@ -183,6 +203,23 @@ def test_a_probe_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPat
             staging = decode.runtime.receive_staging
             if staging.num_free < staging.num_slots:
                 (await decode.runtime.transport.recv()).slot.release()
+
+    run_async(scenario())
+
+
+def test_a_probe_fits_the_smaller_slots_of_the_decode_worker() -> None:
+    async def scenario() -> None:
+        async with workers() as (p, decode), decode.connected(p):
+            slot_bytes = decode.runtime.receive_staging.slot_bytes
+            p.send_staging = StagingPool(8, 4 * slot_bytes, torch.device("cpu"))
+            peers = DecodePeers(p)
+            await eventually(lambda: decode.client_id in p.server.peers)
+            await peers.open(decode.client_id, decode.hello())
+            await decode.runtime.transport.connect("prefill-0", p.addresses["loopback"], 5)
+            count = 1 + peers_module.PROBE_IN_FLIGHT + peers_module.PROBE_PIECES
+            async with acknowledging(decode, peers, count):
+                await peers.probe(decode.client_id)
+            assert p.links["decode-0"].gbps > 0
 
     run_async(scenario())
 
