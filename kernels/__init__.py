@@ -157,6 +157,9 @@ class PackBlocks(Protocol):
     `sum_i w_i * ((i * 0x9E3779B97F4A7C15) | 1)  (mod 2**64)`: every weight is odd, so that any
     single changed word changes the sum, and the weights differ, so that moved words do too. The
     seed tells these blocks from those that were in the same staging before.
+
+    Raises:
+        UnsupportedShapeError: staging is too short for the order's capacity.
     """
 
     def __call__(
@@ -171,7 +174,10 @@ class UnpackBlocks(Protocol):
     """Scatter packed blocks from staging into the pool; return how many are damaged.
 
     The checksum of each block that passes is subtracted from the one behind the blocks, in place.
-    What remains is the seed if the block is the one that was packed.
+    What remains is the seed if the block is the one that was packed. Block -1 is checked only.
+
+    Raises:
+        UnsupportedShapeError: staging is too short for the order's capacity.
     """
 
     def __call__(
