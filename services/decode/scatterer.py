@@ -72,11 +72,9 @@ class _Reservation:
     filled: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     completion: Completion | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the sequence can run on."""
-        wanted = self.completion
-        return wanted is not None and self.filled[wanted.job_id].issuperset(wanted.positions)
+    def has(self, completion: Completion) -> bool:
+        """Whether all blocks are there that a sequence waits for."""
+        return self.filled[completion.job_id].issuperset(completion.positions)
 
 
 @dataclass(slots=True)
@@ -161,7 +159,7 @@ class PieceScatterer:
     def _activate_if_complete(self, request_id: str, reservation: _Reservation) -> None:
         sequence = self._reserved(request_id)
         completion = reservation.completion
-        if sequence is None or completion is None or not reservation.is_complete:
+        if sequence is None or completion is None or not reservation.has(completion):
             return
         del self._reservations[request_id]
         self.core.activate(sequence, completion.first_token)

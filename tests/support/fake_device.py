@@ -120,6 +120,7 @@ class FakeDevice:
         batches: (tokens, sequences) of every step.
         num_decode_rows: of all steps together.
         longest_table: most blocks that a sequence ever had in a step.
+        introduced: sequences that were made known before they ran.
         has_run: whether the device is done with its steps.
         has_moved: whether it is done with what it packs and unpacks.
         fail_execute, fail_wait: raised by the next step.
@@ -132,6 +133,7 @@ class FakeDevice:
     batches: list[tuple[int, int]] = field(default_factory=list)
     num_decode_rows: int = 0
     longest_table: int = 0
+    introduced: list[str] = field(default_factory=list)
     has_run: bool = True
     has_moved: bool = True
     fail_execute: Exception | None = None
@@ -158,6 +160,7 @@ class FakeDevice:
 
     def introduce(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
+        self.introduced.append(sequence.request_id)
 
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""

@@ -94,6 +94,7 @@ class Pair:
         self.decode.step()
         assert sequence.status is RequestStatus.RESERVED
         self.scatterer.reserve(sequence)
+        assert self.decode_device.introduced == [sequence.request_id]
         job = make_sequence("job", prompt, prefill_only=True)
         self.prefill.add(job)
         self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE, LARGE)
