@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
 Progress = Callable[[str], None]
+MemoryBeside = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def build_engine(
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
+    memory_beside: MemoryBeside = lambda _block_bytes, _total_bytes: 0,
 ) -> BuiltEngine:
     """Load a model and make an engine of it.
 
@@ -67,6 +69,8 @@ def build_engine(
         listener: hears what enters and leaves the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
         progress: told what is going on, for people to read.
+        memory_beside: what the caller will allocate on the device as well, in bytes, given those
+            of a KV block and of the device.
 
     Raises:
         ConfigError: what was asked for is not to be had here.
@@ -83,7 +87,7 @@ def build_engine(
     shape = KvShape.of(config, settings.block_size, dtype)
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(
-        settings, model, ops, shape, config, device, max_model_len
+        settings, model, ops, shape, config, device, max_model_len, memory_beside
     )
     max_model_len = min(max_model_len, num_blocks * settings.block_size)
     runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
@@ -221,8 +225,9 @@ def _fitting_blocks(
     config: ModelConfig,
     device: torch.device,
     max_model_len: int,
+    memory_beside: MemoryBeside,
 ) -> int:
-    """Size the KV pool by what memory is left beside weights and a full step's activations.
+    """Size the KV pool by what memory is left beside weights, a full step's activations, and more.
 
     Raises:
         ConfigError: nothing is left.
@@ -238,9 +243,10 @@ def _fitting_blocks(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use_by_others = total - free - torch.cuda.memory_reserved(device)
-    graphs_bytes = (1 << 30) if settings.cuda_graphs else 0
-    budget = int(total * settings.gpu_memory_utilization) - peak - graphs_bytes
-    budget = min(budget, total - in_use_by_others - peak - graphs_bytes)
+    beside = (1 << 30) if settings.cuda_graphs else 0  # for the graphs
+    beside += memory_beside(shape.block_bytes, total)
+    budget = int(total * settings.gpu_memory_utilization) - peak - beside
+    budget = min(budget, total - in_use_by_others - peak - beside)
     num_blocks = budget // shape.block_bytes
     if num_blocks < 16:
         raise ConfigError(

@@ -18,22 +18,19 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from prometheus_client import CollectorRegistry
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv_cache.block_hash import BlockHash
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
-from pagewire.shared.protocol import MAX_POSITIONS, PROTOCOL_VERSION, ControlMessage, Role
+from pagewire.shared.protocol import PROTOCOL_VERSION, ControlMessage, Role
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import (
     CardPublisher,
@@ -47,6 +44,7 @@ from pagewire.shared.transfer import available_transports, create_transport
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, TransferMetrics
+from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -58,12 +56,6 @@ DRAIN_POLL_S = 0.05
 # The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
 # own interval the event loop's messages would wait for 5 ms at a time.
 SWITCH_INTERVAL_S = 0.0005
-# Unless one is asked for, or a single block is larger. A piece costs each side a fraction of a
-# millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots
-# together are to take a small share of a GPU's memory.
-LARGEST_SLOT_BYTES = 256 << 20
-STAGING_SHARE = 1 / 64
-MOST_BLOCKS_PER_SLOT = 128
 # So many pieces of a peer wait for no grant, which over NVLink takes longer than they do.
 SLOTS_HELD_PER_PEER = 2
 
@@ -207,12 +199,22 @@ class WorkerRuntime:
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
+            memory_beside=self._staging_bytes,
         )
+
+    def _staging_bytes(self, block_bytes: int, total_bytes: int) -> int:
+        """What this worker's staging takes of a device's memory."""
+        return (self.settings.staging_slots + 1) * self._slot_bytes(block_bytes, total_bytes)
+
+    def _slot_bytes(self, block_bytes: int, total_bytes: int) -> int:
+        settings = self.settings
+        share = slot_share(total_bytes, settings.staging_slots)
+        return slot_size(settings.staging_slot_bytes, block_bytes, share)
 
     async def _open_transports(self, stack: contextlib.AsyncExitStack) -> None:
         settings, block_bytes = self.settings, self.built.layout.block_bytes
         slots, device = settings.staging_slots, self.built.device
-        slot_bytes = slot_size(settings.staging_slot_bytes, block_bytes, _slot_share(device, slots))
+        slot_bytes = self._slot_bytes(block_bytes, device_memory(device))
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
         self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
         self.receive_staging = StagingPool(receives, slot_bytes, device)
@@ -330,39 +332,6 @@ class WorkerRuntime:
             ),
             links=list(self.links.values()),
         )
-
-
-def _slot_share(device: torch.device, slots: int) -> int:
-    """What one of so many staging slots may take of a device's memory, in bytes."""
-    if device.type != "cuda":
-        return LARGEST_SLOT_BYTES
-    return int(torch.cuda.get_device_properties(device).total_memory * STAGING_SHARE / slots)
-
-
-def slot_size(asked: int | None, block_bytes: int, share: int = LARGEST_SLOT_BYTES) -> int:
-    """Size staging slots: whole blocks, and their checksums on top.
-
-    Args:
-        asked: an upper bound of the blocks in bytes. None: large pieces keep a link busy, but
-            small blocks need no large slots.
-        block_bytes: of one block over all layers.
-        share: what a slot may take of the device's memory, unless one is asked for or a single
-            block is larger.
-
-    Raises:
-        ConfigError: what was asked for holds no block, or more than a piece can name.
-    """
-    if asked is None:
-        largest = min(LARGEST_SLOT_BYTES, share)
-        asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
-    blocks = asked // block_bytes
-    if not 1 <= blocks <= MAX_POSITIONS:
-        raise ConfigError(
-            f"setting staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES) cannot be {asked}: a slot "
-            f"holds 1 to {MAX_POSITIONS} KV blocks, here {block_bytes} to "
-            f"{MAX_POSITIONS * block_bytes} bytes"
-        )
-    return packed_bytes(blocks, block_bytes)
 
 
 def run_worker(

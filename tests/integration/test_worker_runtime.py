@@ -19,7 +19,8 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.protocol import MAX_POSITIONS, ControlMessage
 from pagewire.shared.worker import runtime as runtime_module
-from pagewire.shared.worker.runtime import WorkerRuntime, run_worker, slot_size
+from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
+from pagewire.shared.worker.staging_size import slot_share, slot_size
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -99,6 +100,7 @@ def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
     assert slot_size(None, BLOCK, share=3 * BLOCK + 5) == packed_bytes(3, BLOCK)
     assert slot_size(None, BLOCK, share=5) == packed_bytes(1, BLOCK)
     assert slot_size(4 * BLOCK, BLOCK, share=5) == packed_bytes(4, BLOCK)
+    assert slot_share(64 * 8 * 1000, slots=8) == 1000
 
 
 @pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])

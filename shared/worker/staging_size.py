@@ -1,0 +1,56 @@
+"""How large staging slots are."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from pagewire.kernels.kv_staging import packed_bytes
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.protocol import MAX_POSITIONS
+
+# Unless one is asked for, or a single block is larger. A piece costs each side a fraction of a
+# millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots
+# together are to take a small share of a GPU's memory.
+LARGEST_SLOT_BYTES = 256 << 20
+STAGING_SHARE = 1 / 64
+MOST_BLOCKS_PER_SLOT = 128
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory; of a host's, where staging is no burden, no bound."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def slot_share(total_bytes: int, slots: int) -> int:
+    """Return what one of so many slots may take of a device's memory, in bytes."""
+    return int(total_bytes * STAGING_SHARE / slots)
+
+
+def slot_size(asked: int | None, block_bytes: int, share: int = LARGEST_SLOT_BYTES) -> int:
+    """Size staging slots: whole blocks, and their checksums on top.
+
+    Args:
+        asked: an upper bound of the blocks in bytes. None: large pieces keep a link busy, but
+            small blocks need no large slots.
+        block_bytes: of one block over all layers.
+        share: what a slot may take of the device's memory, unless one is asked for or a single
+            block is larger.
+
+    Raises:
+        ConfigError: what was asked for holds no block, or more than a piece can name.
+    """
+    if asked is None:
+        largest = min(LARGEST_SLOT_BYTES, share)
+        asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
+    blocks = asked // block_bytes
+    if not 1 <= blocks <= MAX_POSITIONS:
+        raise ConfigError(
+            f"setting staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES) cannot be {asked}: a slot "
+            f"holds 1 to {MAX_POSITIONS} KV blocks, here {block_bytes} to "
+            f"{MAX_POSITIONS * block_bytes} bytes"
+        )
+    return packed_bytes(blocks, block_bytes)
