@@ -117,10 +117,13 @@ class Arrivals:
             if slot is None:
                 return
             peer.held.append(slot)
-            self._post(peer, Credit(peer.out))
+            self._post(peer, Credit(peer.out, peer.channel))
 
     def _take_by_credit(self, peer: Peer, offer: Offer) -> None:
         """Let the payload, which is on its way, into a held slot."""
+        if offer.by_credit != peer.remote_channel:
+            self._stats.strays += 1
+            return
         if not peer.held or offer.seq in peer.landings:
             self._stats.note_malformed(f"{peer.peer_id!r} sent a piece that was not granted")
             return

@@ -61,9 +61,10 @@ class Departures:
                     raise TransferError(f"no way to {peer.peer_id!r}: {peer.error}") from peer.error
                 patience_ms = max(0, int((deadline - loop.time()) * 1000))
                 encoded = encode_header(header)
-                if peer.credits and len(encoded) <= _MAX_HEADER_BY_CREDIT:
+                # A payload without time would stall, and break the connection.
+                if peer.credits and patience_ms and len(encoded) <= _MAX_HEADER_BY_CREDIT:
                     peer.credits -= 1
-                    self._post(peer, Offer(peer.out, seq, patience_ms, encoded, by_credit=True))
+                    self._post(peer, Offer(peer.out, seq, patience_ms, encoded, peer.channel))
                     return seq
                 peer.grants[seq] = grant
                 self._post(peer, Offer(peer.out, seq, patience_ms, encoded))

@@ -352,8 +352,10 @@ class SessionTransport(KvTransport):
                 self._arrivals.on_withdrawal(peer, seq)
             case Grant(seq=seq):
                 self._departures.on_grant(peer, seq)
-            case Credit():
+            case Credit(given_on=peer.remote_channel):
                 self._departures.on_credit(peer)
+            case Credit():
+                self.stats.strays += 1
             case Refusal(seq=seq, reason=reason):
                 self._departures.on_refusal(peer, seq, reason)
             case _:

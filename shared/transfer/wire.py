@@ -66,14 +66,15 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         timeout_ms: after which the sender will have lost patience.
         header: the encoded `PieceHeader`.
-        by_credit: the payload follows at once, into a slot that was held for it ahead.
+        by_credit: if the payload follows at once, into a slot that was held for it ahead, the
+            channel of the sender's last `Hello`: the slot is one of that connection. Else 0.
     """
 
     channel: Channel
     seq: Seq
     timeout_ms: Annotated[int, Meta(ge=0, lt=2**31)]
     header: Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
-    by_credit: bool = False
+    by_credit: Annotated[int, Meta(ge=0, lt=1 << CHANNEL_BITS)] = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -84,9 +85,15 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A slot is held for a piece that will be offered: its payload need not wait for a grant."""
+    """A slot is held for a piece that will be offered: its payload need not wait for a grant.
+
+    Attributes:
+        given_on: the channel of the sender's last `Hello`. A credit that comes late, from an
+            earlier connection that only the sender has forgotten, carries another one.
+    """
 
     channel: Channel
+    given_on: Channel
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,12 +1,14 @@
 """Slots that a receiver holds for its peers, so that their pieces wait for no grant."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
+from pagewire.shared.errors import TransferTimeoutError
 from pagewire.shared.transfer.departures import Departures
 from pagewire.shared.transfer.peer import Peer
-from pagewire.shared.transfer.wire import Offer
+from pagewire.shared.transfer.wire import Offer, SessionMessage, encode_message
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.transports import Node, network
 
@@ -86,6 +88,57 @@ def test_a_broken_connection_forgets_credits_and_held_slots(kind: str) -> None:
     run_async(scenario())
 
 
+@pytest.mark.parametrize("breaker", ["receiver", "sender"])
+def test_what_comes_late_from_an_earlier_connection_neither_gives_nor_takes_a_credit(
+    kind: str, breaker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early: dict[str, bytes] = {}
+
+    def watching(post: Callable[[Peer, SessionMessage], None]) -> Callable[..., None]:
+        def watched(peer: Peer, message: SessionMessage) -> None:
+            early[type(message).__name__] = encode_message(message)
+            post(peer, message)
+
+        return watched
+
+    async def scenario() -> None:
+        async with network(kind) as net:
+            a, b = await net.pair(8, 64 * KIB)
+            b.transport.hold_slots(2)
+            for half in (a.transport._departures, b.transport._arrivals):
+                monkeypatch.setattr(half, "_post", watching(half._post))
+            for piece in range(2):
+                await asyncio.gather(a.send("b", piece, 1000), b.take_all(1))
+                await credits_of(a, 2)
+            broken, peer = (a, "b") if breaker == "sender" else (b, "a")
+            broken.transport._break(broken.transport._peers[peer], "the test says so")
+            await credits_of(a, 0)
+            monkeypatch.undo()
+            await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
+            await credits_of(a, 2)
+            a.transport._on_message(early["Credit"])
+            b.transport._on_message(early["Offer"])
+            assert a.transport._peers["b"].credits == 2 == b.transport.num_held
+            assert not b.transport._peers["a"].landings
+
+    run_async(scenario())
+
+
+def test_no_credit_is_spent_on_a_piece_whose_time_is_over(kind: str) -> None:
+    async def scenario() -> None:
+        async with network(kind) as net:
+            a, b = await net.pair(8, 16 * KIB * KIB)
+            b.transport.hold_slots(2)
+            await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
+            await credits_of(a, 2)
+            with pytest.raises(TransferTimeoutError, match="took no piece in time"):
+                await a.send("b", 1, 16 * KIB * KIB, timeout=0)
+            await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
+            assert a.transport.stats.broken == 0
+
+    run_async(scenario())
+
+
 def test_a_piece_by_credit_that_nobody_gave_is_dropped(kind: str) -> None:
     async def scenario() -> None:
         async with network(kind) as net:
@@ -107,7 +160,7 @@ def test_a_piece_by_credit_that_makes_no_sense_frees_its_slot(kind: str) -> None
             await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
             await credits_of(a, 2)
             peer = a.transport._peers["b"]
-            a.transport._post(peer, Offer(peer.out, 1, 1000, b"garbage", by_credit=True))
+            a.transport._post(peer, Offer(peer.out, 1, 1000, b"garbage", peer.channel))
             await eventually(lambda: b.transport.stats.malformed == 1)
             assert b.num_free == 8
             await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
