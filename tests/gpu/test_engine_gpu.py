@@ -90,7 +90,8 @@ def test_greedy_tokens_are_those_of_float32_wherever_its_choice_is_clear(
     torch.cuda.empty_cache()
     result = compare_with_float32(tmp_path, prompts, outputs, "cuda")
     assert result.wrong == []
-    assert result.clear > 0.1, result  # of 128,256 logits, the worst counts as the error
+    # The worst of 128,256 logits counts as the error, so that few are clear: 0.17 on an H200.
+    assert result.clear > 0.1, result
 
 
 def test_llama_8b_shape_with_random_weights(tmp_path: Path) -> None:
