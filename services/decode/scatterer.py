@@ -63,14 +63,30 @@ class _Reservation:
     Attributes:
         made: the point behind which nothing that was launched writes to them.
         pieces: job and number of those that have landed or are landing.
-        filled: positions of intact blocks, by job.
+        writers: position -> job and number of the piece that was written there last.
+        filled: positions of intact blocks, by job; those that no other job has written to since.
         completion: once the first token is known.
     """
 
     made: Marker
     pieces: set[tuple[str, int]] = field(default_factory=set)
+    writers: dict[int, tuple[str, int]] = field(default_factory=dict)
     filled: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     completion: Completion | None = None
+
+    def note_written(self, header: PieceHeader) -> None:
+        """A piece is being written over what a job given up may have left, and may be damaged."""
+        piece = (header.job_id, header.piece)
+        self.pieces.add(piece)
+        self.writers.update(dict.fromkeys(header.positions, piece))
+        for positions in self.filled.values():
+            positions.difference_update(header.positions)
+
+    def note_intact(self, header: PieceHeader) -> None:
+        """A piece was intact; the blocks are, unless another has been written there since."""
+        piece = (header.job_id, header.piece)
+        intact = (p for p in header.positions if self.writers.get(p) == piece)
+        self.filled[header.job_id].update(intact)
 
     def has(self, completion: Completion) -> bool:
         """Whether all blocks are there that a sequence waits for."""
@@ -130,7 +146,7 @@ class PieceScatterer:
         except BaseException:
             slot.release()
             raise
-        reservation.pieces.add(piece)
+        reservation.note_written(header)
         self.core.scheduler.pin(blocks)
         self._scattering.append(_Scattering(request_id, header, slot, blocks, check))
 
@@ -153,7 +169,7 @@ class PieceScatterer:
         if fate is PieceFate.DAMAGED:
             reservation.pieces.discard((header.job_id, header.piece))  # it may come again
             return
-        reservation.filled[header.job_id].update(header.positions)
+        reservation.note_intact(header)
         self._activate_if_complete(done.request_id, reservation)
 
     def _activate_if_complete(self, request_id: str, reservation: _Reservation) -> None:

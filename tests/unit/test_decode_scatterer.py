@@ -145,6 +145,36 @@ def test_sequence_runs_on_when_pieces_and_first_token_are_there(pieces_before_to
     pair.assert_idle()
 
 
+def test_a_job_that_a_later_one_writes_over_activates_nothing() -> None:
+    pair = Pair(blocks_per_piece=3)
+    sequence = pair.reserve(PROMPT)
+    expected = generate(sequence, 64)
+    pair.compute()
+    header, slot = pair.under_way[0]
+    later = msgspec.structs.replace(header, job_id="later")
+    for _ in range(2):
+        copy = pair.receive_staging.try_acquire()
+        assert copy is not None
+        copy.buffer[:] = slot.buffer
+        pair.under_way.append((later, copy))
+    pair.under_way[1][1].buffer[0] ^= 0xFF
+    pair.decode_device.has_moved = False
+    pair.land()
+    pair.know_first_token(sequence)
+    pair.land()  # damaged, behind the other piece and before that is known to be there
+    pair.decode_device.has_moved = True
+    pair.decode.step()
+    assert [fate for _, _, fate in pair.fates] == [PieceFate.SCATTERED, PieceFate.DAMAGED]
+    assert pair.activated == []
+    pair.land()
+    pair.know_first_token(sequence, "later")
+    while not sequence.is_finished:
+        pair.decode.step()
+    assert pair.activated == ["later"]
+    assert sequence.token_ids == PROMPT + expected
+    pair.assert_idle()
+
+
 def test_loop_turns_on_at_once_behind_the_last_piece() -> None:
     pair = Pair(blocks_per_piece=3)
     sequence = pair.reserve(PROMPT)
