@@ -56,7 +56,7 @@ class Arrivals:
 
     Attributes:
         max_held: slots that are held for each peer that has offered a piece before, so that its
-            next ones need no grant, while more than half of all slots are free.
+            next ones need no grant. At least half of all slots stay free for everybody.
     """
 
     def __init__(
@@ -110,10 +110,11 @@ class Arrivals:
         self._hold(peer)
 
     def _hold(self, peer: Peer) -> None:
-        """Hold slots for a peer's next pieces while most are free."""
+        """Hold slots for a peer's next pieces, as long as half of all stay free."""
         staging = self._staging
         while len(peer.held) < self.max_held and peer.reachable:
-            slot = staging.try_acquire() if 2 * staging.num_free > staging.num_slots else None
+            keeps_half = 2 * (staging.num_free - 1) >= staging.num_slots
+            slot = staging.try_acquire() if keeps_half else None
             if slot is None:
                 return
             peer.held.append(slot)

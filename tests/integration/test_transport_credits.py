@@ -53,6 +53,19 @@ def test_held_slots_let_the_next_pieces_come_without_a_grant(
     run_async(scenario())
 
 
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
+def test_half_of_few_slots_stay_free(kind: str, num_slots: int) -> None:
+    async def scenario() -> None:
+        async with network(kind) as net:
+            a, b = await net.pair(num_slots, 64 * KIB)
+            b.transport.hold_slots(num_slots)
+            for piece in range(4):
+                await asyncio.gather(a.send("b", piece, 1000), b.take_all(1))
+                assert 2 * b.staging.num_free >= num_slots
+
+    run_async(scenario())
+
+
 def test_slots_are_held_only_while_half_of_all_are_free(kind: str) -> None:
     async def scenario() -> None:
         async with network(kind) as net:
