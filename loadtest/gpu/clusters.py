@@ -6,7 +6,9 @@ import contextlib
 import importlib.machinery
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
 MAX_MODEL_LEN = 16384
 MAX_NUM_SEQS = 256
+LATE_PORTS = (10_000, 30_000)  # below those that Linux gives out by itself, from 32768
 _CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
@@ -111,7 +114,7 @@ def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(late_port()),
             }
             log = model / f"vllm-{gpu}.log"
             process, log = stack.enter_context(_server(command, log, env))
@@ -119,6 +122,27 @@ def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list
         for process, log, url in started:
             _wait(process, log, lambda url=url: _answers(f"{url}/health"))  # type: ignore[misc]
         yield [url for _, _, url in started]
+
+
+def late_port() -> int:
+    """Return a port that stays free until a server binds it, which may be a minute from now.
+
+    The kernel gives ports of its own range to outgoing connections meanwhile.
+    """
+    while True:
+        port = random.randrange(*LATE_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def stop_servers_on_sigterm() -> None:
+    """Let SIGTERM end the bench as Ctrl-C does: its servers are in sessions of their own."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 @contextmanager

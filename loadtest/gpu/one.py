@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pagewire.loadtest.gpu.clusters import vllm_environment
+from pagewire.loadtest.gpu.clusters import stop_servers_on_sigterm, vllm_environment
 from pagewire.loadtest.gpu.phases import Row
 from pagewire.loadtest.gpu.tables import markdown
 from pagewire.shared.engine.bench import add_options
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--no-kernels", dest="kernels", action="store_false")
     parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
     args = parser.parse_args()
+    stop_servers_on_sigterm()
     with_peer = vllm_environment(args.vllm, pair=False)
     if args.kernels and results("pagewire.kernels.bench.run", environment=with_peer) is None:
         print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)

@@ -25,6 +25,7 @@ from pagewire.loadtest.gpu.clusters import (
     Topology,
     running_cluster,
     running_vllm_pair,
+    stop_servers_on_sigterm,
     vllm_environment,
 )
 from pagewire.loadtest.gpu.model import write_model
@@ -104,6 +105,7 @@ def main() -> int:
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--no-wire", dest="wire", action="store_false")
     args = parser.parse_args()
+    stop_servers_on_sigterm()
     rows: list[Row] = []
     failure: BenchError | None = None
     try:

@@ -1,13 +1,17 @@
-"""Servers of the GPU benches that do not start."""
+"""Servers of the GPU benches: those that do not start, and those that must stop."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pagewire.loadtest.gpu import clusters
-from pagewire.loadtest.gpu.clusters import BenchError, Topology, running_cluster
+from pagewire.loadtest.gpu.clusters import BenchError, Topology, late_port, running_cluster
 
 
 def test_a_cluster_that_does_not_start_says_why(
@@ -19,3 +23,32 @@ def test_a_cluster_that_does_not_start_says_why(
         running_cluster(tmp_path, Topology(1, 1, 64)),
     ):
         pytest.fail("it has started")
+
+
+def test_a_late_port_is_none_that_the_kernel_gives_away() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < late_port() < first for _ in range(20))
+
+
+BENCH = """
+import pathlib, sys, time
+from pagewire.loadtest.gpu.clusters import _server, stop_servers_on_sigterm
+stop_servers_on_sigterm()
+log = pathlib.Path(sys.argv[1])
+with _server([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"],
+             log, {}) as (process, _):
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_servers_stop_with_a_bench_that_is_terminated(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", BENCH, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        server = int(bench.stdout.readline())
+        while "up" not in (tmp_path / "log").read_text():
+            time.sleep(0.02)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(60) != 0
+    assert not Path(f"/proc/{server}").exists()
