@@ -1,7 +1,8 @@
 """Slots that a receiver holds for its peers, so that their pieces wait for no grant."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -20,6 +21,19 @@ pytestmark = [
 ]
 
 
+@asynccontextmanager
+async def crediting(
+    kind: str, num_slots: int = 8, slot_bytes: int = 64 * KIB
+) -> AsyncIterator[tuple[Node, Node]]:
+    """A sender with two credits, and their receiver."""
+    async with network(kind) as net:
+        a, b = await net.pair(num_slots, slot_bytes)
+        b.transport.hold_slots(2)
+        await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
+        await credits_of(a, 2)
+        yield a, b
+
+
 async def credits_of(sender: Node, count: int) -> None:
     peer = sender.transport._peers["b"]
     await eventually(lambda: peer.credits == count)
@@ -36,11 +50,7 @@ def test_held_slots_let_the_next_pieces_come_without_a_grant(
         on_grant(departures, peer, seq)
 
     async def scenario() -> None:
-        async with network(kind) as net:
-            a, b = await net.pair(12, 64 * KIB)
-            b.transport.hold_slots(2)
-            await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
-            await credits_of(a, 2)
+        async with crediting(kind, 12) as (a, b):
             monkeypatch.setattr(Departures, "on_grant", counting)
             for piece in range(1, 9, 2):
                 sends = [a.send("b", piece, 60 * KIB), a.send("b", piece + 1, 7)]
@@ -87,11 +97,7 @@ def test_slots_are_held_only_while_half_of_all_are_free(kind: str) -> None:
 
 def test_a_broken_connection_forgets_credits_and_held_slots(kind: str) -> None:
     async def scenario() -> None:
-        async with network(kind) as net:
-            a, b = await net.pair(8, 64 * KIB)
-            b.transport.hold_slots(2)
-            await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
-            await credits_of(a, 2)
+        async with crediting(kind) as (a, b):
             b.transport._break(b.transport._peers["a"], "the test says so")
             assert b.staging.num_free == 8
             await credits_of(a, 0)
@@ -139,11 +145,7 @@ def test_what_comes_late_from_an_earlier_connection_neither_gives_nor_takes_a_cr
 
 def test_no_credit_is_spent_on_a_piece_whose_time_is_over(kind: str) -> None:
     async def scenario() -> None:
-        async with network(kind) as net:
-            a, b = await net.pair(8, 16 * KIB * KIB)
-            b.transport.hold_slots(2)
-            await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
-            await credits_of(a, 2)
+        async with crediting(kind, slot_bytes=16 * KIB * KIB) as (a, b):
             with pytest.raises(TransferTimeoutError, match="took no piece in time"):
                 await a.send("b", 1, 16 * KIB * KIB, timeout=0)
             await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
@@ -167,11 +169,7 @@ def test_a_piece_by_credit_that_nobody_gave_is_dropped(kind: str) -> None:
 
 def test_a_piece_by_credit_that_makes_no_sense_frees_its_slot(kind: str) -> None:
     async def scenario() -> None:
-        async with network(kind) as net:
-            a, b = await net.pair(8, 64 * KIB)
-            b.transport.hold_slots(2)
-            await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
-            await credits_of(a, 2)
+        async with crediting(kind) as (a, b):
             peer = a.transport._peers["b"]
             a.transport._post(peer, Offer(peer.out, 1, 1000, b"garbage", peer.channel))
             await eventually(lambda: b.transport.stats.malformed == 1)
