@@ -146,7 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = PoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def fill(pool: BlockPool, path: Path) -> list[int]:

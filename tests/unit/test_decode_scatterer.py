@@ -220,7 +220,7 @@ def test_first_token_of_a_sequence_that_has_ended_changes_nothing() -> None:
     pair.assert_idle()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     length=st.integers(1, 40),
     cached=st.integers(0, 5),

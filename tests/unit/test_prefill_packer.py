@@ -105,7 +105,7 @@ def assert_complete(side: PrefillSide, job_id: str, prompt: list[int], first_blo
     assert tokens[: len(expected)] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_slots=st.integers(1, 3),
     blocks_per_slot=st.integers(1, 3),

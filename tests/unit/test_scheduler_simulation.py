@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.engine.sequence import Sequence
@@ -236,7 +236,7 @@ class Simulation:
         assert sorted([*used, *scheduler._free_slots]) == list(range(self.world.max_num_seqs))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(world=worlds())
 def test_every_sequence_ends_with_its_own_tokens(world: World) -> None:
     simulation = Simulation(world)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.chat_template import MAX_RENDERED_CHARS, ChatTemplate
@@ -107,7 +107,6 @@ class TestAgainstHuggingFace:
 
 class TestEncode:
     @given(PLAIN_TEXT)
-    @settings(deadline=None)
     def test_any_text_survives(self, text: str) -> None:
         assert DEMO.decode(DEMO.encode(text)) == text
 
@@ -129,7 +128,6 @@ class TestEncode:
 
 class TestIncrementalDetokenizer:
     @given(PLAIN_TEXT, st.text(max_size=8), st.integers(1, 4))
-    @settings(deadline=None)
     def test_any_text_comes_back(self, text: str, prompt: str, step: int) -> None:
         ids = DEMO.encode(text, add_special_tokens=False)
         stream = IncrementalDetokenizer(DEMO, DEMO.encode(prompt))
@@ -139,7 +137,6 @@ class TestIncrementalDetokenizer:
             assert not any("\ufffd" in piece for piece in pieces)
 
     @given(st.lists(st.integers(0, DEMO.vocab_size - 1), max_size=200))
-    @settings(deadline=None)
     def test_any_ids_come_back_as_decode_has_them(self, ids: list[int]) -> None:
         stream = IncrementalDetokenizer(DEMO, DEMO.encode("prompt"))
         assert stream.push(ids) + stream.flush() == DEMO.decode(ids)
