@@ -14,6 +14,11 @@ from rich.text import Text
 
 from pagewire.services.cli.health import Health, Service
 
+# Long enough for a prefill worker: a decode worker computes the shortest prompts by itself.
+SYSTEM = (
+    "You answer questions about Python from its language reference, briefly and to the point, for "
+    "people who know how to program."
+)
 QUESTION = "What is a lambda?"
 MAX_TOKENS = 64
 
@@ -35,7 +40,10 @@ def curl_command(url: str, model: str) -> str:
     """Return a shell command that asks for a chat answer, on one line."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": QUESTION}],
+        "messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": QUESTION},
+        ],
         "max_tokens": MAX_TOKENS,
     }
     return (

@@ -34,11 +34,25 @@ def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_the_printed_curl_line_answers(cluster: LocalCluster) -> None:
+def received_bytes(cluster: LocalCluster) -> float:
+    """KV bytes that the decode worker has received over UCX, as the router's metrics say."""
+    return sum(
+        value
+        for name, value in cluster.metrics().items()
+        if name.startswith("pagewire_kv_transfer_bytes_total{")
+        and 'direction="received"' in name
+        and 'transport="ucx"' in name
+        and 'worker="decode-0"' in name
+    )
+
+
+def test_the_printed_curl_line_answers_with_kv_that_crossed(cluster: LocalCluster) -> None:
+    before = received_bytes(cluster)
     line = next(line for line in cluster.lines if line.startswith("curl "))
     done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True)
     answer = json.loads(done.stdout)
     assert answer["choices"][0]["message"]["content"].strip()
+    assert received_bytes(cluster) > before
 
 
 def test_the_ready_box_names_workers_and_measured_transport(cluster: LocalCluster) -> None:
@@ -79,19 +93,9 @@ def test_openai_client_streams_a_chat_answer(client: openai.OpenAI) -> None:
 def test_metrics_name_the_kv_bytes_that_crossed(
     cluster: LocalCluster, client: openai.OpenAI
 ) -> None:
-    def received() -> float:
-        return sum(
-            value
-            for name, value in cluster.metrics().items()
-            if name.startswith("pagewire_kv_transfer_bytes_total{")
-            and 'direction="received"' in name
-            and 'transport="ucx"' in name
-            and 'worker="decode-0"' in name
-        )
-
-    before = received()
+    before = received_bytes(cluster)
     client.completions.create(model=MODEL, prompt="A new text. " + LONG_TEXT, max_tokens=2)
-    assert received() > before
+    assert received_bytes(cluster) > before
 
 
 def test_the_second_time_a_long_prompt_is_cached(
