@@ -47,7 +47,7 @@ class KvTransport(ABC):
 
     @abstractmethod
     def hold_slots(self, count: int) -> None:
-        """Hold up to so many slots for each peer's next pieces, while most slots are free."""
+        """Hold so many slots for each peer's next pieces, as long as half of all stay free."""
 
     @abstractmethod
     async def start(self, timeout: float) -> bytes:

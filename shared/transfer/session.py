@@ -120,7 +120,7 @@ class SessionTransport(KvTransport):
         """Free everything that `_open` made; all peers are unlinked. Safe if nothing was opened."""
 
     def hold_slots(self, count: int) -> None:
-        """Hold up to so many slots for each peer's next pieces, while most slots are free."""
+        """Hold so many slots for each peer's next pieces, as long as half of all stay free."""
         self._arrivals.max_held = count
 
     @property
