@@ -27,9 +27,9 @@ BackendName = Literal["auto", "triton", "torch"]
 OP_NAMES = (
     "paged_decode",
     "paged_prefill",
-    "reshape_and_cache",
+    "rotary_and_cache",
     "rms_norm",
-    "rotary_embedding",
+    "linear",
     "silu_and_mul",
     "sample",
     "pack_blocks",
@@ -74,19 +74,6 @@ class PagedPrefill(Protocol):
     ) -> torch.Tensor: ...
 
 
-class ReshapeAndCache(Protocol):
-    """Write a step's keys and values into their slots; slot -1 is skipped."""
-
-    def __call__(
-        self,
-        key: torch.Tensor,  # [T, KH, D], any strides with stride(-1) == 1
-        value: torch.Tensor,  # [T, KH, D]
-        k_cache: torch.Tensor,  # [NB, KH, BS, D]
-        v_cache: torch.Tensor,  # [NB, KH, BS, D]
-        slot_mapping: torch.Tensor,  # [T] int64
-    ) -> None: ...
-
-
 class RmsNorm(Protocol):
     """RMS normalisation, optionally after adding a residual.
 
@@ -105,16 +92,34 @@ class RmsNorm(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class RotaryEmbedding(Protocol):
-    """Rotate q and k in place, half-split ("NeoX") pairing, as Hugging Face's Llama does."""
+class RotaryAndCache(Protocol):
+    """Rotate q in place; write rotated k, and v, into their slots of the paged caches.
+
+    Half-split ("NeoX") pairing, in float32, as Hugging Face's Llama does. Slot -1 is skipped.
+    """
 
     def __call__(
         self,
         positions: torch.Tensor,  # [T] int64
         q: torch.Tensor,  # [T, H, D], any strides with stride(-1) == 1
-        k: torch.Tensor,  # [T, KH, D]
+        k: torch.Tensor,  # [T, KH, D], likewise
+        v: torch.Tensor,  # [T, KH, D]
         cos_sin_cache: torch.Tensor,  # [max_position, D] float32: cos in [:D/2], sin in [D/2:]
+        k_cache: torch.Tensor,  # [NB, KH, BS, D]
+        v_cache: torch.Tensor,  # [NB, KH, BS, D]
+        slot_mapping: torch.Tensor,  # [T] int64
     ) -> None: ...
+
+
+class Linear(Protocol):
+    """`x @ weight.T + bias`, summed up in float32, returned in x's dtype."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, in]
+        weight: torch.Tensor,  # [out, in]
+        bias: torch.Tensor | None = None,  # [out]
+    ) -> torch.Tensor: ...  # [T, out]
 
 
 class SiluAndMul(Protocol):
@@ -195,9 +200,9 @@ class Ops:
     backend: Literal["triton", "torch"]
     paged_decode: PagedDecode
     paged_prefill: PagedPrefill
-    reshape_and_cache: ReshapeAndCache
+    rotary_and_cache: RotaryAndCache
     rms_norm: RmsNorm
-    rotary_embedding: RotaryEmbedding
+    linear: Linear
     silu_and_mul: SiluAndMul
     sample: Sample
     pack_blocks: PackBlocks

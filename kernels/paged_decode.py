@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import (
+    await_predecessor,
     check_attention_shapes,
     next_power_of_2,
+    overlap_options,
     processor_count,
 )
 
@@ -27,6 +29,7 @@ _TILE_BYTES = 16384
 _STAGES = 5
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_SPLITS = 128
+_MOST_OVERLAPPING_ROWS = 4  # more programs than that fill the device: see `overlap_options`
 
 
 @triton.jit
@@ -59,10 +62,12 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     SINGLE: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
+    await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + row)
     share = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
     start = split * share
@@ -131,9 +136,11 @@ def _combine_splits_kernel(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
+    await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + row)
     share = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
     split = tl.arange(0, SPLITS_PAD)
@@ -239,6 +246,7 @@ def paged_decode(
         SINGLE=splits == 1,
         STAGES=_STAGES,
         num_warps=4,
+        **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
     if splits > 1:
         _combine_splits_kernel[(heads, rows)](
@@ -253,5 +261,6 @@ def paged_decode(
             TILE=tile,
             SPLITS_PAD=next_power_of_2(splits),
             num_warps=4 if splits * dim <= 4096 else 8,
+            **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
         )
     return out

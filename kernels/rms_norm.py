@@ -7,7 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels._launch import (
+    await_predecessor,
+    next_power_of_2,
+    overlap_options,
+)
 
 
 @triton.jit
@@ -23,12 +27,14 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    await_predecessor(OVERLAPS)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0)
@@ -69,5 +75,6 @@ def rms_norm(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(max(block // 512, 1), 16),
+        **overlap_options(x.device, tokens),
     )
     return out, residual_out

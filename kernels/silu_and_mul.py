@@ -7,17 +7,29 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels._launch import (
+    await_predecessor,
+    next_power_of_2,
+    overlap_options,
+)
 
 _MAX_BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr,
+    out_ptr,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < WIDTH
     gate_ptr = x_ptr + row * x_stride + cols
+    await_predecessor(OVERLAPS)
     gate = tl.load(gate_ptr, mask=mask, other=0.0)
     up = tl.load(gate_ptr + WIDTH, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
@@ -34,6 +46,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         return out
     block = min(next_power_of_2(width), _MAX_BLOCK)
     _silu_and_mul_kernel[(tokens, -(-width // block))](
-        x, out, x.stride(0), WIDTH=width, BLOCK=block, num_warps=4
+        x,
+        out,
+        x.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(x.device, tokens),
     )
     return out

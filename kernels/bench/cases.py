@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case, sampling_inputs
@@ -18,6 +19,14 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
 BLOCK_WORDS = 1 << 19
 DTYPE = torch.bfloat16
 TOKENS = (1, 128, 8192)
+# (out, in) of a layer's projections and of the vocabulary's
+PROJECTIONS = (
+    ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+    (HIDDEN, HIDDEN),
+    (2 * INTERMEDIATE, HIDDEN),
+    (HIDDEN, INTERMEDIATE),
+    (VOCABULARY, HIDDEN),
+)
 # (batch, context) of decode and (chunk, context) of prefill
 DECODE = (
     (1, 1024),
@@ -109,45 +118,38 @@ def _silu_and_mul(tokens: int) -> BenchCase:
     return BenchCase("silu_and_mul", f"{tokens} x {INTERMEDIATE}", call, work)
 
 
-def _rotary_embedding(tokens: int) -> BenchCase:
+def _rotary_and_cache(tokens: int) -> BenchCase:
+    pool = torch.zeros(1024, 2, 2, KV_HEADS, BLOCK_SIZE, DIM, device="cuda", dtype=DTYPE)
     fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=DTYPE)
     positions = torch.arange(tokens, device="cuda")
+    slots = torch.randperm(pool.shape[0] * BLOCK_SIZE, device="cuda")[:tokens]
     angles = 6 * torch.rand(tokens, DIM // 2, device="cuda")
     cos_sin_cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
 
-    def rotate(ops: Ops, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, _ = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        ops.rotary_embedding(positions, q, k, cos_sin_cache)
-        return q, k
+    def run(ops: Ops, x: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        caches = pool[:, 1, 0], pool[:, 1, 1]
+        ops.rotary_and_cache(positions, q, k, v, cos_sin_cache, *caches, slots)
+        return q, pool
 
     return BenchCase(
-        "rotary_embedding",
+        "rotary_and_cache",
         f"{tokens} tokens",
-        lambda ops: rotate(ops, fused),
-        work=4.0 * tokens * (HEADS + KV_HEADS) * DIM,
-        check=lambda ops: rotate(ops, fused.clone()),
+        lambda ops: run(ops, fused, pool),
+        work=4.0 * tokens * (HEADS + 2 * KV_HEADS) * DIM,
+        check=lambda ops: run(ops, fused.clone(), torch.zeros_like(pool)),
     )
 
 
-def _reshape_and_cache(tokens: int) -> BenchCase:
-    shape = (1024, 2, 2, KV_HEADS, BLOCK_SIZE, DIM)
-    pool = torch.zeros(shape, device="cuda", dtype=DTYPE)
-    fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=DTYPE)
-    slots = torch.randperm(shape[0] * BLOCK_SIZE, device="cuda")[:tokens]
+def _linear(rows: int, outs: int, ins: int) -> BenchCase:
+    x = torch.randn(rows, ins, device="cuda", dtype=DTYPE)
+    weight = torch.randn(outs, ins, device="cuda", dtype=DTYPE) / ins**0.5
 
-    def write(ops: Ops, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _, key, value = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        ops.reshape_and_cache(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
-        return (pool,)
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.linear(x, weight),)
 
-    return BenchCase(
-        "reshape_and_cache",
-        f"{tokens} tokens",
-        lambda ops: write(ops, pool),
-        work=8.0 * tokens * KV_HEADS * DIM,
-        check=lambda ops: write(ops, torch.zeros_like(pool)),
-        exact=True,
-    )
+    shape = f"{rows} x {ins} to {outs}"
+    return BenchCase("linear", shape, call, 2.0 * outs * ins, peer=lambda: F.linear(x, weight))
 
 
 def _sample(rows: int, kind: str) -> BenchCase:
@@ -199,8 +201,8 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
     "rms_norm": lambda: (_rms_norm(tokens) for tokens in TOKENS),
     "silu_and_mul": lambda: (_silu_and_mul(tokens) for tokens in TOKENS),
-    "rotary_embedding": lambda: (_rotary_embedding(tokens) for tokens in TOKENS),
-    "reshape_and_cache": lambda: (_reshape_and_cache(tokens) for tokens in TOKENS),
+    "rotary_and_cache": lambda: (_rotary_and_cache(tokens) for tokens in TOKENS),
+    "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
     "sample": lambda: (_sample(rows, kind) for rows in (1, 64, 256) for kind in SAMPLING),
     "kv_pack": lambda: (case for count in (8, 512) for case in _kv_pack(count)),
 }

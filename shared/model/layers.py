@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 
@@ -25,16 +24,18 @@ class Linear:
         bias: `[sum of out_features]`, or None.
     """
 
-    __slots__ = ("_sizes", "bias", "weight")
+    __slots__ = ("_op", "_sizes", "bias", "weight")
 
     def __init__(
         self,
         in_features: int,
         out_features: Sequence[int],
         bias: bool,
+        ops: Ops,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        self._op = ops.linear
         self._sizes = list(out_features)
         rows = sum(self._sizes)
         self.weight = torch.empty(rows, in_features, device=device, dtype=dtype)
@@ -42,7 +43,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of out_features]`."""
-        return F.linear(x, self.weight, self.bias)
+        return self._op(x, self.weight, self.bias)
 
     def targets(self, names: Sequence[str]) -> Iterator[NamedTarget]:
         """Yield what fills the parameters; `names` are those of the fused projections."""

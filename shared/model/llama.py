@@ -47,8 +47,8 @@ class Attention:
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._scale = config.head_dim**-0.5
         sizes = [heads * config.head_dim for heads in self._heads]
-        self.qkv_proj = Linear(config.hidden_size, sizes, config.qkv_bias, device, dtype)
-        self.o_proj = Linear(sizes[0], [config.hidden_size], config.o_bias, device, dtype)
+        self.qkv_proj = Linear(config.hidden_size, sizes, config.qkv_bias, ops, device, dtype)
+        self.o_proj = Linear(sizes[0], [config.hidden_size], config.o_bias, ops, device, dtype)
 
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
@@ -58,8 +58,9 @@ class Attention:
         qkv = self.qkv_proj(hidden).view(tokens, -1, self._head_dim)
         q, k, v = qkv.split_with_sizes(self._heads, dim=1)  # strided views [T, heads, D]
         k_cache, v_cache = kv_cache.unbind(1)
-        self._ops.rotary_embedding(batch.positions, q, k, self._cos_sin)
-        self._ops.reshape_and_cache(k, v, k_cache, v_cache, batch.slot_mapping)
+        self._ops.rotary_and_cache(
+            batch.positions, q, k, v, self._cos_sin, k_cache, v_cache, batch.slot_mapping
+        )
         out = torch.empty(
             tokens, self._num_heads, self._head_dim, dtype=hidden.dtype, device=hidden.device
         )
@@ -119,8 +120,8 @@ class Mlp:
     ) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self._silu_and_mul = ops.silu_and_mul
-        self.gate_up_proj = Linear(hidden, [inner, inner], bias, device, dtype)
-        self.down_proj = Linear(inner, [hidden], bias, device, dtype)
+        self.gate_up_proj = Linear(hidden, [inner, inner], bias, ops, device, dtype)
+        self.down_proj = Linear(inner, [hidden], bias, ops, device, dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
@@ -191,6 +192,7 @@ class LlamaForCausalLM:
         max_positions: int,
     ) -> None:
         self.config = config
+        self._linear = ops.linear
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed_tokens = torch.empty(vocabulary, device=device, dtype=dtype)
         self.lm_head = self.embed_tokens
@@ -222,7 +224,7 @@ class LlamaForCausalLM:
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits `[N, vocab]` of hidden states `[N, hidden]`, in the model's dtype."""
-        return F.linear(hidden, self.lm_head)
+        return self._linear(hidden, self.lm_head)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield every checkpoint tensor's name and the part of a parameter that it fills."""

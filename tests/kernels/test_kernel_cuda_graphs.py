@@ -66,12 +66,16 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
     weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     cache = torch.zeros(20, 2, 2, 32, 16, 128, device="cuda", dtype=torch.bfloat16)
     slots = torch.full((8,), -1, device="cuda")
+    positions = torch.arange(8, device="cuda")
+    cos_sin = torch.rand(8, 128, device="cuda")
+    down = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16) / 45
 
     def run():
         normed, _ = kernels.rms_norm(hidden, weight, 1e-5, hidden)
-        heads = normed.view(8, 32, 128)
-        kernels.reshape_and_cache(heads, heads, cache[:, 1, 0], cache[:, 1, 1], slots)
-        return kernels.silu_and_mul(normed)
+        q, v = normed.clone().view(8, 32, 128), normed.view(8, 32, 128)
+        caches = cache[:, 1, 0], cache[:, 1, 1]
+        kernels.rotary_and_cache(positions, q, q, v, cos_sin, *caches, slots)
+        return kernels.linear(kernels.silu_and_mul(normed), down)
 
     graph, out = _capture(run)
     assert not cache.any()
@@ -79,7 +83,7 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
     slots.copy_(torch.arange(8) * 17)
     graph.replay()
     normed, _ = reference.rms_norm(hidden, weight, 1e-5, hidden)
-    assert_close(out, reference.silu_and_mul(normed))
+    assert_close(out, reference.linear(reference.silu_and_mul(normed), down))
     assert_close(cache[7 * 17 // 16, 1, 1, :, 7 * 17 % 16], normed[7].view(32, 128))
 
 

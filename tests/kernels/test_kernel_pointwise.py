@@ -60,45 +60,35 @@ def test_silu_and_mul_of_strided_rows(device, kernels, reference, assert_close):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "dim"),
-    [(1, 4, 4, 16), (5, 12, 4, 32), (7, 9, 3, 64), (3, 32, 8, 128), (0, 4, 2, 16), (2, 3, 1, 24)],
+    ("tokens", "heads", "kv_heads", "dim", "block_size"),
+    [
+        (1, 4, 4, 16, 16),
+        (5, 12, 4, 32, 16),
+        (7, 9, 3, 64, 32),
+        (3, 32, 8, 128, 16),
+        (0, 4, 2, 16, 16),
+        (2, 3, 1, 24, 16),
+        (4, 18, 9, 32, 16),
+    ],
 )
-def test_rotary_embedding_in_a_fused_projection(
-    tokens, heads, kv_heads, dim, device, dtype, kernels, reference, assert_close
+def test_rotary_and_cache_of_a_fused_projection(
+    tokens, heads, kv_heads, dim, block_size, device, dtype, kernels, reference, assert_close
 ):
     fused = _rand(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
+    pool = _rand(5, 2, 2, kv_heads, block_size, dim, device=device, dtype=dtype)
     positions = torch.randint(0, 50, (tokens,), device=device)
     angles = torch.rand(50, dim // 2, device=device) * 6
-    cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    expected = fused.clone()
-    kernels.rotary_embedding(positions, fused[:, :heads], fused[:, heads : heads + kv_heads], cache)
-    reference.rotary_embedding(
-        positions, expected[:, :heads], expected[:, heads : heads + kv_heads], cache
-    )
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    last = 5 * block_size - 1
+    slots = torch.tensor([3, -1, last, 0, block_size, -1, 7], device=device)[:tokens]
+    expected, expected_pool, before = fused.clone(), pool.clone(), fused.clone()
+    for ops, x, cache in (kernels, fused, pool), (reference, expected, expected_pool):
+        q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)
+        ops.rotary_and_cache(positions, q, k, v, cos_sin, cache[:, 1, 0], cache[:, 1, 1], slots)
     assert_close(fused, expected)
-    assert torch.equal(fused[:, heads + kv_heads :], expected[:, heads + kv_heads :])
-
-
-@pytest.mark.parametrize(
-    ("heads", "dim", "block_size"), [(1, 16, 16), (3, 32, 16), (8, 128, 32), (2, 24, 16)]
-)
-def test_reshape_and_cache(heads, dim, block_size, device, dtype, kernels, reference):
-    blocks = 5
-    pool = _rand(blocks, 2, 2, heads, block_size, dim, device=device, dtype=dtype)
-    expected = pool.clone()
-    fused = _rand(6, 3 * heads, dim, device=device, dtype=dtype)
-    key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
-    last = blocks * block_size - 1
-    slots = torch.tensor([3, -1, last, 0, block_size, -1], device=device)
-    kernels.reshape_and_cache(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
-    reference.reshape_and_cache(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
-    assert torch.equal(pool, expected)
-    assert torch.equal(pool[-1, 1, 1, :, -1], value[2])
-
-
-def test_reshape_and_cache_of_nothing(device, kernels):
-    cache = torch.zeros(2, 1, 16, 16, device=device)
-    nothing = torch.zeros(0, 1, 16, device=device)
-    slots = torch.zeros(0, dtype=torch.int64, device=device)
-    kernels.reshape_and_cache(nothing, nothing, cache, cache, slots)
-    assert not cache.any()
+    assert torch.equal(fused[:, heads:], before[:, heads:])
+    assert_close(pool[:, 1, 0], expected_pool[:, 1, 0])
+    assert torch.equal(pool[:, 0], expected_pool[:, 0])
+    assert torch.equal(pool[:, 1, 1], expected_pool[:, 1, 1])
+    if tokens > 2:
+        assert torch.equal(pool[-1, 1, 1, :, -1], before[2, heads + kv_heads :])

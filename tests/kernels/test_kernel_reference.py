@@ -82,7 +82,7 @@ def test_rms_norm_is_hugging_faces(dtype, with_residual, reference):
     assert torch.equal(normed, norm(expected).detach())
 
 
-def test_rotary_embedding_is_hugging_faces(reference):
+def test_rotation_is_hugging_faces(reference):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     positions = torch.tensor([0, 5, 49, 1])
@@ -93,9 +93,12 @@ def test_rotary_embedding_is_hugging_faces(reference):
     expected_q, expected_k = apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
     )
-    reference.rotary_embedding(positions, q, k, torch.cat([angles.cos(), angles.sin()], -1))
+    k_cache, v_cache = torch.zeros(2, 1, 2, 16, 32)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+    reference.rotary_and_cache(positions, q, k, k, cos_sin, k_cache, v_cache, torch.arange(4))
     torch.testing.assert_close(q, expected_q[0].transpose(0, 1))
-    torch.testing.assert_close(k, expected_k[0].transpose(0, 1))
+    torch.testing.assert_close(k_cache[0, :, :4], expected_k[0])
+    assert torch.equal(v_cache[0, :, :4], k.transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

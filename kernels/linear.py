@@ -1,0 +1,168 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""`x @ weight.T + bias` of few rows, as in a decode step: the weights' way from memory counts.
+
+Each program takes some output features, and where those alone would leave processors idle, one
+share of the inputs: the program that finishes last adds the shares up, in order, so that results
+do not depend on who that is. Many rows are cuBLAS's.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from pagewire.kernels._launch import (
+    await_predecessor,
+    next_power_of_2,
+    overlap_options,
+    processor_count,
+)
+
+# Above it cuBLAS is quicker, and above half of it for all but large weights.
+MOST_ROWS = 64
+_LARGE = 1 << 25
+_LEAST_ROWS = 16  # of a matrix product
+_BLOCK_OUT = 64
+_BLOCK_IN = 128
+_MOST_SHARES = 4
+_MOST_TILES = 4096  # that are cut into shares
+
+
+class _Tiling(NamedTuple):
+    """How a product is cut: outputs a program, shares of the inputs, tiles in flight."""
+
+    block_out: int
+    shares: int
+    stages: int
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,  # [shares, rows, outs] float32
+    counters_ptr,  # [tiles] int32: shares that are done; 0 before and behind each launch
+    rows,
+    outs,
+    ins,
+    x_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    share = tl.program_id(1)
+    columns = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.arange(0, BLOCK_ROWS)
+    inputs = share * (ins // SHARES) + tl.arange(0, BLOCK_IN)
+    seen = row[None, :] < rows
+    weight_tile = weight_ptr + columns.to(tl.int64)[:, None] * ins + inputs[None, :]
+    x_tile = x_ptr + row[None, :] * x_stride + inputs[:, None]
+    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
+    begin = 0
+    if OVERLAPS:  # the weights are nobody's work: the first come while others still run
+        early = tl.load(weight_tile, eviction_policy="evict_first")
+        await_predecessor(OVERLAPS)
+        acc = tl.dot(early, tl.load(x_tile, mask=seen, other=0.0), acc, input_precision="ieee")
+        begin = BLOCK_IN
+    for first in tl.range(begin, ins // SHARES, BLOCK_IN, num_stages=STAGES):
+        # The weights are the left factor: a matrix instruction takes 64 rows of it at least.
+        weight = tl.load(weight_tile + first, eviction_policy="evict_first")  # [OUT, IN]
+        x = tl.load(x_tile + first, mask=seen, other=0.0)  # [IN, ROWS]
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+    offsets = row[None, :] * outs + columns[:, None]
+    is_last = True
+    if SHARES > 1:
+        tl.store(partial_ptr + share * rows * outs + offsets, acc, mask=seen)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SHARES - 1
+        if is_last:
+            tl.store(counters_ptr + tile, 0)
+            acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
+            for other in tl.static_range(SHARES):
+                part = partial_ptr + other * rows * outs + offsets
+                acc += tl.load(part, mask=seen, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + columns).to(tl.float32)[:, None]
+        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=seen)
+
+
+@lru_cache(maxsize=1024)
+def choose_tiling(rows: int, outs: int, ins: int, processors: int) -> _Tiling | None:
+    """Return how to cut a product, None if it is one for cuBLAS.
+
+    Measured on an H200: one and a half programs a processor are wanted where rows are few, one
+    where more of them make the shares costly to add up; with many rows and outputs, larger tiles.
+    """
+    if not 0 < rows <= MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
+        return None
+    if rows > MOST_ROWS // 2 and outs * ins < _LARGE:
+        return None
+    large = 2 * _BLOCK_OUT
+    if rows > MOST_ROWS // 2 and outs % large == 0 and outs // large >= processors:
+        return _Tiling(large, 1, 3)
+    tiles = outs // _BLOCK_OUT
+    wanted = processors * (1.4 if rows <= _LEAST_ROWS else 0.9)
+    shares = 1
+    while tiles * shares < wanted and shares < _MOST_SHARES and tiles <= _MOST_TILES:
+        if ins % (2 * shares * _BLOCK_IN):
+            break
+        shares *= 2
+    return _Tiling(_BLOCK_OUT, shares, 4)
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> torch.Tensor:
+    """Return counters that every launch leaves at zero; launches follow one another."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `x @ weight.T + bias`, summed up in float32.
+
+    Shapes are those of `pagewire.kernels.Linear`.
+    """
+    rows, ins = x.shape
+    outs = weight.shape[0]
+    tiling = None
+    if x.element_size() == 2 and x.stride(1) == 1 and weight.is_contiguous():
+        tiling = choose_tiling(rows, outs, ins, processor_count(x.device))
+    if tiling is None:
+        return F.linear(x, weight, bias)
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    partial = out  # unused without shares
+    if tiling.shares > 1:
+        partial = torch.empty((tiling.shares, rows, outs), dtype=torch.float32, device=x.device)
+    _linear_kernel[(outs // tiling.block_out, tiling.shares)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        partial,
+        _counters(x.device),
+        rows,
+        outs,
+        ins,
+        x.stride(0),
+        BLOCK_ROWS=max(next_power_of_2(rows), _LEAST_ROWS),
+        BLOCK_OUT=tiling.block_out,
+        BLOCK_IN=_BLOCK_IN,
+        SHARES=tiling.shares,
+        STAGES=tiling.stages,
+        HAS_BIAS=bias is not None,
+        num_warps=4,
+        **overlap_options(x.device, rows),
+    )
+    return out

@@ -1,0 +1,80 @@
+"""Matrix products of few rows in Triton against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels import linear as linear_module
+from pagewire.kernels.linear import MOST_ROWS, choose_tiling
+
+H200_PROCESSORS = 132
+SHAPES_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+
+
+def _operands(rows, outs, ins, device, dtype):
+    x = torch.randn(rows, ins, device=device).to(dtype)
+    weight = (torch.randn(outs, ins, device=device) / ins**0.5).to(dtype)
+    return x, weight
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("rows", [0, 1, 5, 16, 17, 33, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize(("outs", "ins"), [(64, 1024), (192, 256), (320, 384), (100, 128)])
+def test_linear(rows, outs, ins, with_bias, device, dtype, kernels, reference, assert_close):
+    x, weight = _operands(rows, outs, ins, device, dtype)
+    bias = torch.randn(outs, device=device).to(dtype) if with_bias else None
+    assert_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(128, 256), (1024, 128)])
+def test_linear_of_many_rows(
+    outs, ins, device, dtype, monkeypatch, kernels, reference, assert_close
+):
+    monkeypatch.setattr(linear_module, "_LARGE", 0)
+    choose_tiling.cache_clear()
+    x, weight = _operands(50, outs, ins, device, dtype)
+    assert_close(kernels.linear(x, weight), reference.linear(x, weight))
+    choose_tiling.cache_clear()
+
+
+def test_linear_of_strided_rows(device, kernels, reference, assert_close):
+    x, weight = _operands(6, 64, 512, device, torch.float16)
+    wide = torch.cat([x, x], dim=1)[::2, 512:]
+    assert_close(kernels.linear(wide, weight), reference.linear(x[::2], weight))
+
+
+def test_shares_are_added_up_again_and_again(device, kernels):
+    assert choose_tiling(3, 64, 1024, 4).shares > 1
+    x, weight = _operands(3, 64, 1024, device, torch.float16)
+    first = kernels.linear(x, weight)
+    for _ in range(3):
+        assert torch.equal(kernels.linear(x, weight), first)
+
+
+def test_tilings_fill_the_processors():
+    for rows in (1, 16, 17, 32, 33, 64):
+        for outs, ins in SHAPES_8B:
+            tiling = choose_tiling(rows, outs, ins, H200_PROCESSORS)
+            if rows > 32 and outs * ins < 1 << 25:
+                assert tiling is None
+                continue
+            assert outs % tiling.block_out == 0
+            assert ins % (tiling.shares * 128) == 0
+            assert outs // tiling.block_out * tiling.shares >= 0.9 * H200_PROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("rows", "outs", "ins"), [(65, 4096, 4096), (0, 4096, 4096), (1, 100, 128), (1, 64, 100)]
+)
+def test_other_shapes_are_cublas_matter(rows, outs, ins):
+    assert choose_tiling(rows, outs, ins, H200_PROCESSORS) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+@pytest.mark.parametrize(("outs", "ins"), SHAPES_8B)
+def test_linear_at_8b_size(outs, ins, rows, dtype, kernels, reference, assert_close):
+    x, weight = _operands(rows, outs, ins, "cuda", dtype)
+    assert_close(kernels.linear(x, weight), reference.linear(x, weight))
