@@ -123,9 +123,9 @@ class EngineCore:
         return bool(scheduler.running or scheduler.waiting or self._in_flight or self._outputs)
 
     @property
-    def awaits_device(self) -> bool:
-        """Whether a step or a hook's work is on the device: the loop should turn on soon."""
-        return self.hooks_busy or bool(self._in_flight)
+    def awaits_step(self) -> bool:
+        """Whether a step is on the device."""
+        return bool(self._in_flight)
 
     def step(self, wait: bool = True) -> tuple[list[StepOutput], bool]:
         """Launch the next step and postprocess the one before (without overlap: the same).

@@ -120,8 +120,15 @@ class EngineThread:
         if outputs:
             self._on_outputs(outputs)
         self._observe(idle=not self.core.has_work)
-        if not worked:
-            self._idle(POLL_S if self.core.awaits_device else IDLE_WAIT_S)
+        if worked:
+            return
+        if self.core.awaits_step:
+            self._idle(POLL_S)
+        elif self.core.hooks_busy:
+            # Blocks are being moved, in much less time than it takes to wake up again.
+            time.sleep(0)
+        else:
+            self._idle(IDLE_WAIT_S)
 
     def _observe(self, idle: bool) -> None:
         """Refresh the snapshot, now and then; when idle, check the books."""

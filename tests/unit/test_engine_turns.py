@@ -82,13 +82,13 @@ def test_turns_go_on_while_the_device_runs_but_launch_no_more_steps(
     worked = [turn(core) for _ in range(6)]
     assert worked == [True] * depth + [False] * (6 - depth)
     assert len(device.batches) == depth
-    assert (core.awaits_device, len(hook.seen)) == (True, 6)
+    assert (core.awaits_step, len(hook.seen)) == (True, 6)
     assert sequence.token_ids == [1] * 5
     device.has_run = True
     while core.has_work:
         assert turn(core)
     assert sequence.token_ids[5:] == expected
-    assert not core.awaits_device
+    assert not core.awaits_step
 
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
