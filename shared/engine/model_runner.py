@@ -67,7 +67,14 @@ class PendingTokens:
 
 
 class Executor(Protocol):
-    """Seam between the engine and the device(s) it drives."""
+    """Seam between the engine and the device(s) it drives.
+
+    Attributes:
+        marks_parts: whether steps mark the ends of the parts of the blocks that they write, as
+            far as they can; set by whoever packs.
+    """
+
+    marks_parts: bool
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """Launch a step."""
@@ -81,14 +88,21 @@ class Executor(Protocol):
         """Return the present end of the launched work."""
         ...
 
+    def part_markers(self) -> list[Marker]:
+        """Return where in the step launched last each part of its blocks is final.
+
+        Empty if nothing but the step's end is known.
+        """
+        ...
+
     def pack(
-        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
         """Gather blocks into staging, beside the steps, behind those launched at the marker."""
         ...
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter staging into blocks, likewise."""
         ...
@@ -102,6 +116,7 @@ class ModelRunner:
         kv_pool: [NB, L, 2, KH, BS, D].
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
+        marks_parts: see `Executor`.
     """
 
     model: CausalLM
@@ -111,6 +126,7 @@ class ModelRunner:
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
+    marks_parts: bool = False
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
@@ -240,17 +256,21 @@ class ModelRunner:
         """Return the present end of the launched work."""
         return self.mover.mark()
 
+    def part_markers(self) -> list[Marker]:
+        """Return where in the step launched last each part of its blocks is final, if known."""
+        return []
+
     def pack(
-        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
         """Gather blocks into a staging buffer, beside the steps launched behind the marker."""
-        return self.mover.pack(block_ids, staging, seed, after)
+        return self.mover.pack(block_ids, parts, staging, seed, after)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, beside the steps launched behind the marker."""
-        return self.mover.unpack(staging, block_ids, seed, after)
+        return self.mover.unpack(staging, block_ids, parts, seed, after)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""
