@@ -25,13 +25,15 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
 
 
 class CausalLM(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, batch: ForwardBatch, kv_pool: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv_pool: torch.Tensor, behind_layer: BehindLayer | None = None
+    ) -> torch.Tensor:
         """Return the final hidden states [T, hidden]; writes the step's KV."""
         ...
 
@@ -127,6 +129,7 @@ class ModelRunner:
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
     marks_parts: bool = False
+    _part_markers: list[Marker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
@@ -139,6 +142,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """Launch a step. Later calls' work is ordered behind it."""
+        self._part_markers = []
         self.state.sync(batch)
         slots = [part.sequence.slot or 0 for part in batch.decodes]
         tokens = self._replay(slots, batch.prefills)
@@ -186,13 +190,15 @@ class ModelRunner:
         is_real = slots != self.state.padding_slot
         return self._sample(hidden, slots, torch.where(is_real, inputs.positions + 1, 0))
 
-    def prefill(self, inputs: PrefillInputs) -> torch.Tensor:
+    def prefill(
+        self, inputs: PrefillInputs, behind_layer: BehindLayer | None = None
+    ) -> torch.Tensor:
         """Run a step of prefill chunks alone and return the tokens of those that sample.
 
         Everything is read from and written to the device, so that this can be captured.
         """
         forward = inputs.forward_batch(self.state.block_tables)
-        hidden = self.model.forward(forward, self.kv_pool)
+        hidden = self.model.forward(forward, self.kv_pool, behind_layer)
         if inputs.num_samples == 0:
             # On the device all the same: a step is waited for by its tokens.
             return inputs.sample_slots
@@ -221,14 +227,15 @@ class ModelRunner:
     def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor:
         """Run decode rows, if any, and prefill chunks in one pass; returns the tokens."""
         inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
+        behind_layer = self._mark_part_ends if self.marks_parts else None
         if not slots:
-            return self.prefill(inputs)
+            return self.prefill(inputs, behind_layer)
         decode_slots = self.state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
         forward = _joined(decodes, inputs.forward_batch(self.state.block_tables))
         decode_rows = torch.arange(len(slots), device=self.state.device)
         rows = torch.cat([decode_rows, inputs.rows + len(slots)])
-        hidden = self.model.forward(forward, self.kv_pool)
+        hidden = self.model.forward(forward, self.kv_pool, behind_layer)
         return self._sample(
             hidden[rows],
             torch.cat([decode_slots, inputs.sample_slots]),
@@ -258,7 +265,13 @@ class ModelRunner:
 
     def part_markers(self) -> list[Marker]:
         """Return where in the step launched last each part of its blocks is final, if known."""
-        return []
+        # A step that failed to launch may have marked some.
+        is_complete = len(self._part_markers) == self.mover.parts.count
+        return self._part_markers if is_complete else []
+
+    def _mark_part_ends(self, layer: int) -> None:
+        if (layer + 1) % (self.kv_pool.shape[1] // self.mover.parts.count) == 0:
+            self._part_markers.append(self.mark())
 
     def pack(
         self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
