@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pagewire.kernels.errors import UnsupportedShapeError
 
@@ -34,6 +36,19 @@ def move_order(block_ids: Sequence[int], seed: int) -> list[int]:
         seed: signed 64 bit.
     """
     return [len(block_ids), seed, *block_ids]
+
+
+def fill_order(order: torch.Tensor, block_ids: NDArray[np.int64], seed: int) -> None:
+    """Write the order to move these blocks into a tensor on the CPU with room for them.
+
+    Args:
+        order: [>= 2 + len(block_ids)] int64; what lies behind is padding.
+        block_ids: see `move_order`.
+        seed: likewise.
+    """
+    words, end = order.numpy(), _ORDER_HEAD + len(block_ids)
+    words[:_ORDER_HEAD] = len(block_ids), seed
+    words[_ORDER_HEAD:end] = block_ids
 
 
 def order_capacity(order: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from msgspec import Meta
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.request import FinishReason, SamplingParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -30,6 +30,7 @@ MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_POSITIONS = 4096  # blocks in a piece
+MAX_PARTS = 4  # of a block; each is some of its layers
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -243,8 +244,10 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         kind: a "probe" measures bandwidth and carries no blocks.
         piece: index within the job, from 0.
         positions: block positions in the sequence, one a block, in the payload's order.
-        seed: of the checksums behind the blocks (`pack_blocks`).
-        nbytes: of the payload: blocks and their checksums.
+        first_part, num_parts: which parts of each block the payload has, all of them where blocks
+            are whole. A block's parts lie side by side. A probe has none.
+        seed: of the checksums behind the parts (`pack_blocks`).
+        nbytes: of the payload: parts and their checksums.
     """
 
     kind: Literal["kv", "probe"] = "kv"
@@ -253,6 +256,8 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_epoch: Epoch
     piece: Count
     positions: Annotated[list[Count], Meta(max_length=MAX_POSITIONS)]
+    first_part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+    num_parts: Annotated[int, Meta(ge=0, le=MAX_PARTS)]
     seed: Int64
     nbytes: Count
 

@@ -15,12 +15,12 @@ import secrets
 import time
 from collections.abc import Callable
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
@@ -54,6 +54,7 @@ class RemotePrefills:
         self._runtime = runtime
         self._tell_first_token = on_first_token
         self._by_job: dict[str, DecodeRequest] = {}
+        self._parts = BlockParts.of_layout(runtime.built.layout)
         self._scatterer = PieceScatterer(runtime.built.core, runtime.in_loop(self._on_scattered))
         self._tell_activated = runtime.in_loop(self._on_activated)
         runtime.built.core.hooks.append(self._scatterer)
@@ -131,6 +132,7 @@ class RemotePrefills:
         completion = Completion(
             remote.job_id,
             range(request.first_block, request.num_blocks),
+            self._parts.whole,
             first_token,
             lambda: self._tell_activated(request, remote, time.monotonic()),
         )
@@ -208,15 +210,16 @@ class RemotePrefills:
         )
 
     def _is_covered(self, request: DecodeRequest, received: ReceivedPiece) -> bool:
-        """Whether the job's ticket covers a piece: worker, epochs, positions, size."""
+        """Whether the job's ticket covers a piece: worker, epochs, parts, positions, size."""
         header, remote = received.header, request.remote
-        layout = self._runtime.built.layout
+        nbytes = self._parts.packed_bytes(len(header.positions), header.num_parts)
         return (
             remote is not None
             and received.peer_id == remote.link.worker_id
             and header.prefill_epoch == remote.link.epoch
             and header.decode_epoch == self._runtime.epoch
-            and header.nbytes == packed_bytes(len(header.positions), layout.block_bytes)
+            and 0 < header.num_parts <= self._parts.count - header.first_part
+            and header.nbytes == nbytes
             and all(request.first_block <= p < request.num_blocks for p in header.positions)
         )
 

@@ -3,8 +3,9 @@
 Runs in the engine's thread, the one that frees blocks, and pins the blocks until it is done, so
 that a piece of a request that ended in the meantime can never touch a block which now belongs to
 another. Scattering goes on beside the steps: nothing reads a reserved block before it is activated,
-and what an old step may still write to one was launched before the reservation. A sequence whose
-last block has come is activated here and now: its next step waits for no other thread.
+and what an old step may still write to one was launched before the reservation. Blocks come whole
+or by parts, in any order; what is counted is parts. A sequence whose last part has come is
+activated here and now: its next step waits for no other thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import Enum, auto
 from pagewire.shared.engine.block_mover import Marker, PendingCheck
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.protocol import PieceHeader
+from pagewire.shared.protocol import MAX_PARTS, PieceHeader
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.staging import StagingSlot
 
@@ -45,15 +46,26 @@ class Completion:
 
     Attributes:
         job_id: the prefill job whose blocks count.
-        positions: those that it computes.
+        positions: of the blocks that it computes.
+        parts: of each block.
         first_token: what the sequence runs on from.
         on_activated: called in the engine's thread.
     """
 
     job_id: str
     positions: range
+    parts: range
     first_token: int
     on_activated: Callable[[], None]
+
+
+def _units(positions: list[int], parts: range) -> set[int]:
+    """Return a number for each part of each block."""
+    return {position * MAX_PARTS + part for position in positions for part in parts}
+
+
+def _parts_of(header: PieceHeader) -> range:
+    return range(header.first_part, header.first_part + header.num_parts)
 
 
 @dataclass(slots=True)
@@ -63,34 +75,45 @@ class _Reservation:
     Attributes:
         made: the point behind which nothing that was launched writes to them.
         pieces: job and number of those that have landed or are landing.
-        writers: position -> job and number of the piece that was written there last.
-        filled: positions of intact blocks, by job; those that no other job has written to since.
+        landing: parts of blocks that these are written to, and no later piece has been.
+        filled: intact parts of blocks, by job; those that no later piece has been written to.
         completion: once the first token is known.
     """
 
     made: Marker
     pieces: set[tuple[str, int]] = field(default_factory=set)
-    writers: dict[int, tuple[str, int]] = field(default_factory=dict)
+    landing: dict[tuple[str, int], set[int]] = field(default_factory=dict)
     filled: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     completion: Completion | None = None
 
     def note_written(self, header: PieceHeader) -> None:
         """A piece is being written over what a job given up may have left, and may be damaged."""
-        piece = (header.job_id, header.piece)
-        self.pieces.add(piece)
-        self.writers.update(dict.fromkeys(header.positions, piece))
-        for positions in self.filled.values():
-            positions.difference_update(header.positions)
+        units = _units(header.positions, _parts_of(header))
+        for earlier in (*self.landing.values(), *self.filled.values()):
+            earlier.difference_update(units)
+        self.pieces.add((header.job_id, header.piece))
+        self.landing[header.job_id, header.piece] = units
 
     def note_intact(self, header: PieceHeader) -> None:
-        """A piece was intact; the blocks are, unless another has been written there since."""
-        piece = (header.job_id, header.piece)
-        intact = (p for p in header.positions if self.writers.get(p) == piece)
-        self.filled[header.job_id].update(intact)
+        """A piece was intact; what it has is there, unless another was written there since."""
+        units = self.landing.pop((header.job_id, header.piece), set())
+        self.filled[header.job_id].update(units)
+
+    def note_damaged(self, header: PieceHeader) -> None:
+        """A piece was damaged; it may come again."""
+        self.pieces.discard((header.job_id, header.piece))
+        self.landing.pop((header.job_id, header.piece), None)
 
     def has(self, completion: Completion) -> bool:
-        """Whether all blocks are there that a sequence waits for."""
-        return self.filled[completion.job_id].issuperset(completion.positions)
+        """Whether all is there that a sequence waits for."""
+        filled, positions = self.filled[completion.job_id], completion.positions
+        if len(filled) < len(positions) * len(completion.parts):  # the quick answer to most calls
+            return False
+        first, end = positions.start * MAX_PARTS, positions.stop * MAX_PARTS
+        return all(
+            filled.issuperset(range(first + part, end + part, MAX_PARTS))
+            for part in completion.parts
+        )
 
 
 @dataclass(slots=True)
@@ -140,9 +163,8 @@ class PieceScatterer:
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            check = self.core.executor.unpack(
-                slot.buffer[: header.nbytes], blocks, header.seed, reservation.made
-            )
+            payload, parts = slot.buffer[: header.nbytes], _parts_of(header)
+            check = self.core.executor.unpack(payload, blocks, parts, header.seed, reservation.made)
         except BaseException:
             slot.release()
             raise
@@ -167,7 +189,7 @@ class PieceScatterer:
     def _note_fate(self, done: _Scattering, reservation: _Reservation, fate: PieceFate) -> None:
         header = done.header
         if fate is PieceFate.DAMAGED:
-            reservation.pieces.discard((header.job_id, header.piece))  # it may come again
+            reservation.note_damaged(header)
             return
         reservation.note_intact(header)
         self._activate_if_complete(done.request_id, reservation)

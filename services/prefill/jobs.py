@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from pagewire.services.prefill.spans import Span
 from pagewire.shared.protocol import Prefill
 
 MAX_SENDS_PER_PIECE = 3
@@ -18,7 +19,8 @@ class PrefillJob:
         peer_id: control connection that it came over.
         ticket: the message that asked for it.
         num_blocks: of the prompt, the last and partial one included.
-        positions: piece -> block positions, of the pieces that were packed so far.
+        parts_per_block: what a block is divided into.
+        spans: piece -> what it has, of the pieces that were packed so far.
         acked: pieces that the decode worker has scattered.
         sends: piece -> how often it was sent, or is to be as soon as it is packed.
         timers: piece -> end of the wait for its acknowledgement.
@@ -28,7 +30,8 @@ class PrefillJob:
     peer_id: str
     ticket: Prefill
     num_blocks: int
-    positions: dict[int, list[int]] = field(default_factory=dict)
+    parts_per_block: int
+    spans: dict[int, Span] = field(default_factory=dict)
     acked: set[int] = field(default_factory=set)
     sends: dict[int, int] = field(default_factory=dict)
     timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
@@ -42,12 +45,13 @@ class PrefillJob:
     @property
     def is_complete(self) -> bool:
         """Whether nothing of it is needed here any more."""
-        acked = sum(len(self.positions[piece]) for piece in self.acked)
-        return self.has_first_token and acked >= self.num_blocks - self.ticket.first_block
+        acked = sum(self.spans[piece].num_units for piece in self.acked)
+        wanted = (self.num_blocks - self.ticket.first_block) * self.parts_per_block
+        return self.has_first_token and acked >= wanted
 
-    def note_packed(self, piece: int, positions: list[int]) -> None:
+    def note_packed(self, piece: int, span: Span) -> None:
         """Note a piece that was packed; its first sending counts with this."""
-        self.positions[piece] = positions
+        self.spans[piece] = span
         self.sends.setdefault(piece, 1)
 
     def note_acked(self, piece: int) -> None:

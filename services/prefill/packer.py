@@ -2,8 +2,9 @@
 
 A block is final once the steps launched so far have written all its tokens; packing is queued on
 the device behind those steps and beside later ones, so that a chunk's blocks leave while the next
-chunk computes. All of this runs in the engine's thread; what is packed is handed over by a
-callback.
+chunk computes. Behind a prompt's last chunk nothing computes that they could hide behind: where
+they are many, they leave by parts, each behind the layers that fill it. All of this runs in the
+engine's thread; what is packed is handed over by a callback.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.kernels.kv_staging import max_blocks, packed_bytes
+from pagewire.services.prefill.spans import Span, SpanQueue
 from pagewire.shared.engine.block_mover import Marker, PendingMove
 from pagewire.shared.engine.model_runner import Executor
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.transfer.pieces import next_piece_size
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
+
+# To move fewer bytes than these takes less than to handle the further pieces. For an 8B Llama they
+# are 512 tokens: a step of no more is a CUDA graph and marks nothing but its end, anyhow.
+DIVIDED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +31,29 @@ class PackedPiece:
     """A piece in its staging slot. Whoever gets it owns the slot.
 
     Attributes:
-        positions: block positions in the sequence.
+        span: what it has of the sequence.
         seed: of the checksums that are packed with the blocks.
     """
 
     job_id: str
     piece: int
-    positions: list[int]
+    span: Span
     seed: int
     slot: StagingSlot
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Milestone:
+    """Launched work that made blocks final.
+
+    Attributes:
+        final: blocks before this position are final.
+        markers: the points behind which each part is; or one, behind which all of them are.
+    """
+
+    final: int
+    markers: list[Marker]
 
 
 @dataclass(slots=True)
@@ -43,29 +61,30 @@ class _Job:
     """A job in the engine.
 
     Attributes:
-        most_blocks: of a piece.
-        milestones: number of final blocks, and the point in the launched work that makes them so.
+        queue: what is still to be packed for the first time.
+        milestones: of the sequence's present life, in order.
         num_preemptions: of the sequence when these were noted; it loses all blocks with one.
         begins_run: earlier final blocks had all been packed when the next ones became final.
     """
 
     sequence: Sequence
-    next_block: int
-    most_blocks: int
+    queue: SpanQueue
     next_piece: int = 0
-    milestones: list[tuple[int, Marker]] = field(default_factory=list)
+    milestones: list[_Milestone] = field(default_factory=list)
     num_preemptions: int = 0
     begins_run: bool = False
-    resend: deque[tuple[int, list[int]]] = field(default_factory=deque)
+    resend: deque[tuple[int, Span]] = field(default_factory=deque)
 
     @property
     def num_final_blocks(self) -> int:
         """Blocks that may be packed behind their milestones."""
-        return self.milestones[-1][0] if self.milestones else 0
+        return self.milestones[-1].final if self.milestones else 0
 
-    def marker_of(self, position: int) -> Marker:
-        """The point behind which a block is final."""
-        return next(marker for final, marker in self.milestones if final > position)
+    def marker_of(self, span: Span) -> Marker:
+        """The point behind which the parts of these blocks are final."""
+        last = span.positions[-1]
+        markers = next(m.markers for m in self.milestones if m.final > last)
+        return markers[min(span.parts[-1], len(markers) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +100,22 @@ class PiecePacker:
 
     Attributes:
         staging: slots of one block or more to pack into; a job waits while none is free.
+        parts: of a block.
         on_packed: called in the engine's thread.
+        divided_bytes: if a prompt's last step makes more than these final, they leave by parts.
     """
 
     executor: Executor
     staging: StagingPool
     block_size: int
-    block_bytes: int
+    parts: BlockParts
     on_packed: Callable[[PackedPiece], None]
+    divided_bytes: int = DIVIDED_BYTES
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _packing: deque[_Packing] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.executor.marks_parts = True
 
     def start(
         self, job_id: str, sequence: Sequence, first_block: int, receiver_slot_bytes: int
@@ -104,12 +129,12 @@ class PiecePacker:
             receiver_slot_bytes: holds one block or more; a piece fits the slots of both sides.
         """
         slot_bytes = min(self.staging.slot_bytes, receiver_slot_bytes)
-        self._jobs[job_id] = _Job(sequence, first_block, max_blocks(slot_bytes, self.block_bytes))
+        self._jobs[job_id] = _Job(sequence, SpanQueue(self.parts, slot_bytes, first_block))
 
-    def send_again(self, job_id: str, piece: int, positions: list[int]) -> None:
-        """Pack blocks of a piece that got lost or damaged once more."""
+    def send_again(self, job_id: str, piece: int, span: Span) -> None:
+        """Pack what a piece had that got lost or damaged once more."""
         if job_id in self._jobs:
-            self._jobs[job_id].resend.append((piece, positions))
+            self._jobs[job_id].resend.append((piece, span))
 
     def drop(self, job_id: str) -> None:
         """Forget a job; its blocks may be freed from now on."""
@@ -124,21 +149,22 @@ class PiecePacker:
         return bool(self._packing)
 
     def _pack_job(self, job_id: str, job: _Job) -> None:
-        while job.resend and job.resend[0][1][-1] < job.num_final_blocks:
-            piece, positions = job.resend[0]
-            if not self._pack(job_id, job, piece, positions):
+        while job.resend and job.resend[0][1].positions[-1] < job.num_final_blocks:
+            piece, span = job.resend[0]
+            if not self._pack(job_id, job, piece, span):
                 return
             job.resend.popleft()
-        while (ready := job.num_final_blocks - job.next_block) > 0:
-            # A job that waits for slots has none being packed either, but pieces on the wire.
-            is_first = job.begins_run and all(p.piece.job_id != job_id for p in self._packing)
-            count = next_piece_size(ready, job.most_blocks, is_first=is_first)
-            positions = list(range(job.next_block, job.next_block + count))
-            if not self._pack(job_id, job, job.next_piece, positions):
+        while (next_span := self._next_span(job_id, job)) is not None:
+            if not self._pack(job_id, job, job.next_piece, next_span):
                 return
+            job.queue.take(next_span)
             job.begins_run = False
             job.next_piece += 1
-            job.next_block = positions[-1] + 1
+
+    def _next_span(self, job_id: str, job: _Job) -> Span | None:
+        # A job that waits for slots has none being packed either, but pieces on the wire.
+        is_first = job.begins_run and all(p.piece.job_id != job_id for p in self._packing)
+        return job.queue.next(job.num_final_blocks, is_first=is_first)
 
     def _note_progress(self, job: _Job) -> None:
         """Mark the end of the launched work if it makes further blocks final."""
@@ -146,9 +172,20 @@ class PiecePacker:
             job.num_preemptions = job.sequence.num_preemptions
             job.milestones.clear()
         final = self._num_final_blocks(job.sequence)
-        if final > job.num_final_blocks:
-            job.begins_run |= job.next_block >= job.num_final_blocks
-            job.milestones.append((final, self.executor.mark()))
+        if final <= job.num_final_blocks:
+            return
+        job.begins_run |= job.queue.next(job.num_final_blocks, is_first=False) is None
+        markers = self.executor.part_markers() or [self.executor.mark()]
+        job.milestones.append(_Milestone(final, markers))
+        if final > job.queue.planned:
+            by_part = len(markers) > 1 and self._is_divided(job, final)
+            job.queue.add(final, by_part=by_part)
+
+    def _is_divided(self, job: _Job, final: int) -> bool:
+        """Whether the blocks that become final now end the prompt, and are worth dividing."""
+        if job.sequence.num_computed_tokens < job.sequence.num_prompt_tokens:
+            return False
+        return (final - job.queue.planned) * self.parts.block_bytes > self.divided_bytes
 
     def _num_final_blocks(self, sequence: Sequence) -> int:
         """Blocks that launched steps have filled; the last one counts when the prompt ends."""
@@ -157,16 +194,16 @@ class PiecePacker:
             return -(-sequence.num_prompt_tokens // self.block_size)
         return computed // self.block_size
 
-    def _pack(self, job_id: str, job: _Job, number: int, positions: list[int]) -> bool:
+    def _pack(self, job_id: str, job: _Job, number: int, span: Span) -> bool:
         slot = self.staging.try_acquire()
         if slot is None:
             return False
-        nbytes = packed_bytes(len(positions), self.block_bytes)
-        piece = PackedPiece(job_id, number, positions, _random_seed(), slot, nbytes)
-        blocks = [job.sequence.block_ids[position] for position in positions]
+        nbytes = self.parts.packed_bytes(len(span.positions), len(span.parts))
+        piece = PackedPiece(job_id, number, span, _random_seed(), slot, nbytes)
+        blocks = [job.sequence.block_ids[position] for position in span.positions]
         try:
             move = self.executor.pack(
-                blocks, slot.buffer[:nbytes], piece.seed, job.marker_of(positions[-1])
+                blocks, span.parts, slot.buffer[:nbytes], piece.seed, job.marker_of(span)
             )
         except BaseException:
             slot.release()
@@ -187,7 +224,7 @@ class PiecePacker:
         elif job.sequence.num_preemptions != packing.num_preemptions:
             # The blocks were given away while they were read: what was packed may be another's.
             piece.slot.release()
-            job.resend.append((piece.piece, piece.positions))
+            job.resend.append((piece.piece, piece.span))
         else:
             self.on_packed(piece)
 

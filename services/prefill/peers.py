@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.errors import LayoutMismatchError, TransferError, TransferTimeoutError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
 from pagewire.shared.registry import LinkInfo
@@ -106,7 +106,7 @@ class DecodePeers:
             LayoutMismatchError: its staging slots hold no block of ours.
         """
         runtime = self._runtime
-        smallest = packed_bytes(1, runtime.built.layout.block_bytes)
+        smallest = BlockParts.of_layout(runtime.built.layout).packed_bytes(1)
         if hello.slot_bytes < smallest:
             raise LayoutMismatchError(
                 f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
@@ -244,6 +244,8 @@ class DecodePeers:
             prefill_epoch=self._runtime.epoch,
             piece=piece,
             positions=[],
+            first_part=0,
+            num_parts=0,
             seed=0,
             nbytes=nbytes,
         )

@@ -19,6 +19,7 @@ from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
@@ -46,11 +47,12 @@ class PrefillService:
         self._tasks = runtime.tasks
         self._jobs: dict[str, PrefillJob] = {}
         self._peers = DecodePeers(runtime)
+        self._parts = BlockParts.of_layout(runtime.built.layout)
         self._packer = PiecePacker(
             executor=runtime.built.runner,
             staging=runtime.send_staging,
             block_size=runtime.built.layout.block_size,
-            block_bytes=runtime.built.layout.block_bytes,
+            parts=self._parts,
             on_packed=runtime.in_loop(self._on_packed),
         )
         runtime.built.core.hooks.append(self._packer)
@@ -105,7 +107,8 @@ class PrefillService:
             self._post(peer_id, PrefillFailed(job_id=ticket.job_id, reason=refusal))
             return
         block_size = self._runtime.built.layout.block_size
-        job = PrefillJob(peer_id, ticket, num_blocks=-(-len(ticket.token_ids) // block_size))
+        num_blocks = -(-len(ticket.token_ids) // block_size)
+        job = PrefillJob(peer_id, ticket, num_blocks, self._parts.count)
         slot_bytes = self._peers.slot_bytes(peer_id)
         try:
             self._runtime.engine.submit(lambda core: self._start(core, job, slot_bytes))
@@ -148,7 +151,7 @@ class PrefillService:
         if job is None:
             piece.slot.release()
             return
-        job.note_packed(piece.piece, piece.positions)
+        job.note_packed(piece.piece, piece.span)
         self._tasks.spawn(self._send(job, piece), "sending a KV piece")
 
     async def _send(self, job: PrefillJob, piece: PackedPiece) -> None:
@@ -160,7 +163,9 @@ class PrefillService:
             decode_epoch=ticket.decode_epoch,
             prefill_epoch=ticket.prefill_epoch,
             piece=piece.piece,
-            positions=piece.positions,
+            positions=list(piece.span.positions),
+            first_part=piece.span.parts.start,
+            num_parts=len(piece.span.parts),
             seed=piece.seed,
             nbytes=piece.nbytes,
         )
@@ -180,14 +185,14 @@ class PrefillService:
 
     def _on_ack(self, peer_id: str, ack: PieceAck) -> None:
         job = self._jobs.get(ack.job_id)
-        if job is None or job.peer_id != peer_id or ack.piece not in job.positions:
+        if job is None or job.peer_id != peer_id or ack.piece not in job.spans:
             return
         job.note_acked(ack.piece)
         self._end_if_complete(job)
 
     def _on_nack(self, peer_id: str, nack: PieceNack) -> None:
         job = self._jobs.get(nack.job_id)
-        if job is not None and job.peer_id == peer_id and nack.piece in job.positions:
+        if job is not None and job.peer_id == peer_id and nack.piece in job.spans:
             self._send_again(job, nack.piece, "arrived damaged")
 
     def _send_again(self, job: PrefillJob, piece: int, reason: str) -> None:
@@ -198,9 +203,9 @@ class PrefillService:
             self._fail(job, f"piece {piece} {reason}, {job.sends[piece]} times")
             return
         logger.warning("job %s: piece %d %s; sending it again", job.job_id, piece, reason)
-        positions = job.positions[piece]
+        span = job.spans[piece]
         self._runtime.engine.submit(
-            lambda _core: self._packer.send_again(job.job_id, piece, positions), admitted=True
+            lambda _core: self._packer.send_again(job.job_id, piece, span), admitted=True
         )
 
     # Its end

@@ -1,4 +1,4 @@
-"""Packs KV blocks into staging and unpacks them, beside the engine's steps.
+"""Packs KV blocks into staging and unpacks them, whole or in parts, beside the engine's steps.
 
 Where staging slots are known beforehand, each gets a CUDA graph of its move: to launch the copies
 and kernels one by one takes the host several times as long as a small piece takes the device.
@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
-from pagewire.kernels.kv_staging import empty_order, max_blocks, move_order
+from pagewire.kernels.kv_staging import empty_order, fill_order, max_blocks
 from pagewire.shared.engine.cuda_graph import GraphPool
+from pagewire.shared.kv_cache.parts import BlockParts
 
 # A point in the work that has been launched on a device; None where work runs at once.
 Marker = torch.cuda.Event | None
@@ -42,7 +45,7 @@ class PendingCheck(PendingMove):
     """Blocks that are being moved and checked.
 
     Args:
-        damaged: [] int64 on the host: how many are damaged, once the move is done.
+        damaged: [] int64 on the host: how many parts are damaged, once the move is done.
     """
 
     __slots__ = ("_damaged",)
@@ -73,10 +76,9 @@ class _MoveGraph:
     device_order: torch.Tensor
     damaged: torch.Tensor
 
-    def replay(self, block_ids: list[int], seed: int) -> None:
+    def replay(self, rows: NDArray[np.int64], seed: int) -> None:
         """Launch it. The slot's last move is done: its buffers belong to whoever holds the slot."""
-        order = move_order(block_ids, seed)
-        self.order.numpy()[: len(order)] = order
+        fill_order(self.order, rows, seed)
         self.graph.replay()
 
 
@@ -87,13 +89,20 @@ class BlockMover:
     Attributes:
         ops: of the pool's device.
         kv_pool: [NB, L, 2, KH, BS, D].
+        parts: how its blocks are divided.
     """
 
     ops: Ops
     kv_pool: torch.Tensor
+    parts: BlockParts = field(init=False)
+    _rows: torch.Tensor = field(init=False)  # the pool, a row a part
     _stream: torch.cuda.Stream | None = None
     _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the slot's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parts = BlockParts.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
+        self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.parts.count, -1)
 
     def mark(self) -> Marker:
         """Return the present end of the work launched on the current stream."""
@@ -105,41 +114,44 @@ class BlockMover:
 
     @torch.inference_mode()
     def pack(
-        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
         """Gather blocks into a staging buffer, behind what was launched at the marker.
 
         Args:
             block_ids: rows of the pool.
-            staging: [>= packed_bytes(len(block_ids), block_bytes)] uint8, from a slot's beginning;
-                nobody else touches it before the move is done.
+            parts: of each of them; they come to lie beside each other.
+            staging: [>= parts.packed_bytes(len(block_ids), len(parts))] uint8, from a slot's
+                beginning; nobody else touches it before the move is done.
             seed: of the checksums, signed 64 bit.
             after: what `mark` returned.
 
         Raises:
             UnsupportedShapeError: staging is too short.
         """
+        rows = self.parts.rows(block_ids, parts)
         with self._moving(after):
             graph = self._packing.get(staging.data_ptr())
             if graph is not None:
-                graph.replay(block_ids, seed)
+                graph.replay(rows, seed)
             else:
-                self.ops.pack_blocks(self.kv_pool, self._order(block_ids, seed), staging)
+                self.ops.pack_blocks(self._rows, self._order(rows, seed), staging)
             return PendingMove(staging.device)
 
     @torch.inference_mode()
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, likewise; the seed is that of their packing."""
+        rows = self.parts.rows(block_ids, parts)
         with self._moving(after):
             graph = self._unpacking.get(staging.data_ptr())
             if graph is not None:
-                graph.replay(block_ids, seed)
+                graph.replay(rows, seed)
                 damaged = graph.damaged
             else:
-                order = self._order(block_ids, seed)
-                damaged = self._to_host(self.ops.unpack_blocks(staging, self.kv_pool, order))
+                order = self._order(rows, seed)
+                damaged = self._to_host(self.ops.unpack_blocks(staging, self._rows, order))
             return PendingCheck(damaged, staging.device)
 
     def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
@@ -147,7 +159,7 @@ class BlockMover:
         self._capture(
             slots,
             self._packing,
-            lambda order, slot, damaged: self.ops.pack_blocks(self.kv_pool, order, slot),
+            lambda order, slot, damaged: self.ops.pack_blocks(self._rows, order, slot),
         )
 
     def capture_unpacking(self, slots: Iterable[torch.Tensor]) -> None:
@@ -156,7 +168,7 @@ class BlockMover:
             slots,
             self._unpacking,
             lambda order, slot, damaged: damaged.copy_(
-                self.ops.unpack_blocks(slot, self.kv_pool, order), non_blocking=True
+                self.ops.unpack_blocks(slot, self._rows, order), non_blocking=True
             ),
         )
 
@@ -171,7 +183,7 @@ class BlockMover:
             graphs[slot.data_ptr()] = self._capture_move(pool, slot, move)
 
     def _capture_move(self, pool: GraphPool, slot: torch.Tensor, move: _Move) -> _MoveGraph:
-        order = empty_order(max_blocks(slot.shape[0], self.kv_pool[0].nbytes)).pin_memory()
+        order = empty_order(max_blocks(slot.shape[0], self.parts.nbytes)).pin_memory()
         device_order = order.to(self.kv_pool.device)
         damaged = torch.zeros((), dtype=torch.int64).pin_memory()
 
@@ -183,10 +195,11 @@ class BlockMover:
         graph, _ = pool.capture(step)
         return _MoveGraph(graph, order, device_order, damaged)
 
-    def _order(self, block_ids: list[int], seed: int) -> torch.Tensor:
-        host = torch.tensor(
-            move_order(block_ids, seed), dtype=torch.int64, pin_memory=self.kv_pool.is_cuda
-        )
+    def _order(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
+        host = empty_order(len(rows))
+        if self.kv_pool.is_cuda:
+            host = host.pin_memory()
+        fill_order(host, rows, seed)
         return host.to(self.kv_pool.device, non_blocking=True)
 
     def _to_host(self, damaged: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from pagewire.kernels import BackendName, Ops, load_ops
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
@@ -28,6 +27,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.kv_cache.storage import KvShape
 from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
 Progress = Callable[[str], None]
-MemoryBeside = Callable[[int, int], int]
+MemoryBeside = Callable[[BlockParts, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def build_engine(
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
-    memory_beside: MemoryBeside = lambda _block_bytes, _total_bytes: 0,
+    memory_beside: MemoryBeside = lambda _parts, _total_bytes: 0,
 ) -> BuiltEngine:
     """Load a model and make an engine of it.
 
@@ -69,8 +69,8 @@ def build_engine(
         listener: hears what enters and leaves the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
         progress: told what is going on, for people to read.
-        memory_beside: what the caller will allocate on the device as well, in bytes, given those
-            of a KV block and of the device.
+        memory_beside: what the caller will allocate on the device as well, in bytes, given the
+            parts of a KV block and the device's bytes.
 
     Raises:
         ConfigError: what was asked for is not to be had here.
@@ -244,7 +244,7 @@ def _fitting_blocks(
     free, total = torch.cuda.mem_get_info(device)
     in_use_by_others = total - free - torch.cuda.memory_reserved(device)
     beside = (1 << 30) if settings.cuda_graphs else 0  # for the graphs
-    beside += memory_beside(shape.block_bytes, total)
+    beside += memory_beside(shape.parts, total)
     budget = int(total * settings.gpu_memory_utilization) - peak - beside
     budget = min(budget, total - in_use_by_others - peak - beside)
     num_blocks = budget // shape.block_bytes
@@ -291,9 +291,9 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     runner.execute(ScheduledBatch([], [chunk])).wait()
     row = ScheduledTokens(sequence, length, 1, True, 0)
     runner.execute(ScheduledBatch([row], [])).wait()
-    block_bytes = runner.kv_pool[0].nbytes
-    size = packed_bytes(1, block_bytes)
+    parts = runner.mover.parts
+    size = parts.packed_bytes(1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], staging, 1, runner.mark())
-    if not runner.unpack(staging, [0], 1, runner.mark()).is_intact():
+    runner.pack([0], parts.whole, staging, 1, runner.mark())
+    if not runner.unpack(staging, [0], parts.whole, 1, runner.mark()).is_intact():
         raise IntegrityError("a KV block was damaged by packing and unpacking it on this device")

@@ -25,13 +25,15 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
 
 
 class CausalLM(Protocol):
     """What the runner needs of a model."""
 
-    def forward(self, batch: ForwardBatch, kv_pool: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv_pool: torch.Tensor, behind_layer: BehindLayer | None = None
+    ) -> torch.Tensor:
         """Return the final hidden states [T, hidden]; writes the step's KV."""
         ...
 
@@ -67,7 +69,14 @@ class PendingTokens:
 
 
 class Executor(Protocol):
-    """Seam between the engine and the device(s) it drives."""
+    """Seam between the engine and the device(s) it drives.
+
+    Attributes:
+        marks_parts: whether steps mark the ends of the parts of the blocks that they write, as
+            far as they can; set by whoever packs.
+    """
+
+    marks_parts: bool
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """Launch a step."""
@@ -81,14 +90,21 @@ class Executor(Protocol):
         """Return the present end of the launched work."""
         ...
 
+    def part_markers(self) -> list[Marker]:
+        """Return where in the step launched last each part of its blocks is final.
+
+        Empty if nothing but the step's end is known.
+        """
+        ...
+
     def pack(
-        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
         """Gather blocks into staging, beside the steps, behind those launched at the marker."""
         ...
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter staging into blocks, likewise."""
         ...
@@ -102,6 +118,7 @@ class ModelRunner:
         kv_pool: [NB, L, 2, KH, BS, D].
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
+        marks_parts: see `Executor`.
     """
 
     model: CausalLM
@@ -111,6 +128,8 @@ class ModelRunner:
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
+    marks_parts: bool = False
+    _part_markers: list[Marker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
@@ -123,6 +142,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """Launch a step. Later calls' work is ordered behind it."""
+        self._part_markers = []
         self.state.sync(batch)
         slots = [part.sequence.slot or 0 for part in batch.decodes]
         tokens = self._replay(slots, batch.prefills)
@@ -170,13 +190,15 @@ class ModelRunner:
         is_real = slots != self.state.padding_slot
         return self._sample(hidden, slots, torch.where(is_real, inputs.positions + 1, 0))
 
-    def prefill(self, inputs: PrefillInputs) -> torch.Tensor:
+    def prefill(
+        self, inputs: PrefillInputs, behind_layer: BehindLayer | None = None
+    ) -> torch.Tensor:
         """Run a step of prefill chunks alone and return the tokens of those that sample.
 
         Everything is read from and written to the device, so that this can be captured.
         """
         forward = inputs.forward_batch(self.state.block_tables)
-        hidden = self.model.forward(forward, self.kv_pool)
+        hidden = self.model.forward(forward, self.kv_pool, behind_layer)
         if inputs.num_samples == 0:
             # On the device all the same: a step is waited for by its tokens.
             return inputs.sample_slots
@@ -205,14 +227,15 @@ class ModelRunner:
     def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor:
         """Run decode rows, if any, and prefill chunks in one pass; returns the tokens."""
         inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
+        behind_layer = self._mark_part_ends if self.marks_parts else None
         if not slots:
-            return self.prefill(inputs)
+            return self.prefill(inputs, behind_layer)
         decode_slots = self.state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
         forward = _joined(decodes, inputs.forward_batch(self.state.block_tables))
         decode_rows = torch.arange(len(slots), device=self.state.device)
         rows = torch.cat([decode_rows, inputs.rows + len(slots)])
-        hidden = self.model.forward(forward, self.kv_pool)
+        hidden = self.model.forward(forward, self.kv_pool, behind_layer)
         return self._sample(
             hidden[rows],
             torch.cat([decode_slots, inputs.sample_slots]),
@@ -240,17 +263,27 @@ class ModelRunner:
         """Return the present end of the launched work."""
         return self.mover.mark()
 
+    def part_markers(self) -> list[Marker]:
+        """Return where in the step launched last each part of its blocks is final, if known."""
+        # A step that failed to launch may have marked some.
+        is_complete = len(self._part_markers) == self.mover.parts.count
+        return self._part_markers if is_complete else []
+
+    def _mark_part_ends(self, layer: int) -> None:
+        if (layer + 1) % (self.kv_pool.shape[1] // self.mover.parts.count) == 0:
+            self._part_markers.append(self.mark())
+
     def pack(
-        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
         """Gather blocks into a staging buffer, beside the steps launched behind the marker."""
-        return self.mover.pack(block_ids, staging, seed, after)
+        return self.mover.pack(block_ids, parts, staging, seed, after)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, beside the steps launched behind the marker."""
-        return self.mover.unpack(staging, block_ids, seed, after)
+        return self.mover.unpack(staging, block_ids, parts, seed, after)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""

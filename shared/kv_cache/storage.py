@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.model.config import ModelConfig
 
 
@@ -34,6 +35,11 @@ class KvShape:
         """Bytes of one block over all layers."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
+
+    @property
+    def parts(self) -> BlockParts:
+        """How blocks are divided to be moved."""
+        return BlockParts.of(self.num_layers, self.block_bytes)
 
     def allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Allocate a pool `[NB, L, 2, KH, BS, D]`, zeroed: a masked lane never reads a NaN.

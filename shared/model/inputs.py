@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+# Called with the number of a layer that has been launched, its writes to the KV pool included.
+BehindLayer = Callable[[int], None]
 
 
 @dataclass(slots=True)

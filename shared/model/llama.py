@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.config import ModelConfig
-from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
 from pagewire.shared.model.layers import Linear, NamedTarget, RmsNorm
 from pagewire.shared.model.rope import cos_sin_table
 
@@ -205,20 +205,26 @@ class LlamaForCausalLM:
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, ops, device, dtype)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_pool: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv_pool: torch.Tensor, behind_layer: BehindLayer | None = None
+    ) -> torch.Tensor:
         """Run one step.
 
         Args:
             batch: the step's tokens, `[T]`.
             kv_pool: `[NB, L, 2, KH, BS, D]`; the tokens' keys and values are written to it.
+            behind_layer: called with the number of each layer, from 0, once it is launched.
 
         Returns:
             Hidden states behind the last normalisation, `[T, hidden]`.
         """
         hidden = F.embedding(batch.input_ids, self.embed_tokens)
         residual: torch.Tensor | None = None
-        for layer, kv_cache in zip(self.layers, kv_pool.unbind(1), strict=True):
+        caches = kv_pool.unbind(1)
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, caches, strict=True)):
             hidden, residual = layer.forward(hidden, residual, batch, kv_cache)
+            if behind_layer is not None:
+                behind_layer(index)
         return self.norm(hidden, residual)[0]
 
     @torch.inference_mode()

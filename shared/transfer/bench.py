@@ -46,6 +46,8 @@ def _header(nbytes: int) -> PieceHeader:
         prefill_epoch=0,
         piece=0,
         positions=[],
+        first_part=0,
+        num_parts=0,
         seed=0,
         nbytes=nbytes,
     )

@@ -21,7 +21,6 @@ from itertools import accumulate, product
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.engine.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
@@ -58,19 +57,21 @@ class _Prompt:
         self._blocks = random.Random(0).sample(range(shape[0]), num_blocks)
         ops = load_ops("auto", torch.device(device).type)
         self.mover = BlockMover(ops, self.pool)
+        self.parts = self.mover.parts
         self._marker = self.mover.mark()
-        slot_bytes = packed_bytes(max(SLOT_BLOCKS), self.block_bytes)
+        slot_bytes = self.parts.packed_bytes(max(SLOT_BLOCKS))
         self.staging = StagingPool(SLOTS, slot_bytes, torch.device(device))
 
     async def pack(self, start: int, count: int, staging: torch.Tensor) -> None:
         """Gather blocks of the prompt."""
         blocks = self._blocks[start : start + count]
-        await _done(self.mover.pack(blocks, staging, start, self._marker))
+        whole = self.parts.whole
+        await _done(self.mover.pack(blocks, whole, staging, start, self._marker))
 
     def unpack(self, start: int, count: int, staging: torch.Tensor) -> PendingCheck:
         """Begin to scatter blocks of the prompt."""
         blocks = self._blocks[start : start + count]
-        return self.mover.unpack(staging, blocks, start, self._marker)
+        return self.mover.unpack(staging, blocks, self.parts.whole, start, self._marker)
 
 
 async def _done(move: PendingMove) -> None:
@@ -78,18 +79,23 @@ async def _done(move: PendingMove) -> None:
         await asyncio.sleep(0)
 
 
-async def _send(
-    transport: KvTransport, slot: StagingSlot, start: int, count: int, data: torch.Tensor
-) -> None:
-    header = PieceHeader(
+def _header(start: int, count: int, num_parts: int, nbytes: int) -> PieceHeader:
+    return PieceHeader(
         job_id="bench",
         decode_epoch=0,
         prefill_epoch=0,
         piece=start,
         positions=list(range(start, start + count)),
+        first_part=0,
+        num_parts=num_parts,
         seed=start,
-        nbytes=data.nbytes,
+        nbytes=nbytes,
     )
+
+
+async def _send(
+    transport: KvTransport, slot: StagingSlot, header: PieceHeader, data: torch.Tensor
+) -> None:
     try:
         await transport.send("receiver", header, data, PATIENCE_S)
     finally:
@@ -109,9 +115,10 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
         async with asyncio.TaskGroup() as group:
             for start, size in prompts * _pieces(num_blocks, most):
                 slot = await prompt.staging.acquire(PATIENCE_S)
-                data = slot.buffer[: packed_bytes(size, prompt.block_bytes)]
+                data = slot.buffer[: prompt.parts.packed_bytes(size)]
                 await prompt.pack(start, size, data)
-                group.create_task(_send(transport, slot, start, size, data))
+                header = _header(start, size, prompt.parts.count, data.nbytes)
+                group.create_task(_send(transport, slot, header, data))
                 await asyncio.sleep(0)  # its offer leaves before the next is packed
 
     await serve_orders(kind, prompt.staging, obey)

@@ -27,6 +27,7 @@ from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv_cache.block_hash import BlockHash
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
@@ -202,19 +203,19 @@ class WorkerRuntime:
             memory_beside=self._staging_bytes,
         )
 
-    def _staging_bytes(self, block_bytes: int, total_bytes: int) -> int:
+    def _staging_bytes(self, parts: BlockParts, total_bytes: int) -> int:
         """What this worker's staging takes of a device's memory."""
-        return (self.settings.staging_slots + 1) * self._slot_bytes(block_bytes, total_bytes)
+        return (self.settings.staging_slots + 1) * self._slot_bytes(parts, total_bytes)
 
-    def _slot_bytes(self, block_bytes: int, total_bytes: int) -> int:
+    def _slot_bytes(self, parts: BlockParts, total_bytes: int) -> int:
         settings = self.settings
         share = slot_share(total_bytes, settings.staging_slots)
-        return slot_size(settings.staging_slot_bytes, block_bytes, share)
+        return slot_size(settings.staging_slot_bytes, parts, share)
 
     async def _open_transports(self, stack: contextlib.AsyncExitStack) -> None:
-        settings, block_bytes = self.settings, self.built.layout.block_bytes
+        settings, parts = self.settings, BlockParts.of_layout(self.built.layout)
         slots, device = settings.staging_slots, self.built.device
-        slot_bytes = self._slot_bytes(block_bytes, device_memory(device))
+        slot_bytes = self._slot_bytes(parts, device_memory(device))
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
         self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
         self.receive_staging = StagingPool(receives, slot_bytes, device)

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import MAX_POSITIONS
 
 # Unless one is asked for, or a single block is larger. A piece costs each side a fraction of a
@@ -30,19 +30,20 @@ def slot_share(total_bytes: int, slots: int) -> int:
     return int(total_bytes * STAGING_SHARE / slots)
 
 
-def slot_size(asked: int | None, block_bytes: int, share: int = LARGEST_SLOT_BYTES) -> int:
+def slot_size(asked: int | None, parts: BlockParts, share: int = LARGEST_SLOT_BYTES) -> int:
     """Size staging slots: whole blocks, and their checksums on top.
 
     Args:
         asked: an upper bound of the blocks in bytes. None: large pieces keep a link busy, but
             small blocks need no large slots.
-        block_bytes: of one block over all layers.
+        parts: of a block.
         share: what a slot may take of the device's memory, unless one is asked for or a single
             block is larger.
 
     Raises:
         ConfigError: what was asked for holds no block, or more than a piece can name.
     """
+    block_bytes = parts.block_bytes
     if asked is None:
         largest = min(LARGEST_SLOT_BYTES, share)
         asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
@@ -53,4 +54,4 @@ def slot_size(asked: int | None, block_bytes: int, share: int = LARGEST_SLOT_BYT
             f"holds 1 to {MAX_POSITIONS} KV blocks, here {block_bytes} to "
             f"{MAX_POSITIONS * block_bytes} bytes"
         )
-    return packed_bytes(blocks, block_bytes)
+    return parts.packed_bytes(blocks)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.engine.block_mover import BlockMover
 from pagewire.shared.transfer.staging import StagingPool
 
 CAPACITY = 5
-SHAPE = (12, 2, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]
+SHAPE = (12, 8, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]
+WHOLE = range(4)
 
 each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,7 +25,7 @@ class Side:
         torch.manual_seed(seed)
         self.pool = torch.randn(SHAPE, device=device)
         self.mover = BlockMover(load_ops("auto", device), self.pool)
-        slot_bytes = packed_bytes(CAPACITY, self.pool[0].nbytes)
+        slot_bytes = self.mover.parts.packed_bytes(CAPACITY)
         self.staging = StagingPool(2, slot_bytes, torch.device(device))
         if captured:
             self.mover.capture_packing(self.staging.buffers)
@@ -33,16 +33,20 @@ class Side:
             # Whatever a graph forgot to keep is overwritten by these.
             self.garbage = [torch.full((64,), 10**9, device=device) for _ in range(256)]
 
-    def pack(self, slot: int, blocks: list[int], seed: int) -> torch.Tensor:
-        staging = self.staging.buffers[slot][: packed_bytes(len(blocks), self.pool[0].nbytes)]
-        move = self.mover.pack(blocks, staging, seed, self.mover.mark())
+    def payload(self, slot: int, blocks: list[int], parts: range) -> torch.Tensor:
+        nbytes = self.mover.parts.packed_bytes(len(blocks), len(parts))
+        return self.staging.buffers[slot][:nbytes]
+
+    def pack(self, slot: int, blocks: list[int], seed: int, parts: range = WHOLE) -> torch.Tensor:
+        staging = self.payload(slot, blocks, parts)
+        move = self.mover.pack(blocks, parts, staging, seed, self.mover.mark())
         while not move.is_done():
             pass
         return staging
 
-    def unpack(self, slot: int, blocks: list[int], seed: int) -> bool:
-        staging = self.staging.buffers[slot][: packed_bytes(len(blocks), self.pool[0].nbytes)]
-        return self.mover.unpack(staging, blocks, seed, self.mover.mark()).is_intact()
+    def unpack(self, slot: int, blocks: list[int], seed: int, parts: range = WHOLE) -> bool:
+        staging = self.payload(slot, blocks, parts)
+        return self.mover.unpack(staging, blocks, parts, seed, self.mover.mark()).is_intact()
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -69,3 +73,29 @@ def test_damage_is_told_of_the_piece_that_has_it(device: str, captured: bool) ->
         assert side.unpack(0, [3, 4], seed) is not damaged
     side.pack(1, [1, 2], seed=5)
     assert not side.unpack(1, [3, 4], seed=6)  # those of another piece
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@each_device
+def test_parts_of_blocks_go_by_themselves(device: str, captured: bool) -> None:
+    source, target = Side(device, 1, captured=captured), Side(device, 2, captured=captured)
+    assert source.mover.parts.whole == WHOLE
+    expected = target.pool.clone()
+    blocks, into = [7, 3, 11, 0, 9, 2], [4, 1, 2, 8, 3, 0]
+    for seed, parts in enumerate([range(2, 3), range(2), range(3, 4)]):
+        packed = source.pack(0, blocks, seed, parts)
+        target.staging.buffers[0][: len(packed)] = packed
+        assert target.unpack(0, into, seed, parts)
+        layers = slice(2 * parts.start, 2 * parts.stop)
+        expected[into, layers] = source.pool[blocks, layers]
+        assert torch.equal(target.pool, expected)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@each_device
+def test_damage_of_one_part_is_told_of(device: str, captured: bool) -> None:
+    side = Side(device, 1, captured=captured)
+    for unit in range(4):
+        packed = side.pack(0, [1, 2], seed=unit, parts=range(1, 3))
+        packed[unit * side.mover.parts.nbytes] ^= 1
+        assert not side.unpack(0, [3, 4], seed=unit, parts=range(1, 3))

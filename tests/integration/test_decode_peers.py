@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill import peers as peers_module
 from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.channel import ControlClient, make_client_id
 from pagewire.shared.errors import TransferError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import Cancel, ControlMessage, KvHello, ProbeDone
 from pagewire.shared.transfer.loopback import LoopbackHub
 from pagewire.shared.transfer.staging import StagingPool
@@ -148,7 +148,7 @@ def test_a_way_opens_where_a_block_fits_the_slots_of_the_decode_worker(missing: 
         async with workers() as (p, decode), decode.connected(p):
             peers = DecodePeers(p)
             await eventually(lambda: decode.client_id in p.server.peers)
-            slot_bytes = packed_bytes(1, LAYOUT.block_bytes) - missing
+            slot_bytes = BlockParts.of_layout(LAYOUT).packed_bytes(1) - missing
             hello = msgspec.structs.replace(decode.hello(), slot_bytes=slot_bytes)
             await peers.open(decode.client_id, hello)
             assert peers.is_open(decode.client_id, "decode-0", 1) is not bool(missing)

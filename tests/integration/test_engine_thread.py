@@ -10,16 +10,17 @@ from functools import partial
 import pytest
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.services.prefill.packer import PackedPiece, PiecePacker
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
 from pagewire.shared.engine.scheduler import ScheduledBatch
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import OverloadedError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.fake_device import (
     BYTES_PER_TOKEN,
+    NUM_PARTS,
     FakeDevice,
     FakePending,
     generate,
@@ -198,9 +199,9 @@ def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
 def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) -> None:
     core, device = make_core(block_size=4)
     pieces: list[PackedPiece] = []
-    block_bytes = 4 * BYTES_PER_TOKEN
-    staging = StagingPool(1, packed_bytes(1, block_bytes), torch.device("cpu"))
-    packer = PiecePacker(device, staging, 4, block_bytes, pieces.append)
+    parts = BlockParts.of(NUM_PARTS, 4 * BYTES_PER_TOKEN)
+    staging = StagingPool(1, parts.packed_bytes(1), torch.device("cpu"))
+    packer = PiecePacker(device, staging, 4, parts, pieces.append)
     core.hooks.append(packer)
     job = make_sequence("job", [1] * 14, prefill_only=True)
 
@@ -217,7 +218,7 @@ def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) 
             taken.append(pieces[len(taken)])
             taken[-1].slot.release()
         until(lambda: job.is_finished)
-    assert [piece.positions for piece in taken] == [[0], [1], [2], [3]]
+    assert [list(piece.span.positions) for piece in taken] == [[0], [1], [2], [3]]
 
 
 def test_snapshot_follows_the_engine() -> None:

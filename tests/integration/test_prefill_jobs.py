@@ -17,6 +17,7 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.protocol import (
     CancelPrefill,
     PieceAck,
+    PieceHeader,
     PieceNack,
     Prefill,
     PrefillDone,
@@ -50,11 +51,12 @@ class Peers:
     """An open way that nobody answers by itself.
 
     Attributes:
-        sent: pieces, in order.
+        sent, headers: pieces, in order.
         arrive: sending returns once it is set.
     """
 
     sent: list[int] = field(default_factory=list)
+    headers: list[PieceHeader] = field(default_factory=list)
     arrive: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_open(self, *_args: object) -> bool:
@@ -65,6 +67,7 @@ class Peers:
 
     async def send(self, _peer_id: str, header: Any, *_args: object) -> None:
         self.sent.append(header.piece)
+        self.headers.append(header)
         await self.arrive.wait()
 
     async def forget(self, _peer_id: str) -> None:
@@ -185,6 +188,26 @@ def test_a_piece_that_was_acknowledged_is_not_sent_again() -> None:
             await asyncio.sleep(TRANSFER_TIMEOUT_S / 2)
             assert peers.sent == [0, 1]
             assert service.num_active == 1
+
+    run_async(scenario())
+
+
+def test_a_job_of_divided_blocks_ends_with_the_last_part_of_them() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            service._packer.divided_bytes = 0
+            peers.arrive.set()
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.sent == [0, 1] and runtime.posted(PrefillDone))
+            service.on_message(DECODE, PieceNack(job_id="job", piece=1))
+            await eventually(lambda: peers.sent == [0, 1, 1])
+            parts = [(h.positions, h.first_part, h.num_parts) for h in peers.headers]
+            assert parts == [([0, 1], 0, 1), ([0, 1], 1, 1), ([0, 1], 1, 1)]
+            for _ in range(2):
+                service.on_message(DECODE, PieceAck(job_id="job", piece=0))
+                assert service.num_active == 1
+            service.on_message(DECODE, PieceAck(job_id="job", piece=1))
+            assert service.num_active == 0
 
     run_async(scenario())
 

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from pagewire.kernels.kv_staging import max_blocks, packed_bytes
 from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import MAX_POSITIONS, ControlMessage
 from pagewire.shared.worker import runtime as runtime_module
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
@@ -25,6 +25,7 @@ from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
 
 BLOCK = 2048
+PARTS = BlockParts.of(num_layers=32, block_bytes=BLOCK)
 DRAIN_S = 60.0
 
 
@@ -83,13 +84,13 @@ def die(runtime: WorkerRuntime) -> None:
     [(BLOCK, 1), (3 * BLOCK, 3), (4 * BLOCK - 1, 3), (MAX_POSITIONS * BLOCK + 1, MAX_POSITIONS)],
 )
 def test_a_slot_holds_whole_blocks(asked: int, blocks: int) -> None:
-    assert slot_size(asked, BLOCK) == packed_bytes(blocks, BLOCK)
+    assert slot_size(asked, PARTS) == PARTS.packed_bytes(blocks)
 
 
 @pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_POSITIONS + 1) * BLOCK])
 def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        slot_size(asked, BLOCK)
+        slot_size(asked, PARTS)
     message = str(caught.value)
     assert "PAGEWIRE_STAGING_SLOT_BYTES" in message
     assert f"{BLOCK} to {MAX_POSITIONS * BLOCK}" in message
@@ -97,17 +98,19 @@ def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
 
 
 def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
-    assert slot_size(None, BLOCK, share=3 * BLOCK + 5) == packed_bytes(3, BLOCK)
-    assert slot_size(None, BLOCK, share=5) == packed_bytes(1, BLOCK)
-    assert slot_size(4 * BLOCK, BLOCK, share=5) == packed_bytes(4, BLOCK)
+    assert slot_size(None, PARTS, share=3 * BLOCK + 5) == PARTS.packed_bytes(3)
+    assert slot_size(None, PARTS, share=5) == PARTS.packed_bytes(1)
+    assert slot_size(4 * BLOCK, PARTS, share=5) == PARTS.packed_bytes(4)
     assert slot_share(64 * 8 * 1000, slots=8) == 1000
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 32])
 @pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
-def test_the_default_slot_holds_whole_blocks(block_bytes: int) -> None:
-    size = slot_size(None, block_bytes)
-    blocks = max_blocks(size, block_bytes)
-    assert size == packed_bytes(blocks, block_bytes)
+def test_the_default_slot_holds_whole_blocks(block_bytes: int, num_layers: int) -> None:
+    parts = BlockParts.of(num_layers, block_bytes)
+    size = slot_size(None, parts)
+    blocks = parts.max_blocks(size)
+    assert size == parts.packed_bytes(blocks)
     assert 1 <= blocks <= MAX_POSITIONS
 
 

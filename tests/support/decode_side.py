@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from pagewire.kernels.kv_staging import move_order, packed_bytes
+from pagewire.kernels.kv_staging import move_order
 from pagewire.kernels.reference.kv_pack import pack_blocks
 from pagewire.services.decode.prefill_links import PrefillLink
 from pagewire.services.decode.service import DecodeService
@@ -19,11 +19,8 @@ from pagewire.shared.request import SamplingParams
 from pagewire.shared.transfer.base import ReceivedPiece
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.tests.support.service_runtimes import (
-    BLOCK_BYTES,
-    ServiceRuntime,
-    service_runtime,
-)
+from pagewire.tests.support.fake_device import NUM_PARTS
+from pagewire.tests.support.service_runtimes import PARTS, ServiceRuntime, service_runtime
 
 ROUTER = "router-0"
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2]
@@ -84,17 +81,19 @@ SEED = 7
 def piece_of(job_id: str) -> ReceivedPiece:
     """The prompt's blocks, as they land."""
     blocks = [[1, 2, 3, 4], [5, 6, 0, 1], [2, -1, -1, -1]]
-    nbytes = packed_bytes(len(blocks), BLOCK_BYTES)
+    nbytes = PARTS.packed_bytes(len(blocks))
     slot = StagingPool(1, nbytes, torch.device("cpu")).try_acquire()
     assert slot is not None
-    pool = torch.tensor(blocks, dtype=torch.int32)
-    pack_blocks(pool, torch.tensor(move_order(range(len(blocks)), SEED)), slot.buffer)
+    pool = torch.tensor(blocks, dtype=torch.int32).view(len(blocks) * NUM_PARTS, -1)
+    pack_blocks(pool, torch.tensor(move_order(range(len(pool)), SEED)), slot.buffer)
     header = PieceHeader(
         job_id=job_id,
         decode_epoch=1,
         prefill_epoch=1,
         piece=0,
         positions=list(range(len(blocks))),
+        first_part=0,
+        num_parts=NUM_PARTS,
         seed=SEED,
         nbytes=nbytes,
     )

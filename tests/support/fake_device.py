@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -30,6 +31,7 @@ from pagewire.shared.request import SamplingParams
 
 VOCAB = 7
 BYTES_PER_TOKEN = 4  # of the fake KV
+NUM_PARTS = 2  # of a block; a part is not some layers here but some of its tokens
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
@@ -111,6 +113,14 @@ class FakeCheck(PendingCheck):
         return self._device.has_moved
 
 
+@dataclass(frozen=True)
+class FakeMarker:
+    """A point in the work: what a step does for one part of its blocks, and all before."""
+
+    step: int
+    part: int
+
+
 @dataclass
 class FakeDevice:
     """Runs batches in the order in which they are launched, and checks each.
@@ -121,6 +131,9 @@ class FakeDevice:
         num_decode_rows: of all steps together.
         longest_table: most blocks that a sequence ever had in a step.
         introduced: sequences that were made known before they ran.
+        marks_parts: set by whoever packs.
+        replays: steps are such that tell nothing but their end.
+        moved: positions in the pool, parts of them, and the marker, of all that was packed.
         has_run: whether the device is done with its steps.
         has_moved: whether it is done with what it packs and unpacks.
         fail_execute, fail_wait: raised by the next step.
@@ -134,12 +147,18 @@ class FakeDevice:
     num_decode_rows: int = 0
     longest_table: int = 0
     introduced: list[str] = field(default_factory=list)
+    marks_parts: bool = False
+    replays: bool = False
+    moved: list[tuple[list[int], range, FakeMarker]] = field(default_factory=list)
     has_run: bool = True
     has_moved: bool = True
     fail_execute: Exception | None = None
     fail_wait: Exception | None = None
     _slots: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     _ends: dict[tuple[Sequence, int], int] = field(default_factory=dict)
+    _step: int = 0
+    _has_launched: bool = False  # the last step
+    _written: dict[int, int] = field(default_factory=dict)  # block -> last step that wrote there
 
     def __post_init__(self) -> None:
         self.cells = [[None] * self.block_size for _ in range(self.num_blocks)]
@@ -148,6 +167,7 @@ class FakeDevice:
         self._check_batch(batch)
         self.batches.append((batch.num_tokens, len(list(batch))))
         self.num_decode_rows += len(batch.decodes)
+        self._step, self._has_launched = self._step + 1, False
         error, self.fail_execute = self.fail_execute, None
         if error is not None:
             raise error
@@ -155,6 +175,7 @@ class FakeDevice:
             self.longest_table = max(self.longest_table, len(part.sequence.block_ids))
             self._write(part)
         tokens = [self._sample(part) for part in batch.sampled()]
+        self._has_launched = True
         error, self.fail_wait = self.fail_wait, None
         return FakePending(self, tokens, error)
 
@@ -173,27 +194,41 @@ class FakeDevice:
         return cells[: sequence.num_computed_tokens]
 
     def mark(self) -> Marker:
-        return None  # work is done when it is launched
+        return cast("Marker", FakeMarker(self._step, NUM_PARTS))
+
+    def part_markers(self) -> list[Marker]:
+        if not self.marks_parts or self.replays or not self._has_launched:
+            return []
+        return [cast("Marker", FakeMarker(self._step, part)) for part in range(NUM_PARTS)]
 
     def pack(
-        self, block_ids: list[int], staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
-        pack_blocks(self._pool(), torch.tensor(move_order(block_ids, seed)), staging)
+        marker = cast("FakeMarker", after)
+        for block in block_ids:
+            written = self._written.get(block, 0)
+            assert (written, parts[-1]) <= (marker.step, marker.part), "packed before it is final"
+        self.moved.append((block_ids, parts, marker))
+        pack_blocks(self._pool(), self._order(block_ids, parts, seed), staging)
         return FakeMove(self)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         pool = self._pool()
-        damaged = unpack_blocks(staging, pool, torch.tensor(move_order(block_ids, seed)))
-        for block in block_ids:
-            self.cells[block] = pool[block].tolist()
+        damaged = unpack_blocks(staging, pool, self._order(block_ids, parts, seed))
+        for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
+            self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
         return FakeCheck(self, damaged)
 
+    def _order(self, block_ids: list[int], parts: range, seed: int) -> torch.Tensor:
+        rows = [block * NUM_PARTS + part for block in block_ids for part in parts]
+        return torch.tensor(move_order(rows, seed))
+
     def _pool(self) -> torch.Tensor:
-        """The cells as a pool of the real operations, [NB, BS] int32; -1 was never written."""
+        """The cells as a pool of the real operations, a row a part; -1 was never written."""
         rows = [[-1 if cell is None else cell for cell in block] for block in self.cells]
-        return torch.tensor(rows, dtype=torch.int32)
+        return torch.tensor(rows, dtype=torch.int32).view(self.num_blocks * NUM_PARTS, -1)
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         parts = list(batch)
@@ -237,6 +272,7 @@ class FakeDevice:
     def _put(self, sequence: Sequence, position: int, token: int) -> None:
         block = sequence.block_ids[position // self.block_size]
         self.cells[block][position % self.block_size] = token
+        self._written[block] = self._step
 
     def _sample(self, part: ScheduledTokens) -> int:
         sequence = part.sequence

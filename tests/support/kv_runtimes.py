@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.channel import ClusterKeys, ControlServer
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import ControlMessage
 from pagewire.shared.registry import LinkInfo, WorkerCard
 from pagewire.shared.transfer.base import KvTransport
@@ -71,7 +71,7 @@ async def kv_runtime(
     worker_id: str, hub: LoopbackHub, epoch: int = 1, slots: int = 8, **settings: Any
 ) -> AsyncIterator[KvRuntime]:
     """Open a runtime with a loopback transport; at the end no slot may be held."""
-    size = packed_bytes(1, LAYOUT.block_bytes)
+    size = BlockParts.of_layout(LAYOUT).packed_bytes(1)
     sends, receives = (StagingPool(slots, size, torch.device("cpu")) for _ in range(2))
     timings = {"heartbeat_s": 0.05, "lease_s": 5.0, "transfer_timeout_s": TRANSFER_TIMEOUT_S}
     runtime = KvRuntime(worker_id, epoch, sends, receives, SimpleNamespace(**timings | settings))

@@ -14,9 +14,9 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
-from pagewire.kernels.kv_staging import packed_bytes
 from pagewire.shared.engine.core import EngineCore, StepOutput
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import ControlMessage
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
@@ -27,6 +27,7 @@ from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, VOCAB, FakeDevic
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
+PARTS = BlockParts.of(LAYOUT.num_layers, BLOCK_BYTES)
 TRANSFER_TIMEOUT_S = 0.2
 
 
@@ -108,7 +109,7 @@ class ServiceRuntime:
 async def service_runtime(**engine: Any) -> AsyncIterator[ServiceRuntime]:
     """Make a runtime; the caller starts its engine behind the service. It is stopped at the end."""
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
-    staging = StagingPool(4, packed_bytes(2, BLOCK_BYTES), torch.device("cpu"))
+    staging = StagingPool(4, PARTS.packed_bytes(2), torch.device("cpu"))
     runtime = ServiceRuntime(core, device, staging)
     try:
         yield runtime

@@ -31,6 +31,8 @@ def piece_header(piece: int, nbytes: int) -> PieceHeader:
         prefill_epoch=2,
         piece=piece,
         positions=[piece],
+        first_part=0,
+        num_parts=1,
         seed=-piece,
         nbytes=nbytes,
     )

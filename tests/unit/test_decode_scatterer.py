@@ -1,127 +1,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import product
 from random import Random
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.kernels.kv_staging import packed_bytes
-from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
-from pagewire.services.prefill.packer import PackedPiece, PiecePacker
-from pagewire.shared.engine.core import EngineCore
+from pagewire.services.decode.scatterer import PieceFate
+from pagewire.services.prefill.packer import DIVIDED_BYTES
+from pagewire.services.prefill.spans import Span
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus
-from pagewire.shared.transfer.staging import StagingPool, StagingSlot
-from pagewire.tests.support.fake_device import (
-    BYTES_PER_TOKEN,
-    FakeDevice,
-    generate,
-    make_core,
-    make_sequence,
-)
+from pagewire.tests.support.engine_pair import Pair, span_of
+from pagewire.tests.support.fake_device import generate, make_sequence
+from pagewire.tests.support.prefill_side import BLOCK_SIZE, LARGE, WHOLE
 
-BLOCK_SIZE = 4
-BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
-CPU = torch.device("cpu")
-LARGE = 1 << 30  # a receiver's slots
-
-
-def header_of(piece: PackedPiece) -> PieceHeader:
-    return PieceHeader(
-        job_id=piece.job_id,
-        decode_epoch=1,
-        prefill_epoch=1,
-        piece=piece.piece,
-        positions=piece.positions,
-        seed=piece.seed,
-        nbytes=piece.nbytes,
-    )
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode engine, with pieces on their way from one to the other.
-
-    Attributes:
-        under_way: pieces that were packed and are in the decode side's staging.
-        fates: what the scatterer said, in order.
-        activated: jobs whose blocks a sequence runs on with.
-    """
-
-    blocks_per_piece: int = 1
-    prefill: EngineCore = field(init=False)
-    prefill_device: FakeDevice = field(init=False)
-    decode: EngineCore = field(init=False)
-    decode_device: FakeDevice = field(init=False)
-    under_way: list[tuple[PieceHeader, StagingSlot]] = field(default_factory=list)
-    fates: list[tuple[str, int, PieceFate]] = field(default_factory=list)
-    activated: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.prefill, self.prefill_device = make_core(block_size=BLOCK_SIZE)
-        self.decode, self.decode_device = make_core(block_size=BLOCK_SIZE)
-        slot_bytes = packed_bytes(self.blocks_per_piece, BLOCK_BYTES)
-        self.send_staging = StagingPool(2, slot_bytes, CPU)
-        self.receive_staging = StagingPool(16, slot_bytes, CPU)
-        self.packer = PiecePacker(
-            self.prefill_device, self.send_staging, BLOCK_SIZE, BLOCK_BYTES, self._carry
-        )
-        self.scatterer = PieceScatterer(self.decode, self._on_scattered)
-        self.prefill.hooks.append(self.packer)
-        self.decode.hooks.append(self.scatterer)
-
-    def _carry(self, piece: PackedPiece) -> None:
-        slot = self.receive_staging.try_acquire()
-        assert slot is not None
-        slot.buffer[: piece.nbytes] = piece.slot.buffer[: piece.nbytes]
-        piece.slot.release()
-        self.under_way.append((header_of(piece), slot))
-
-    def _on_scattered(self, request_id: str, header: PieceHeader, fate: PieceFate) -> None:
-        self.fates.append((request_id, header.piece, fate))
-
-    def reserve(self, prompt: list[int]) -> Sequence:
-        """Reserve blocks on the decode side and have the prefill side compute them."""
-        sequence = make_sequence("request", prompt, remote_prefill=True)
-        self.decode.add(sequence)
-        self.decode.step()
-        assert sequence.status is RequestStatus.RESERVED
-        self.scatterer.reserve(sequence)
-        assert self.decode_device.introduced == [sequence.request_id]
-        job = make_sequence("job", prompt, prefill_only=True)
-        self.prefill.add(job)
-        self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE, LARGE)
-        return sequence
-
-    def compute(self) -> None:
-        """Run the job to its end, all of its pieces under way."""
-        for _ in range(12):
-            self.prefill.step()
-
-    def land(self, index: int = 0) -> PieceHeader:
-        """Let a piece that is under way be scattered."""
-        header, slot = self.under_way.pop(index)
-        self.scatterer.scatter("request", header, slot)
-        return header
-
-    def know_first_token(self, sequence: Sequence, job_id: str = "job") -> None:
-        """Tell the scatterer what the sequence runs on from when a job's blocks are there."""
-        positions = range(sequence.num_computed_tokens // BLOCK_SIZE, len(sequence.block_ids))
-        token = generate(sequence, 64)[0]
-        completion = Completion(job_id, positions, token, lambda: self.activated.append(job_id))
-        self.scatterer.complete(sequence.request_id, completion)
-
-    def assert_idle(self) -> None:
-        self.send_staging.check_integrity(all_free=True)
-        self.receive_staging.check_integrity(all_free=True)
-        assert not self.scatterer.after_launch()
 
 
 @pytest.mark.parametrize("pieces_before_token", [0, 1, 3])
@@ -227,11 +124,17 @@ def test_first_token_of_a_sequence_that_has_ended_changes_nothing() -> None:
     blocks_per_piece=st.integers(1, 4),
     order=st.randoms(use_true_random=False),
     damage=st.sampled_from([0.0, 0.5]),
+    divided_bytes=st.sampled_from([0, DIVIDED_BYTES]),
 )
 def test_tokens_are_right_whatever_order_pieces_land_in_and_whatever_gets_damaged(
-    length: int, cached: int, blocks_per_piece: int, order: Random, damage: float
+    length: int,
+    cached: int,
+    blocks_per_piece: int,
+    order: Random,
+    damage: float,
+    divided_bytes: int,
 ) -> None:
-    pair = Pair(blocks_per_piece)
+    pair = Pair(blocks_per_piece, divided_bytes)
     prompt = [n % 7 for n in range(length)]
     warms = make_sequence("warms", prompt[: min(cached * BLOCK_SIZE, length)] or [0])
     pair.decode.add(warms)
@@ -240,7 +143,8 @@ def test_tokens_are_right_whatever_order_pieces_land_in_and_whatever_gets_damage
     sequence = pair.reserve(prompt)
     expected = generate(sequence, 64)
     pair.compute()
-    missing = set(range(sequence.num_computed_tokens // BLOCK_SIZE, len(sequence.block_ids)))
+    wanted = range(sequence.num_computed_tokens // BLOCK_SIZE, len(sequence.block_ids))
+    missing = set(product(wanted, WHOLE))
     for _ in range(200):
         if not pair.under_way:
             break
@@ -253,10 +157,10 @@ def test_tokens_are_right_whatever_order_pieces_land_in_and_whatever_gets_damage
         pair.decode.step()
         assert pair.fates[-1][2] is (PieceFate.DAMAGED if is_damaged else PieceFate.SCATTERED)
         if is_damaged:
-            pair.packer.send_again("job", header.piece, header.positions)
+            pair.packer.send_again("job", header.piece, span_of(header))
             pair.prefill.step()
         else:
-            missing -= set(header.positions)
+            missing -= set(product(header.positions, span_of(header).parts))
     assert not missing
     pair.know_first_token(sequence)
     while not sequence.is_finished:
@@ -324,7 +228,7 @@ def test_second_copy_of_a_piece_cannot_spoil_the_first(has_moved: bool) -> None:
     pair = Pair()
     pair.reserve(PROMPT)
     pair.compute()
-    pair.packer.send_again("job", 0, [0])
+    pair.packer.send_again("job", 0, Span(range(1), WHOLE))
     pair.prefill.step()
     pair.decode_device.has_moved = has_moved
     pair.land()
@@ -345,7 +249,7 @@ def test_piece_is_taken_again_behind_a_damaged_one_and_from_another_job() -> Non
     pair.under_way[0][1].buffer[0] ^= 1
     pair.land()
     pair.decode.step()
-    pair.packer.send_again("job", 0, [0])
+    pair.packer.send_again("job", 0, Span(range(1), WHOLE))
     pair.prefill.step()
     pair.land(-1)
     pair.decode.step()

@@ -1,108 +1,26 @@
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.kernels.kv_staging import packed_bytes
-from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.services.prefill.packer import DIVIDED_BYTES
+from pagewire.services.prefill.spans import Span
 from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.pieces import piece_sizes
-from pagewire.shared.transfer.staging import StagingPool
-from pagewire.tests.support.fake_device import (
-    BYTES_PER_TOKEN,
-    FakeDevice,
-    make_core,
-    make_sequence,
+from pagewire.tests.support.fake_device import make_sequence
+from pagewire.tests.support.prefill_side import (
+    BLOCK_SIZE,
+    PARTS,
+    WHOLE,
+    assert_complete,
+    prefill_side,
 )
 
-BLOCK_SIZE = 4
-BLOCK_BYTES = BLOCK_SIZE * BYTES_PER_TOKEN
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]  # 4 full blocks and 2 tokens
-CPU = torch.device("cpu")
-LARGE = 1 << 30  # a receiver's slots
-
-
-@dataclass
-class PrefillSide:
-    """A prefill engine with its packer; whoever takes a piece gives its slot back at once.
-
-    Attributes:
-        pieces: job -> (piece, positions, tokens) in the order in which they were packed.
-    """
-
-    core: EngineCore
-    device: FakeDevice
-    staging: StagingPool
-    keep_slots: bool = False
-    pieces: defaultdict[str, list[tuple[int, list[int], list[int]]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    held: list[PackedPiece] = field(default_factory=list)
-    packer: PiecePacker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.packer = PiecePacker(
-            self.device, self.staging, BLOCK_SIZE, BLOCK_BYTES, self.on_packed
-        )
-        self.core.hooks.append(self.packer)
-
-    def on_packed(self, piece: PackedPiece) -> None:
-        count = len(piece.positions)
-        assert piece.nbytes == packed_bytes(count, BLOCK_BYTES)
-        tokens = piece.slot.buffer[: count * BLOCK_BYTES].view(torch.int32).tolist()
-        self.pieces[piece.job_id].append((piece.piece, piece.positions, tokens))
-        if self.keep_slots:
-            self.held.append(piece)
-        else:
-            piece.slot.release()
-
-    def start(self, job_id: str, prompt: list[int], first_block: int = 0) -> Sequence:
-        sequence = make_sequence(job_id, prompt, prefill_only=True)
-        self.core.add(sequence)
-        self.packer.start(job_id, sequence, first_block, LARGE)
-        return sequence
-
-    def end(self, job_id: str) -> None:
-        self.packer.drop(job_id)
-        self.core.abort(job_id)
-
-    def positions(self, job_id: str = "job") -> list[int]:
-        return [position for _, positions, _ in self.pieces[job_id] for position in positions]
-
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.core.step()
-            self.core.scheduler.check_integrity()
-
-    def give_back(self) -> None:
-        self.held.pop(0).slot.release()
-
-
-def prefill_side(
-    num_slots: int = 4, blocks_per_slot: int = 2, *, keep_slots: bool = False, **engine: int
-) -> PrefillSide:
-    core, device = make_core(block_size=BLOCK_SIZE, **engine)
-    staging = StagingPool(num_slots, packed_bytes(blocks_per_slot, BLOCK_BYTES), CPU)
-    return PrefillSide(core, device, staging, keep_slots)
-
-
-def assert_complete(side: PrefillSide, job_id: str, prompt: list[int], first_block: int) -> None:
-    """Each block from the first on came once, in order, with the prompt's tokens in it."""
-    num_blocks = -(-len(prompt) // BLOCK_SIZE)
-    assert side.positions(job_id) == list(range(first_block, num_blocks))
-    assert [piece for piece, _, _ in side.pieces[job_id]] == list(range(len(side.pieces[job_id])))
-    tokens = [token for _, _, tokens in side.pieces[job_id] for token in tokens]
-    expected = prompt[first_block * BLOCK_SIZE :]
-    assert tokens[: len(expected)] == expected
 
 
 @settings(max_examples=60)
@@ -112,6 +30,7 @@ def assert_complete(side: PrefillSide, job_id: str, prompt: list[int], first_blo
     chunk=st.integers(1, 9),
     jobs=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=4),
     give_back_every=st.integers(1, 3),
+    divided_bytes=st.sampled_from([0, 3 * PARTS.block_bytes, DIVIDED_BYTES]),
 )
 def test_pieces_cover_every_block_once_however_scarce_slots_are(
     num_slots: int,
@@ -119,9 +38,15 @@ def test_pieces_cover_every_block_once_however_scarce_slots_are(
     chunk: int,
     jobs: list[tuple[int, int]],
     give_back_every: int,
+    divided_bytes: int,
 ) -> None:
     side = prefill_side(
-        num_slots, blocks_per_slot, keep_slots=True, max_num_batched_tokens=chunk, num_blocks=24
+        num_slots,
+        blocks_per_slot,
+        keep_slots=True,
+        divided_bytes=divided_bytes,
+        max_num_batched_tokens=chunk,
+        num_blocks=24,
     )
     prompts = {
         f"job{i}": [(i + n) % 7 for n in range(length)] for i, (length, _) in enumerate(jobs)
@@ -183,9 +108,9 @@ def test_pieces_fit_the_slots_of_the_receiver() -> None:
     side = prefill_side(blocks_per_slot=4)
     sequence = make_sequence("job", PROMPT, prefill_only=True)
     side.core.add(sequence)
-    side.packer.start("job", sequence, 0, packed_bytes(2, BLOCK_BYTES) + 7)
+    side.packer.start("job", sequence, 0, PARTS.packed_bytes(2) + 7)
     side.turn(8)
-    assert [positions for _, positions, _ in side.pieces["job"]] == [[0, 1], [2, 3], [4]]
+    assert [positions for positions, _ in side.spans()] == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("keep_slots", [False, True], ids=["slots-to-spare", "scarce-slots"])
@@ -202,7 +127,7 @@ def test_only_the_ends_of_a_long_run_are_small_pieces(keep_slots: bool) -> None:
         side.turn()
         if side.held:
             side.give_back()
-    sizes = [len(positions) for _, positions, _ in side.pieces["job"]]
+    sizes = [len(positions) for positions, _ in side.spans()]
     assert sizes == piece_sizes(90, 8)
 
 
@@ -246,7 +171,7 @@ def test_lost_piece_is_packed_again_under_its_number() -> None:
     side.start("job", PROMPT)
     side.turn(2)
     first, second, third = side.pieces["job"]
-    side.packer.send_again("job", 1, [2, 3])
+    side.packer.send_again("job", 1, Span(range(2, 4), WHOLE))
     side.turn()
     assert side.pieces["job"] == [first, second, third, second]
 
@@ -255,7 +180,7 @@ def test_lost_piece_goes_before_new_ones() -> None:
     side = prefill_side(num_slots=1, blocks_per_slot=1, keep_slots=True)
     side.start("job", PROMPT)
     side.turn()
-    side.packer.send_again("job", 0, [0])
+    side.packer.send_again("job", 0, Span(range(1), WHOLE))
     for _ in range(2):
         side.give_back()
         side.turn()
@@ -286,7 +211,7 @@ def test_request_for_a_job_that_is_gone_is_ignored() -> None:
     side.turn(2)
     side.end("job")
     packed = len(side.pieces["job"])
-    side.packer.send_again("job", 0, [0, 1])
+    side.packer.send_again("job", 0, Span(range(2), WHOLE))
     side.turn()
     assert len(side.pieces["job"]) == packed
     side.staging.check_integrity(all_free=True)

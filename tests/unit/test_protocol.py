@@ -11,6 +11,7 @@ from pagewire.shared.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.protocol import (
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
+    MAX_PARTS,
     MAX_POSITIONS,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
@@ -204,13 +205,27 @@ def test_the_largest_header_a_piece_can_have_fits() -> None:
         prefill_epoch=2**63 - 1,
         piece=2**40 - 1,
         positions=[2**40 - 1] * MAX_POSITIONS,
+        first_part=MAX_PARTS - 1,
+        num_parts=MAX_PARTS,
         seed=-(2**63),
         nbytes=2**40 - 1,
     )
     assert decode_header(encode_header(header)) == header
 
 
-def test_a_seed_beyond_64_signed_bits_is_refused() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 2**63},
+        {"first_part": -1},
+        {"first_part": MAX_PARTS},
+        {"num_parts": -1},
+        {"num_parts": MAX_PARTS + 1},
+        {"num_parts": "1"},
+    ],
+    ids=str,
+)
+def test_a_header_whose_numbers_are_out_of_bounds_is_refused(change: dict[str, Any]) -> None:
     header = msgspec.to_builtins(
         PieceHeader(
             job_id="j",
@@ -218,12 +233,34 @@ def test_a_seed_beyond_64_signed_bits_is_refused() -> None:
             prefill_epoch=1,
             piece=0,
             positions=[0],
+            first_part=0,
+            num_parts=1,
             seed=0,
             nbytes=1,
         )
     )
     with pytest.raises(ProtocolError):
-        decode_header(PACK(header | {"seed": 2**63}))
+        decode_header(PACK(header | change))
+
+
+@pytest.mark.parametrize("name", ["first_part", "num_parts"])
+def test_a_header_says_which_parts_it_has(name: str) -> None:
+    header = msgspec.to_builtins(
+        PieceHeader(
+            job_id="j",
+            decode_epoch=1,
+            prefill_epoch=1,
+            piece=0,
+            positions=[0],
+            first_part=0,
+            num_parts=1,
+            seed=0,
+            nbytes=1,
+        )
+    )
+    del header[name]
+    with pytest.raises(ProtocolError, match=name):
+        decode_header(PACK(header))
 
 
 def test_a_hello_names_a_bounded_number_of_addresses() -> None:

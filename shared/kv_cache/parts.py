@@ -1,0 +1,73 @@
+"""The parts of a block: some of its layers each, which can be moved on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagewire.kernels.kv_staging import max_blocks, packed_bytes
+from pagewire.shared.protocol import MAX_PARTS, BlockLayout
+
+
+def block_parts(num_layers: int) -> int:
+    """Return how many parts a block of so many layers has: equal ones, as many as are allowed."""
+    return max(count for count in range(1, MAX_PARTS + 1) if num_layers % count == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """How a model's blocks are divided.
+
+    A block is a row `[L, 2, KH, BS, D]` of the pool. Seen as `[NB * count, L / count, 2, KH, BS,
+    D]`, the pool has a row for each part of each block, `block * count + part`: what is moved and
+    has a checksum of its own.
+
+    Attributes:
+        count: parts of a block.
+        nbytes: of one part.
+    """
+
+    count: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, num_layers: int, block_bytes: int) -> BlockParts:
+        """Return the parts of blocks of so many layers."""
+        count = block_parts(num_layers)
+        return cls(count, block_bytes // count)
+
+    @classmethod
+    def of_layout(cls, layout: BlockLayout) -> BlockParts:
+        """Return the parts of a worker's blocks; workers whose layouts agree divide them alike."""
+        return cls.of(layout.num_layers, layout.block_bytes)
+
+    @property
+    def whole(self) -> range:
+        """All parts of a block."""
+        return range(self.count)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.count * self.nbytes
+
+    def packed_bytes(self, num_blocks: int, num_parts: int | None = None) -> int:
+        """Return what so many blocks take in staging, whole or so many parts of each."""
+        per_block = self.count if num_parts is None else num_parts
+        return packed_bytes(num_blocks * per_block, self.nbytes)
+
+    def max_blocks(self, num_bytes: int, num_parts: int | None = None) -> int:
+        """Return how many blocks fit so many bytes of staging, likewise."""
+        per_block = self.count if num_parts is None else num_parts
+        return max_blocks(num_bytes, self.nbytes) // per_block
+
+    def rows(self, block_ids: Sequence[int], parts: range) -> NDArray[np.int64]:
+        """Return the rows of these parts, those of a block beside each other.
+
+        By numpy: a large piece has several hundred, and the engine's thread is in a hurry.
+        """
+        blocks = np.asarray(block_ids, dtype=np.int64)[:, None] * self.count
+        return (blocks + np.asarray(parts, dtype=np.int64)).reshape(-1)

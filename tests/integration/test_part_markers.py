@@ -1,0 +1,138 @@
+"""Where in a step each part of its blocks is final."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.block_mover import Marker
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.model.llama import LlamaForCausalLM
+
+PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
+LAYERS = 4  # of the demo model; each is a part
+
+
+def launch(llm: LLM, prompt: list[int]) -> Sequence:
+    """Launch a step that computes the prompt."""
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    sequence = new_sequence(f"s{len(prompt)}", prompt, sampling, ())
+    llm.engine.core.add(sequence)
+    llm.engine.core.step(wait=False)
+    return sequence
+
+
+class Hooked:
+    """A layer, and something that happens before it."""
+
+    def __init__(self, llm: LLM, index: int, before: Any) -> None:
+        layers: list[Any] = cast("LlamaForCausalLM", llm.engine.runner.model).layers
+        self._layer, self._before = layers[index], before
+        layers[index] = self
+
+    def forward(self, *args: Any) -> Any:
+        self._before()
+        return self._layer.forward(*args)
+
+
+@pytest.fixture
+def cpu() -> LLM:
+    return LLM("demo", device="cpu", num_blocks=128)
+
+
+def test_steps_mark_parts_if_somebody_packs(cpu: LLM) -> None:
+    runner = cpu.engine.runner
+    launch(cpu, PROMPT[:50])
+    assert runner.part_markers() == []
+    runner.marks_parts = True
+    sequence = launch(cpu, PROMPT[:60])  # beside a decode row
+    assert runner.part_markers() == [None] * LAYERS
+    while not sequence.is_finished:
+        cpu.engine.core.step()
+    assert runner.part_markers() == []  # of a decode step
+
+
+def test_a_step_that_failed_to_launch_has_no_markers(
+    cpu: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("device on fire")
+
+    cpu.engine.runner.marks_parts = True
+    launch(cpu, PROMPT[:50])
+    Hooked(cpu, 2, fail)
+    sequence = launch(cpu, PROMPT[:60])
+    assert sequence.is_finished
+    assert cpu.engine.runner.part_markers() == []
+
+
+@pytest.fixture
+def gpu() -> Iterator[LLM]:
+    yield LLM("demo", device="cuda", gpu_memory_utilization=0.2, max_num_batched_tokens=1024)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Packed:
+    """Staging for the prompt's blocks, a part at a time, made before the step is launched."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
+        self._runner, self._parts = runner, runner.mover.parts
+        size = self._parts.packed_bytes(num_blocks, 1)
+        self._staging = torch.zeros((LAYERS, size), dtype=torch.uint8, device="cuda")
+        self.pack(list(range(num_blocks)), 0, runner.mark())  # compiles, allocates
+
+    def pack(self, blocks: list[int], part: int, after: Marker) -> None:
+        parts = range(part, part + 1)
+        move = self._runner.pack(blocks, parts, self._staging[part], 1, after)
+        deadline = time.monotonic() + 30
+        while not move.is_done():
+            assert time.monotonic() < deadline
+
+    def assert_holds(self, blocks: list[int], part: int) -> None:
+        pool = self._runner.kv_pool
+        expected = pool[blocks, part]  # [N, 2, KH, BS, D]
+        data = self._staging[part, : len(blocks) * self._parts.nbytes].view(pool.dtype)
+        assert expected.any()
+        assert torch.equal(data.view_as(expected), expected)
+
+
+@pytest.mark.gpu
+def test_a_part_is_packed_while_later_layers_compute(gpu: LLM) -> None:
+    runner = gpu.engine.runner
+    runner.marks_parts = True
+    packed = Packed(runner, len(PROMPT) // runner.block_size)
+    Hooked(gpu, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
+    sequence = launch(gpu, PROMPT)
+    blocks = sequence.block_ids[: len(PROMPT) // runner.block_size]
+    markers = runner.part_markers()
+    assert len(markers) == LAYERS
+    for part in range(2):
+        packed.pack(blocks, part, markers[part])
+    assert not any(marker.query() for marker in markers[2:] if marker is not None)
+    for part in range(2, LAYERS):
+        packed.pack(blocks, part, markers[part])
+    torch.cuda.synchronize()
+    for part in range(LAYERS):
+        packed.assert_holds(blocks, part)
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_marks_nothing_but_its_end(gpu: LLM) -> None:
+    runner = gpu.engine.runner
+    runner.marks_parts = True
+    launch(gpu, PROMPT)
+    markers = runner.part_markers()
+    assert len({id(marker) for marker in markers}) == LAYERS
+    launch(gpu, PROMPT[:100])
+    assert runner.part_markers() == []
+    torch.cuda.synchronize()
+    assert all(marker.query() for marker in markers if marker is not None)
