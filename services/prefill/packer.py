@@ -22,7 +22,7 @@ from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
 # To move fewer bytes than these takes less than to handle the further pieces. For an 8B Llama they
-# are 512 tokens: a step of no more is a CUDA graph and marks nothing but its end, anyhow.
+# are 512 tokens.
 DIVIDED_BYTES = 64 << 20
 
 

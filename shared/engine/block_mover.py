@@ -104,11 +104,15 @@ class BlockMover:
         self.parts = BlockParts.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
         self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.parts.count, -1)
 
-    def mark(self) -> Marker:
-        """Return the present end of the work launched on the current stream."""
+    def mark(self, *, in_graph: bool = False) -> Marker:
+        """Return the present end of the work launched on the current stream.
+
+        Args:
+            in_graph: it is being captured: each replay of the graph marks the place anew.
+        """
         if not self.kv_pool.is_cuda:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(external=in_graph)
         event.record()
         return event
 

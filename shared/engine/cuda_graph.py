@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,11 +132,12 @@ class PrefillGraphs:
     _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
     _graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
     _tokens: dict[PrefillShape, torch.Tensor] = field(default_factory=dict)
+    _markers: dict[PrefillShape, list[torch.cuda.Event | None]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[PrefillInputs], torch.Tensor],
+        step: Callable[[PrefillInputs, list[torch.cuda.Event | None]], torch.Tensor],
         shapes: list[PrefillShape],
         block_size: int,
         padding_slot: int,
@@ -143,12 +145,16 @@ class PrefillGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
-        """Capture `step(inputs) -> tokens` at each shape."""
+        """Capture `step(inputs, markers) -> tokens` at each shape.
+
+        A step fills `markers` with events that each replay records anew.
+        """
         graphs = cls(shapes, block_size, padding_slot)
         for shape in reversed(shapes):
             inputs = graphs._padded([], shape).to(device)
-            graph, tokens = pool.capture(lambda inputs=inputs: step(inputs))  # type: ignore[misc]
-            graphs._inputs[shape] = inputs
+            markers: list[torch.cuda.Event | None] = []
+            graph, tokens = pool.capture(partial(step, inputs, markers))
+            graphs._inputs[shape], graphs._markers[shape] = inputs, markers
             graphs._graphs[shape], graphs._tokens[shape] = graph, tokens
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
@@ -164,6 +170,10 @@ class PrefillGraphs:
             if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:
                 return shape
         return None
+
+    def markers_of(self, shape: PrefillShape) -> list[torch.cuda.Event | None]:
+        """Return the events that a replay records."""
+        return self._markers[shape]
 
     def replay(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> torch.Tensor:
         """Run a prefill step; returns the tokens of the chunks that sample, perhaps none."""

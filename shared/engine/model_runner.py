@@ -177,6 +177,8 @@ class ModelRunner:
             tokens.append(self.decode_graphs.replay(slots))
         if shape is not None and self.prefill_graphs is not None:
             tokens.append(self.prefill_graphs.replay(chunks, shape))
+            if self.marks_parts:
+                self._part_markers = self.prefill_graphs.markers_of(shape)
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
@@ -227,7 +229,7 @@ class ModelRunner:
     def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor:
         """Run decode rows, if any, and prefill chunks in one pass; returns the tokens."""
         inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
-        behind_layer = self._mark_part_ends if self.marks_parts else None
+        behind_layer = self._marking(self._part_markers) if self.marks_parts else None
         if not slots:
             return self.prefill(inputs, behind_layer)
         decode_slots = self.state.upload([slots])[0]
@@ -269,9 +271,19 @@ class ModelRunner:
         is_complete = len(self._part_markers) == self.mover.parts.count
         return self._part_markers if is_complete else []
 
-    def _mark_part_ends(self, layer: int) -> None:
-        if (layer + 1) % (self.kv_pool.shape[1] // self.mover.parts.count) == 0:
-            self._part_markers.append(self.mark())
+    def _marking(self, markers: list[Marker], *, in_graph: bool = False) -> BehindLayer:
+        """Return what notes the ends of the parts in a list as a step is launched."""
+        layers_per_part = self.kv_pool.shape[1] // self.mover.parts.count
+
+        def mark_part_end(layer: int) -> None:
+            if (layer + 1) % layers_per_part == 0:
+                markers.append(self.mover.mark(in_graph=in_graph))
+
+        return mark_part_end
+
+    def _captured_prefill(self, inputs: PrefillInputs, markers: list[Marker]) -> torch.Tensor:
+        markers.clear()  # a step is run before it is captured
+        return self.prefill(inputs, self._marking(markers, in_graph=True))
 
     def pack(
         self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
@@ -295,7 +307,13 @@ class ModelRunner:
         )
         shapes = prefill_shapes(max_tokens, state.num_slots)
         self.prefill_graphs = PrefillGraphs.capture(
-            self.prefill, shapes, self.block_size, state.padding_slot, state.device, pool, progress
+            self._captured_prefill,
+            shapes,
+            self.block_size,
+            state.padding_slot,
+            state.device,
+            pool,
+            progress,
         )
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.block_mover import Marker
+from pagewire.kernels import load_ops
+from pagewire.shared.engine.block_mover import BlockMover, Marker
 from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.cuda_graph import GraphPool
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.model.llama import LlamaForCausalLM
@@ -126,13 +128,51 @@ def test_a_part_is_packed_while_later_layers_compute(gpu: LLM) -> None:
 
 
 @pytest.mark.gpu
-def test_a_replayed_step_marks_nothing_but_its_end(gpu: LLM) -> None:
+def test_replayed_steps_mark_parts_too(gpu: LLM) -> None:
     runner = gpu.engine.runner
     runner.marks_parts = True
-    launch(gpu, PROMPT)
-    markers = runner.part_markers()
-    assert len({id(marker) for marker in markers}) == LAYERS
-    launch(gpu, PROMPT[:100])
-    assert runner.part_markers() == []
+    packed = Packed(runner, 100 // runner.block_size)
+    for start in (0, 300):
+        sequence = launch(gpu, PROMPT[start : start + 100])
+        assert runner.prefill_graphs is not None
+        blocks = sequence.block_ids[: 100 // runner.block_size]
+        markers = runner.part_markers()
+        assert len({id(marker) for marker in markers}) == LAYERS
+        for part in range(LAYERS):
+            packed.pack(blocks, part, markers[part])
+        torch.cuda.synchronize()
+        for part in range(LAYERS):
+            packed.assert_holds(blocks, part)
+
+
+@pytest.mark.gpu
+def test_a_mark_in_a_graph_is_passed_anew_by_each_replay() -> None:
+    device = torch.device("cuda")
+    pool = torch.zeros(4, LAYERS, 2, 2, 16, 16, device=device)
+    mover = BlockMover(load_ops("auto", "cuda"), pool)
+    value = torch.zeros((), device=device)
+    markers: list[Marker] = []
+
+    def step() -> torch.Tensor:
+        markers.clear()
+        torch.cuda._sleep(100_000_000)
+        pool.copy_(value)
+        markers.append(mover.mark(in_graph=True))
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        return pool
+
+    graph, _ = GraphPool(device).capture(step)
+    staging = torch.zeros(mover.parts.packed_bytes(4), dtype=torch.uint8, device=device)
+    mover.pack([0, 1, 2, 3], mover.parts.whole, staging, 1, mover.mark())  # compiles, allocates
     torch.cuda.synchronize()
-    assert all(marker.query() for marker in markers if marker is not None)
+    for number in (5.0, 6.0):
+        value.fill_(number)
+        graph.replay()
+        move = mover.pack([0, 1, 2, 3], mover.parts.whole, staging, 1, markers[0])
+        deadline = time.monotonic() + 30
+        while not move.is_done():
+            assert time.monotonic() < deadline
+        assert not torch.cuda.current_stream().query()  # the step goes on
+        torch.cuda.synchronize()
+        packed = staging[: pool.nbytes].view(pool.dtype)
+        assert torch.equal(packed, torch.full_like(packed, number))
