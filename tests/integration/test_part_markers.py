@@ -77,10 +77,15 @@ def test_a_step_that_failed_to_launch_has_no_markers(
 
 
 @pytest.fixture
-def gpu() -> Iterator[LLM]:
-    yield LLM("demo", device="cuda", gpu_memory_utilization=0.2, max_num_batched_tokens=1024)
+def clean_gpu() -> Iterator[None]:
+    """An engine sizes its pool by what other engines of the process have left."""
+    yield
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def on_gpu() -> LLM:
+    return LLM("demo", device="cuda", gpu_memory_utilization=0.2, max_num_batched_tokens=1024)
 
 
 class Packed:
@@ -108,12 +113,15 @@ class Packed:
 
 
 @pytest.mark.gpu
-def test_a_part_is_packed_while_later_layers_compute(gpu: LLM) -> None:
-    runner = gpu.engine.runner
+@pytest.mark.usefixtures("clean_gpu")
+def test_a_part_is_packed_while_later_layers_compute() -> None:
+    llm = on_gpu()
+    runner = llm.engine.runner
     runner.marks_parts = True
     packed = Packed(runner, len(PROMPT) // runner.block_size)
-    Hooked(gpu, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
-    sequence = launch(gpu, PROMPT)
+    llm.generate([PROMPT[::-1]], SamplingParams(max_tokens=1))  # compiles what is left
+    Hooked(llm, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
+    sequence = launch(llm, PROMPT)
     blocks = sequence.block_ids[: len(PROMPT) // runner.block_size]
     markers = runner.part_markers()
     assert len(markers) == LAYERS
@@ -128,13 +136,15 @@ def test_a_part_is_packed_while_later_layers_compute(gpu: LLM) -> None:
 
 
 @pytest.mark.gpu
-def test_replayed_steps_mark_parts_too(gpu: LLM) -> None:
-    runner = gpu.engine.runner
+@pytest.mark.usefixtures("clean_gpu")
+def test_replayed_steps_mark_parts_too() -> None:
+    llm = on_gpu()
+    runner = llm.engine.runner
     runner.marks_parts = True
     packed = Packed(runner, 100 // runner.block_size)
-    for start in (0, 300):
-        sequence = launch(gpu, PROMPT[start : start + 100])
-        assert runner.prefill_graphs is not None
+    assert runner.prefill_graphs is not None
+    for start, length in (0, 100), (300, 105):
+        sequence = launch(llm, PROMPT[start : start + length])
         blocks = sequence.block_ids[: 100 // runner.block_size]
         markers = runner.part_markers()
         assert len({id(marker) for marker in markers}) == LAYERS
