@@ -58,6 +58,7 @@ class RemotePrefills:
         self._scatterer = PieceScatterer(runtime.built.core, runtime.in_loop(self._on_scattered))
         self._tell_activated = runtime.in_loop(self._on_activated)
         runtime.built.core.hooks.append(self._scatterer)
+        self._vigil = runtime.vigil(lambda: bool(self._by_job))
         self._links = PrefillLinks(runtime, runtime.directory, self._on_message, self._on_link_lost)
 
     def reserve(self, sequence: Sequence) -> None:
@@ -89,6 +90,8 @@ class RemotePrefills:
             if link.post(ticket):
                 request.remote = RemotePrefill(job_id, link)
                 self._by_job[job_id] = request
+                if self._vigil is not None:
+                    self._vigil.begin()
                 self._watch(request, request.remote)
                 return
         self._prefill_here(request, "no_worker")

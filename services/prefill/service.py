@@ -56,6 +56,7 @@ class PrefillService:
             on_packed=runtime.in_loop(self._on_packed),
         )
         runtime.built.core.hooks.append(self._packer)
+        self._vigil = runtime.vigil(lambda: bool(self._jobs))
         self._post = runtime.server.post
 
     @property
@@ -116,6 +117,8 @@ class PrefillService:
             self._post(peer_id, PrefillFailed(job_id=job.job_id, reason=str(exc)))
             return
         self._jobs[job.job_id] = job  # the engine's answers come through the loop: not before this
+        if self._vigil is not None:
+            self._vigil.begin()
 
     def _refusal_of(self, peer_id: str, ticket: Prefill) -> str | None:
         """Say why a ticket is void, if it is."""

@@ -62,6 +62,7 @@ class EngineThread:
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._is_woken = False
+        self._is_kept_awake = False
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
@@ -101,6 +102,12 @@ class EngineThread:
             self._is_woken = True
             self._wake.notify()
 
+    def keep_awake(self, on: bool) -> None:
+        """Have the loop turn often, work or no work, because some is about to come."""
+        self._is_kept_awake = on
+        if on:
+            self.wake()
+
     def is_alive(self, max_silence_s: float) -> bool:
         """Whether the loop runs and has turned within this many seconds."""
         return self._thread.is_alive() and time.monotonic() - self.last_turn_s < max_silence_s
@@ -122,13 +129,12 @@ class EngineThread:
         self._observe(idle=not self.core.has_work)
         if worked:
             return
-        if self.core.awaits_step:
-            self._idle(POLL_S)
-        elif self.core.hooks_busy:
+        if self.core.hooks_busy and not self.core.awaits_step:
             # Blocks are being moved, in much less time than it takes to wake up again.
             time.sleep(0)
         else:
-            self._idle(IDLE_WAIT_S)
+            is_awake = self._is_kept_awake or self.core.awaits_step
+            self._idle(POLL_S if is_awake else IDLE_WAIT_S)
 
     def _observe(self, idle: bool) -> None:
         """Refresh the snapshot, now and then; when idle, check the books."""

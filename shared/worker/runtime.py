@@ -47,6 +47,7 @@ from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, TransferMetrics
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
+from pagewire.shared.worker.vigil import Vigil
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,12 @@ class WorkerRuntime:
         self._advertised = settings.host
         self._endpoint = ""
         self._metrics_endpoint = ""
+
+    def vigil(self, is_needed: Callable[[], bool]) -> Vigil | None:
+        """Return what keeps this worker's threads awake while blocks are about to cross, if any."""
+        if self.built.device.type != "cuda":
+            return None
+        return Vigil(self.engine, self.tasks, is_needed)
 
     def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
         """Wrap a callback so that it may be called from any thread and runs in the event loop."""

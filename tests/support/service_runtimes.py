@@ -22,6 +22,7 @@ from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.metrics import TransferMetrics
 from pagewire.shared.worker.tasks import TaskSet
+from pagewire.shared.worker.vigil import Vigil
 from pagewire.tests.support.cards import LAYOUT
 from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, VOCAB, FakeDevice, make_core
 
@@ -85,6 +86,10 @@ class ServiceRuntime:
         )
         self.engine = EngineThread(self.core, self.in_loop(lambda out: self.on_outputs(out)))
         self.send_staging.on_free = self.engine.wake
+
+    def vigil(self, is_needed: Callable[[], bool]) -> Vigil:
+        """As the real one's on a GPU."""
+        return Vigil(self.engine, self.tasks, is_needed)
 
     def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
         """As the real one's."""
