@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.transfer.pieces import next_piece_size
-from pagewire.shared.worker.staging_size import MOST_BLOCKS_PER_SLOT
 
-# Where a piece has parts of blocks, more of them fit a slot. With so many, the header that names
-# them is still short enough to leave with its offer, without waiting for a grant.
-MOST_DIVIDED_BLOCKS = 2 * MOST_BLOCKS_PER_SLOT
+# Of a piece that has parts of blocks: so many more of them than of whole ones fit a slot that the
+# header which names them could get too long to leave by credit, without waiting for a grant.
+MOST_DIVIDED_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,11 @@ class SpanQueue:
         self.planned = end
         if by_part:
             self._spans.extend(Span(positions, range(n, n + 1)) for n in self.parts.whole)
-        elif self._spans and self._spans[-1].parts == self.parts.whole:
+            return
+        if self._spans and self._spans[-1].parts == self.parts.whole:
+            # As one span, it is cut into pieces as if it had been added at once.
             positions = range(self._spans.pop().positions.start, end)
-            self._spans.append(Span(positions, self.parts.whole))
-        else:
-            self._spans.append(Span(positions, self.parts.whole))
+        self._spans.append(Span(positions, self.parts.whole))
 
     def next(self, final: int, *, is_first: bool) -> Span | None:
         """Return what the next piece takes; None if nothing is ready.

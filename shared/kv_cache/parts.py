@@ -12,11 +12,6 @@ from pagewire.kernels.kv_staging import max_blocks, packed_bytes
 from pagewire.shared.protocol import MAX_PARTS, BlockLayout
 
 
-def block_parts(num_layers: int) -> int:
-    """Return how many parts a block of so many layers has: equal ones, as many as are allowed."""
-    return max(count for count in range(1, MAX_PARTS + 1) if num_layers % count == 0)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockParts:
     """How a model's blocks are divided.
@@ -35,8 +30,8 @@ class BlockParts:
 
     @classmethod
     def of(cls, num_layers: int, block_bytes: int) -> BlockParts:
-        """Return the parts of blocks of so many layers."""
-        count = block_parts(num_layers)
+        """Return the parts of blocks of so many layers: equal ones, as many as are allowed."""
+        count = max(n for n in range(1, MAX_PARTS + 1) if num_layers % n == 0)
         return cls(count, block_bytes // count)
 
     @classmethod
@@ -55,7 +50,7 @@ class BlockParts:
         return self.count * self.nbytes
 
     def packed_bytes(self, num_blocks: int, num_parts: int | None = None) -> int:
-        """Return what so many blocks take in staging, whole or so many parts of each."""
+        """Return the bytes of staging for so many blocks, whole or so many parts of each."""
         per_block = self.count if num_parts is None else num_parts
         return packed_bytes(num_blocks * per_block, self.nbytes)
 
@@ -65,7 +60,9 @@ class BlockParts:
         return max_blocks(num_bytes, self.nbytes) // per_block
 
     def rows(self, block_ids: Sequence[int], parts: range) -> NDArray[np.int64]:
-        """Return the rows of these parts, those of a block beside each other.
+        """Return the rows of these parts, `[len(block_ids) * len(parts)]`, a block's in a run.
+
+        Those of block -1 are negative, and checked only, as it is.
 
         By numpy: a large piece has several hundred, and the engine's thread is in a hurry.
         """

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.kernels.kv_staging import empty_order, fill_order, move_order
-from pagewire.shared.kv_cache.parts import BlockParts, block_parts
+from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import MAX_PARTS
 
 
@@ -14,7 +14,7 @@ from pagewire.shared.protocol import MAX_PARTS
     ("num_layers", "parts"), [(1, 1), (2, 2), (3, 3), (4, 4), (7, 1), (26, 2), (27, 3), (32, 4)]
 )
 def test_parts_are_equal_and_as_many_as_may_be(num_layers: int, parts: int) -> None:
-    assert block_parts(num_layers) == parts
+    assert BlockParts.of(num_layers, num_layers * 8) == BlockParts(parts, num_layers * 8 // parts)
 
 
 @given(
