@@ -155,7 +155,7 @@ class Sample(Protocol):
 class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
-    The order (`kv_staging.move_order`) says how many, which, and the seed, and is read on the
+    The order (`kv_staging.fill_order`) says how many, which, and the seed, and is read on the
     device, so that each replay of a CUDA graph may move others. Staging then holds `N` blocks and
     `N` int64: the seed plus the block's checksum. Blocks are rows of `pool.view(NB, -1)` seen as
     int32 words `w_i`; the checksum of a block is
@@ -179,7 +179,7 @@ class UnpackBlocks(Protocol):
     """Scatter packed blocks from staging into the pool; return how many are damaged.
 
     The checksum of each block that passes is subtracted from the one behind the blocks, in place.
-    What remains is the seed if the block is the one that was packed. Block -1 is checked only.
+    What remains is the seed if the block is the one that was packed. Below 0, one is checked only.
 
     Raises:
         UnsupportedShapeError: staging is too short for the order's capacity.

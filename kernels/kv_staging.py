@@ -1,7 +1,8 @@
 """How packed KV blocks lie in staging, and how the order to move them lies on the device.
 
 Staging holds the blocks, and behind them an int64 sum of each. An order is int64 `[2 + capacity]`:
-how many blocks, the seed of their sums, their ids, and padding.
+how many blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that
+is handed in: the engine's have a row for each part of a block.
 """
 
 from __future__ import annotations
@@ -28,27 +29,26 @@ def max_blocks(num_bytes: int, block_bytes: int) -> int:
     return num_bytes // (block_bytes + _CHECKSUM_BYTES)
 
 
-def move_order(block_ids: Sequence[int], seed: int) -> list[int]:
-    """Return the order to move these blocks, without padding.
-
-    Args:
-        block_ids: rows of the pool; -1 in an order to unpack: check only, write nothing.
-        seed: signed 64 bit.
-    """
-    return [len(block_ids), seed, *block_ids]
-
-
-def fill_order(order: torch.Tensor, block_ids: NDArray[np.int64], seed: int) -> None:
+def fill_order(
+    order: torch.Tensor, block_ids: Sequence[int] | NDArray[np.int64], seed: int
+) -> None:
     """Write the order to move these blocks into a tensor on the CPU with room for them.
 
     Args:
         order: [>= 2 + len(block_ids)] int64; what lies behind is padding.
-        block_ids: see `move_order`.
-        seed: likewise.
+        block_ids: rows of the pool; below 0 in an order to unpack: check only, write nothing.
+        seed: signed 64 bit.
     """
     words, end = order.numpy(), _ORDER_HEAD + len(block_ids)
     words[:_ORDER_HEAD] = len(block_ids), seed
     words[_ORDER_HEAD:end] = block_ids
+
+
+def move_order(block_ids: Sequence[int], seed: int) -> torch.Tensor:
+    """Return the order to move these blocks, on the CPU, with room for no others."""
+    order = empty_order(len(block_ids))
+    fill_order(order, block_ids, seed)
+    return order
 
 
 def order_capacity(order: torch.Tensor) -> int:

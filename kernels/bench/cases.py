@@ -166,7 +166,7 @@ def _sample(rows: int, kind: str) -> BenchCase:
 def _kv_pack(count: int) -> Iterator[BenchCase]:
     pool = torch.randint(-(2**31), 2**31 - 1, (640, BLOCK_WORDS), device="cuda").int()
     ids = torch.randperm(pool.shape[0])[:count].tolist()
-    order = torch.tensor(move_order(ids, seed=1), device="cuda")
+    order = move_order(ids, seed=1).to("cuda")
     size = packed_bytes(count, BLOCK_WORDS * 4)
     staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
 

@@ -89,11 +89,11 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
 
 def test_packing_replays_with_other_blocks(kernels, reference):
     pool = torch.randn(32, 4096, device="cuda")
-    order = torch.tensor(move_order(range(4), 5), device="cuda")
+    order = move_order(range(4), 5).to("cuda")
     staging = torch.zeros(packed_bytes(4, 4096 * 4), dtype=torch.uint8, device="cuda")
     graph, _ = _capture(lambda: kernels.pack_blocks(pool, order, staging))
     staging.zero_()
-    order[:5] = torch.tensor(move_order([31, 7, 9], 6), device="cuda")
+    order[:5] = move_order([31, 7, 9], 6).to("cuda")
     graph.replay()
     expected = torch.zeros_like(staging)
     reference.pack_blocks(pool, order, expected)

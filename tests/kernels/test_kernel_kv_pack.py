@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels.errors import UnsupportedShapeError
-from pagewire.kernels.kv_staging import empty_order, move_order, packed_bytes, staging_views
+from pagewire.kernels.kv_staging import empty_order, fill_order, packed_bytes, staging_views
 
 WORD_COUNTS = [2, 4, 122, 2048, 2050, 8192, 20000]
 SEED = -(2**62) - 12345
@@ -31,9 +31,9 @@ def _staging_for(blocks, words, device):
 
 def _order(ids, device, capacity=None):
     """The order to move these blocks, with garbage behind it."""
-    order = move_order(ids, SEED)
-    order += [10**9] * ((capacity or len(ids)) - len(ids))
-    return torch.tensor(order, device=device)
+    order = torch.full_like(empty_order(capacity or len(ids)), 10**9)
+    fill_order(order, ids, SEED)
+    return order.to(device)
 
 
 def _packed(blocks, ops):

@@ -19,11 +19,11 @@ from pagewire.shared.request import SamplingParams
 from pagewire.shared.transfer.base import ReceivedPiece
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.service_runtimes import PARTS, ServiceRuntime, service_runtime
 
 ROUTER = "router-0"
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2]
+SEED = 7  # of the checksums
 
 
 def generate(request_id: str = "r", max_tokens: int = 4, **fields: Any) -> Generate:
@@ -75,25 +75,23 @@ class Links:
         pass
 
 
-SEED = 7
-
-
-def piece_of(job_id: str) -> ReceivedPiece:
-    """The prompt's blocks, as they land."""
+def piece_of(job_id: str, parts: range = PARTS.whole) -> ReceivedPiece:
+    """The prompt's blocks, or parts of each, as they land."""
     blocks = [[1, 2, 3, 4], [5, 6, 0, 1], [2, -1, -1, -1]]
-    nbytes = PARTS.packed_bytes(len(blocks))
+    nbytes = PARTS.packed_bytes(len(blocks), len(parts))
     slot = StagingPool(1, nbytes, torch.device("cpu")).try_acquire()
     assert slot is not None
-    pool = torch.tensor(blocks, dtype=torch.int32).view(len(blocks) * NUM_PARTS, -1)
-    pack_blocks(pool, torch.tensor(move_order(range(len(pool)), SEED)), slot.buffer)
+    pool = torch.tensor(blocks, dtype=torch.int32).view(len(blocks) * PARTS.count, -1)
+    rows = PARTS.rows(range(len(blocks)), parts).tolist()
+    pack_blocks(pool, move_order(rows, SEED), slot.buffer)
     header = PieceHeader(
         job_id=job_id,
         decode_epoch=1,
         prefill_epoch=1,
         piece=0,
         positions=list(range(len(blocks))),
-        first_part=0,
-        num_parts=NUM_PARTS,
+        first_part=parts.start,
+        num_parts=len(parts),
         seed=SEED,
         nbytes=nbytes,
     )

@@ -223,7 +223,7 @@ class FakeDevice:
 
     def _order(self, block_ids: list[int], parts: range, seed: int) -> torch.Tensor:
         rows = [block * NUM_PARTS + part for block in block_ids for part in parts]
-        return torch.tensor(move_order(rows, seed))
+        return move_order(rows, seed)
 
     def _pool(self) -> torch.Tensor:
         """The cells as a pool of the real operations, a row a part; -1 was never written."""

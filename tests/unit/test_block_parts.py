@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.kernels.kv_staging import empty_order, fill_order, move_order
+from pagewire.kernels.kv_staging import empty_order, fill_order
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import MAX_PARTS
 
@@ -42,10 +42,10 @@ def test_parts_of_a_block_lie_beside_each_other() -> None:
     assert (parts.rows([-1], parts.whole) < 0).all()  # checked, not written
 
 
-def test_an_order_is_filled_as_it_is_made() -> None:
+def test_an_order_says_how_many_rows_which_seed_and_which_rows() -> None:
     parts = BlockParts.of(num_layers=2, block_bytes=64)
     order = empty_order(7)
     rows = parts.rows([4, 2], parts.whole)
     fill_order(order, rows, -(2**63))
-    assert order.tolist() == [*move_order(rows.tolist(), -(2**63)), 0, 0, 0]
+    assert order.tolist() == [4, -(2**63), 8, 9, 4, 5, 0, 0, 0]
     assert order.dtype is torch.int64
