@@ -40,11 +40,12 @@ def test_a_piece_that_the_ticket_does_not_cover_is_dropped(
 
 @pytest.mark.parametrize("first_part", range(NUM_PARTS))
 def test_a_part_of_the_blocks_is_taken(monkeypatch: pytest.MonkeyPatch, first_part: int) -> None:
-    change = {"first_part": first_part, "num_parts": 1, "nbytes": HALF}
-    assert _takes(monkeypatch, change) != ["unwanted"]
+    assert _takes(monkeypatch, {}, range(first_part, first_part + 1)) == ["scattered"]
 
 
-def _takes(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> list[str]:
+def _takes(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], parts: range = PARTS.whole
+) -> list[str]:
     """Let a piece land whose header was changed; return the fates that were counted."""
     fates: list[str] = []
 
@@ -54,7 +55,7 @@ def _takes(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> list[str]
             monkeypatch.setattr(remote, "_links", links)
             service.on_message(ROUTER, generate(prefill_workers=["p"]))
             await eventually(lambda: links.posted)
-            piece = piece_of(links.posted[0].job_id)
+            piece = piece_of(links.posted[0].job_id, parts)
             header = msgspec.structs.replace(piece.header, **change)
             remote._on_piece(ReceivedPiece("p", header, piece.slot), "loopback")
             pieces = runtime.transfer_metrics.pieces
