@@ -16,6 +16,7 @@ from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus, SamplingParams
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.engine_pair import header_of
 from pagewire.tests.support.transports import PATIENCE_S, Network, Node, network
 
 CHUNK = 160  # tokens: ten blocks
@@ -72,17 +73,7 @@ class Sender:
     async def send_packed(self) -> None:
         while self.packed:
             piece = self.packed.pop(0)
-            header = PieceHeader(
-                job_id="job",
-                decode_epoch=1,
-                prefill_epoch=1,
-                piece=piece.piece,
-                positions=list(piece.span.positions),
-                first_part=piece.span.parts.start,
-                num_parts=len(piece.span.parts),
-                seed=piece.seed,
-                nbytes=piece.nbytes,
-            )
+            header = header_of(piece)
             self.headers.append(header)
             payload = piece.slot.buffer[: piece.nbytes]
             await self._node.transport.send("b", header, payload, PATIENCE_S)

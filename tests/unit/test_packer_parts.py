@@ -33,14 +33,14 @@ def test_a_part_of_more_blocks_than_fit_a_slot_fills_whole_slots() -> None:
     assert side.spans() == [([0, 1, 2, 3], [0]), ([4], [0]), ([0, 1, 2, 3], [1]), ([4], [1])]
 
 
-@pytest.mark.parametrize("blocks", [4, 5])
-def test_a_short_last_chunk_leaves_whole(blocks: int) -> None:
+@pytest.mark.parametrize(("bound", "parts"), [(4, [[0], [1]]), (5, [[0, 1]])])
+def test_only_a_last_chunk_above_the_bound_is_divided(bound: int, parts: list[list[int]]) -> None:
     side = prefill_side(
-        blocks_per_slot=8, divided_bytes=blocks * PARTS.block_bytes, max_num_batched_tokens=32
+        blocks_per_slot=8, divided_bytes=bound * PARTS.block_bytes, max_num_batched_tokens=32
     )
     side.start("job", PROMPT)
     side.turn(2)
-    assert len(side.spans()) == (2 if blocks < 5 else 1)
+    assert side.spans() == [([0, 1, 2, 3, 4], part) for part in parts]
     assert_complete(side, "job", PROMPT, 0)
 
 

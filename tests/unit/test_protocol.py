@@ -213,6 +213,19 @@ def test_the_largest_header_a_piece_can_have_fits() -> None:
     assert decode_header(encode_header(header)) == header
 
 
+SMALL_HEADER = PieceHeader(
+    job_id="j",
+    decode_epoch=1,
+    prefill_epoch=1,
+    piece=0,
+    positions=[0],
+    first_part=0,
+    num_parts=1,
+    seed=0,
+    nbytes=1,
+)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -226,38 +239,14 @@ def test_the_largest_header_a_piece_can_have_fits() -> None:
     ids=str,
 )
 def test_a_header_whose_numbers_are_out_of_bounds_is_refused(change: dict[str, Any]) -> None:
-    header = msgspec.to_builtins(
-        PieceHeader(
-            job_id="j",
-            decode_epoch=1,
-            prefill_epoch=1,
-            piece=0,
-            positions=[0],
-            first_part=0,
-            num_parts=1,
-            seed=0,
-            nbytes=1,
-        )
-    )
+    header = msgspec.to_builtins(SMALL_HEADER)
     with pytest.raises(ProtocolError):
         decode_header(PACK(header | change))
 
 
 @pytest.mark.parametrize("name", ["first_part", "num_parts"])
 def test_a_header_says_which_parts_it_has(name: str) -> None:
-    header = msgspec.to_builtins(
-        PieceHeader(
-            job_id="j",
-            decode_epoch=1,
-            prefill_epoch=1,
-            piece=0,
-            positions=[0],
-            first_part=0,
-            num_parts=1,
-            seed=0,
-            nbytes=1,
-        )
-    )
+    header = msgspec.to_builtins(SMALL_HEADER)
     del header[name]
     with pytest.raises(ProtocolError, match=name):
         decode_header(PACK(header))
