@@ -14,6 +14,7 @@ from pagewire.shared.channel import ClusterKeys, ControlClient
 from pagewire.shared.errors import ChannelError
 from pagewire.shared.protocol import (
     MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
     Cancel,
     Ping,
     encode,
@@ -105,7 +106,9 @@ def test_pickles_and_noise_on_the_port_do_nothing(tmp_path: Path) -> None:
         async with serving() as server:
             await asyncio.to_thread(attack, int(server.endpoint.rsplit(":", 1)[1]))
             async with raw_peer(server.endpoint) as member:  # even one that has the key
-                await asyncio.to_thread(member.send, b"\x01" + pickle.dumps(Exploit()))
+                await asyncio.to_thread(
+                    member.send, bytes([PROTOCOL_VERSION]) + pickle.dumps(Exploit())
+                )
                 await eventually(lambda: server.control.malformed_frames == 1)
             assert server.received == []
             await check_service(server)
@@ -172,7 +175,9 @@ def test_a_frame_over_the_limit_costs_its_sender_the_connection() -> None:
             await asyncio.to_thread(member.send, encode(Ping()))
             await eventually(lambda: server.control.peers == ("raw",))
             member.reconnect_ivl = -1
-            await asyncio.to_thread(member.send, b"\x01" + bytes(MAX_FRAME_BYTES + 1000))
+            await asyncio.to_thread(
+                member.send, bytes([PROTOCOL_VERSION]) + bytes(MAX_FRAME_BYTES + 1000)
+            )
             await eventually(lambda: server.lost == ["raw"])
             assert server.received == []
             await check_service(server)
