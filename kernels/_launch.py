@@ -49,7 +49,13 @@ def overlap_options(
 
     That is CUDA's programmatic dependent launch, and lets the launches of a small step follow one
     another some microseconds more closely. Every program of such a kernel calls
-    `await_predecessor(OVERLAPS)` before it touches what another kernel reads or writes.
+    `await_predecessor(OVERLAPS)` before it reads what another kernel writes, or writes what another
+    reads; a model's weights, which none writes, it may read before.
+
+    Args:
+        device: what the kernel is launched on.
+        rows: tokens of the step.
+        most_rows: with more, it does not pay.
     """
     if rows <= most_rows and _can_overlap(device):
         return {"OVERLAPS": True, "launch_pdl": True}

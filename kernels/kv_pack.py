@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Gather and scatter whole KV blocks, with a checksum of each as its words pass."""
+"""Gather and scatter KV blocks, rows of a pool, with a checksum of each as its words pass."""
 
 from __future__ import annotations
 

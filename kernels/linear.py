@@ -25,12 +25,12 @@ from pagewire.kernels._launch import (
 
 # Above it cuBLAS is quicker, and above half of it for all but large weights.
 MOST_ROWS = 64
-_LARGE = 1 << 25
+_LARGE = 1 << 25  # elements of a weight
 _LEAST_ROWS = 16  # of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
 _MOST_SHARES = 4
-_MOST_TILES = 4096  # that are cut into shares
+_MOST_TILES = 4096  # that are cut into shares: each has a counter
 
 
 class _Tiling(NamedTuple):
@@ -43,10 +43,10 @@ class _Tiling(NamedTuple):
 
 @triton.jit
 def _linear_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
+    x_ptr,  # [rows, ins]
+    weight_ptr,  # [outs, ins] contiguous
+    bias_ptr,  # [outs]
+    out_ptr,  # [rows, outs] contiguous
     partial_ptr,  # [shares, rows, outs] float32
     counters_ptr,  # [tiles] int32: shares that are done; 0 before and behind each launch
     rows,
@@ -103,8 +103,15 @@ def _linear_kernel(
 def choose_tiling(rows: int, outs: int, ins: int, processors: int) -> _Tiling | None:
     """Return how to cut a product, None if it is one for cuBLAS.
 
-    Measured on an H200: one and a half programs a processor are wanted where rows are few, one
-    where more of them make the shares costly to add up; with many rows and outputs, larger tiles.
+    Measured on an H200: about one and a half programs a processor are wanted where rows are few,
+    one where more of them make the shares costly to add up; with many rows and outputs, larger
+    tiles.
+
+    Args:
+        rows: of x.
+        outs: of the weight.
+        ins: likewise.
+        processors: of the device.
     """
     if not 0 < rows <= MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
         return None
@@ -125,7 +132,10 @@ def choose_tiling(rows: int, outs: int, ins: int, processors: int) -> _Tiling | 
 
 @lru_cache(maxsize=16)
 def _counters(device: torch.device) -> torch.Tensor:
-    """Return counters that every launch leaves at zero; launches follow one another."""
+    """Return counters that every launch leaves at zero.
+
+    All launches share them, which takes that one follows the other: on one stream.
+    """
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 

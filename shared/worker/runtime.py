@@ -128,7 +128,11 @@ class WorkerRuntime:
         self._metrics_endpoint = ""
 
     def vigil(self, is_needed: Callable[[], bool]) -> Vigil | None:
-        """Return what keeps this worker's threads awake while blocks are about to cross, if any."""
+        """Return what keeps the threads awake while blocks are about to cross; None on the CPU.
+
+        Args:
+            is_needed: whether any are, asked in the event loop.
+        """
         if self.built.device.type != "cuda":
             return None
         return Vigil(self.engine, self.tasks, is_needed)

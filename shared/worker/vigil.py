@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.tasks import TaskSet
 
-TICK_S = 0.0005
+TICK_S = 0.0005  # short against the milliseconds after which a thread is slow to wake up
 
 
 class Vigil:
