@@ -74,7 +74,7 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
         normed, _ = kernels.rms_norm(hidden, weight, 1e-5, hidden)
         q, v = normed.clone().view(8, 32, 128), normed.view(8, 32, 128)
         caches = cache[:, 1, 0], cache[:, 1, 1]
-        kernels.rotary_and_cache(positions, q, q, v, cos_sin, *caches, slots)
+        kernels.rotary_and_cache(positions, q, v, v, cos_sin, *caches, slots)
         return kernels.linear(kernels.silu_and_mul(normed), down)
 
     graph, out = _capture(run)
