@@ -147,7 +147,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     rows, ins = x.shape
     outs = weight.shape[0]
     tiling = None
-    if x.element_size() == 2 and x.stride(1) == 1 and weight.is_contiguous():
+    is_dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    if x.element_size() == 2 and x.stride(1) == 1 and is_dense:
         tiling = choose_tiling(rows, outs, ins, processor_count(x.device))
     if tiling is None:
         return F.linear(x, weight, bias)

@@ -43,6 +43,12 @@ def test_linear_of_strided_rows(device, kernels, reference, assert_close):
     assert_close(kernels.linear(wide, weight), reference.linear(x[::2], weight))
 
 
+def test_linear_with_a_bias_that_has_gaps(device, kernels, reference, assert_close):
+    x, weight = _operands(6, 64, 512, device, torch.float16)
+    bias = torch.randn(64, 2, device=device).to(torch.float16)[:, 0]
+    assert_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias))
+
+
 def test_shares_are_added_up_again_and_again(device, kernels):
     assert choose_tiling(3, 64, 1024, 4).shares > 1
     x, weight = _operands(3, 64, 1024, device, torch.float16)
