@@ -215,7 +215,8 @@ class RemotePrefills:
     def _is_covered(self, request: DecodeRequest, received: ReceivedPiece) -> bool:
         """Whether the job's ticket covers a piece: worker, epochs, parts, positions, size."""
         header, remote = received.header, request.remote
-        nbytes = self._parts.packed_bytes(len(header.positions), header.num_parts)
+        positions = set(header.positions)  # twice the same would be written by two at once
+        nbytes = self._parts.packed_bytes(len(positions), header.num_parts)
         return (
             remote is not None
             and received.peer_id == remote.link.worker_id
@@ -223,7 +224,8 @@ class RemotePrefills:
             and header.decode_epoch == self._runtime.epoch
             and 0 < header.num_parts <= self._parts.count - header.first_part
             and header.nbytes == nbytes
-            and all(request.first_block <= p < request.num_blocks for p in header.positions)
+            and len(positions) == len(header.positions)
+            and all(request.first_block <= p < request.num_blocks for p in positions)
         )
 
     def _on_scattered(self, engine_id: str, header: PieceHeader, fate: PieceFate) -> None:

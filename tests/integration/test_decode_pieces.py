@@ -23,6 +23,7 @@ HALF = PARTS.packed_bytes(3, 1)
         {"prefill_epoch": 2},
         {"positions": [0, 1, 3]},
         {"positions": [0, 1]},
+        {"positions": [0, 1, 1]},
         {"num_parts": 0},
         {"num_parts": 0, "nbytes": 0},
         {"num_parts": 1},
