@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pagewire.shared.engine.block_mover import Marker, PendingCheck
+from pagewire.shared.engine.block_mover import PendingCheck
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.cuda_graph import Marker
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import MAX_PARTS, PieceHeader
 from pagewire.shared.request import RequestStatus

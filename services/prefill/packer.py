@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.services.prefill.spans import Span, SpanQueue
-from pagewire.shared.engine.block_mover import Marker, PendingMove
+from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.cuda_graph import Marker
 from pagewire.shared.engine.model_runner import Executor
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv_cache.parts import BlockParts

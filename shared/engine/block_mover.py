@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
 from pagewire.kernels.kv_staging import empty_order, fill_order, max_blocks
-from pagewire.shared.engine.cuda_graph import GraphPool
+from pagewire.shared.engine.cuda_graph import GraphPool, Marker
 from pagewire.shared.kv_cache.parts import BlockParts
 
-# A point in the work that has been launched on a device; None where work runs at once.
-Marker = torch.cuda.Event | None
 # Launches a move, given the order on the device, the slot, and where to tell of damage.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 

@@ -24,6 +24,9 @@ LARGEST_PREFILL = 512  # tokens; above it the device is the slower one
 LARGEST_BESIDE_DECODES = 256
 _CHUNKS = (1, 8)
 
+# A point in the work that has been launched on a device; None where work runs at once.
+Marker = torch.cuda.Event | None
+
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
     """Return the batch sizes to capture: dense where a step is short, every 16 above 32."""
@@ -132,12 +135,12 @@ class PrefillGraphs:
     _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
     _graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
     _tokens: dict[PrefillShape, torch.Tensor] = field(default_factory=dict)
-    _markers: dict[PrefillShape, list[torch.cuda.Event | None]] = field(default_factory=dict)
+    _markers: dict[PrefillShape, list[Marker]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[PrefillInputs, list[torch.cuda.Event | None]], torch.Tensor],
+        step: Callable[[PrefillInputs, list[Marker]], torch.Tensor],
         shapes: list[PrefillShape],
         block_size: int,
         padding_slot: int,
@@ -152,7 +155,7 @@ class PrefillGraphs:
         graphs = cls(shapes, block_size, padding_slot)
         for shape in reversed(shapes):
             inputs = graphs._padded([], shape).to(device)
-            markers: list[torch.cuda.Event | None] = []
+            markers: list[Marker] = []
             graph, tokens = pool.capture(partial(step, inputs, markers))
             graphs._inputs[shape], graphs._markers[shape] = inputs, markers
             graphs._graphs[shape], graphs._tokens[shape] = graph, tokens
@@ -171,7 +174,7 @@ class PrefillGraphs:
                 return shape
         return None
 
-    def markers_of(self, shape: PrefillShape) -> list[torch.cuda.Event | None]:
+    def markers_of(self, shape: PrefillShape) -> list[Marker]:
         """Return the events that a replay records."""
         return self._markers[shape]
 

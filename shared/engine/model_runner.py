@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.engine.block_mover import BlockMover, Marker, PendingCheck, PendingMove
+from pagewire.shared.engine.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.engine.cuda_graph import (
     DecodeGraphs,
     GraphPool,
+    Marker,
     PrefillGraphs,
     batch_buckets,
     prefill_shapes,

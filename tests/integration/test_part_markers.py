@@ -12,9 +12,9 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.block_mover import BlockMover, Marker
+from pagewire.shared.engine.block_mover import BlockMover
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.cuda_graph import GraphPool
+from pagewire.shared.engine.cuda_graph import GraphPool, Marker
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.model.llama import LlamaForCausalLM

@@ -15,8 +15,9 @@ import torch
 
 from pagewire.kernels.kv_staging import move_order
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
-from pagewire.shared.engine.block_mover import Marker, PendingCheck, PendingMove
+from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.cuda_graph import Marker
 from pagewire.shared.engine.model_runner import PendingTokens
 from pagewire.shared.engine.scheduler import (
     ScheduledBatch,
