@@ -90,8 +90,7 @@ class RemotePrefills:
             if link.post(ticket):
                 request.remote = RemotePrefill(job_id, link)
                 self._by_job[job_id] = request
-                if self._vigil is not None:
-                    self._vigil.begin()
+                self._vigil.begin()
                 self._watch(request, request.remote)
                 return
         self._prefill_here(request, "no_worker")

@@ -117,8 +117,7 @@ class PrefillService:
             self._post(peer_id, PrefillFailed(job_id=job.job_id, reason=str(exc)))
             return
         self._jobs[job.job_id] = job  # the engine's answers come through the loop: not before this
-        if self._vigil is not None:
-            self._vigil.begin()
+        self._vigil.begin()
 
     def _refusal_of(self, peer_id: str, ticket: Prefill) -> str | None:
         """Say why a ticket is void, if it is."""

@@ -127,15 +127,14 @@ class WorkerRuntime:
         self._endpoint = ""
         self._metrics_endpoint = ""
 
-    def vigil(self, is_needed: Callable[[], bool]) -> Vigil | None:
-        """Return what keeps the threads awake while blocks are about to cross; None on the CPU.
+    def vigil(self, is_needed: Callable[[], bool]) -> Vigil:
+        """Return what keeps the threads awake while blocks are about to cross; never on the CPU.
 
         Args:
             is_needed: whether any are, asked in the event loop.
         """
-        if self.built.device.type != "cuda":
-            return None
-        return Vigil(self.engine, self.tasks, is_needed)
+        on_gpu = self.built.device.type == "cuda"
+        return Vigil(self.engine, self.tasks, is_needed if on_gpu else lambda: False)
 
     def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
         """Wrap a callback so that it may be called from any thread and runs in the event loop."""

@@ -33,8 +33,8 @@ class Vigil:
         self._is_kept = False
 
     def begin(self) -> None:
-        """It is needed from now on."""
-        if not self._is_kept:
+        """Keep it for as long as it is needed, if it is."""
+        if not self._is_kept and self._is_needed():
             self._is_kept = True
             self._tasks.spawn(self._keep(), "keeping a vigil")
 
