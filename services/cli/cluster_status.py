@@ -19,9 +19,9 @@ METRICS_TIMEOUT_S = 5.0
 MAX_METRICS_BYTES = 8 << 20
 
 _WORKER_SAMPLES = {
-    "pagewire_worker_requests_running": "running",
-    "pagewire_worker_requests_waiting": "waiting",
-    "pagewire_worker_queued_prefill_tokens": "queued_prefill_tokens",
+    "pagewire_requests_running": "running",
+    "pagewire_requests_waiting": "waiting",
+    "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
 }
 _TOTALS = {
     "vllm:prompt_tokens_total": "prompt_tokens",

@@ -83,7 +83,7 @@ class RouterService:
         registry.register(ClusterCollector(model.name, self.dispatcher, self.directory))
         self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
-        self._scraper = WorkerScraper(self._http, registry)
+        self._scraper = WorkerScraper(model.name, self._http, registry)
         self._threads = ThreadPoolExecutor(INPUT_THREADS, thread_name_prefix="input")
         self._stack = AsyncExitStack()
 

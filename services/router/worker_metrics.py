@@ -1,4 +1,7 @@
-"""What the router shows of the workers: their cards as gauges, and their own metrics, relayed."""
+"""What the router shows of the workers: their own metrics, relayed, or else what their cards say.
+
+A card is as old as the last heartbeat, and stands still while Redis does not answer.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,19 @@ logger = logging.getLogger(__name__)
 SCRAPE_TIMEOUT_S = 1.0
 MAX_SCRAPE_BYTES = 4 << 20
 RELAYED_PREFIX = "pagewire_"
+KV_BLOCKS = "pagewire_kv_blocks"
 BLOCK_STATES = ("free", "cached", "used", "total")
 
-_WORKER_GAUGES = {
-    "pagewire_worker_requests_running": ("Sequences in a worker's batch", "running"),
-    "pagewire_worker_requests_waiting": ("Sequences in a worker's queue", "waiting"),
-    "pagewire_worker_queued_prefill_tokens": ("Tokens to compute", "queued_prefill_tokens"),
+# Families of a worker that its card knows, too, and their attributes of its load.
+_CARD_GAUGES = {
+    "pagewire_requests_running": "running",
+    "pagewire_requests_waiting": "waiting",
+    "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
 }
 
 
 class ClusterCollector:
-    """Gauges of the router's own state and of the workers' cards."""
+    """Gauges of the router's own state."""
 
     def __init__(self, model_name: str, dispatcher: Dispatcher, directory: WorkerDirectory) -> None:
         self._model_name = model_name
@@ -37,36 +42,31 @@ class ClusterCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
-        cards = self._directory.workers()
-        decodes = [card.load for card in cards if card.role == "decode"]
-        total = sum(load.total_blocks for load in decodes)
-        usage = sum(load.used_blocks for load in decodes) / total if total else 0.0
         for name, text, value in (
             ("num_requests_running", "Sequences whose tokens come", self._dispatcher.num_running),
             ("num_requests_waiting", "Sequences without a token", self._dispatcher.num_waiting),
-            ("kv_cache_usage_perc", "Used share of the decode workers' KV blocks, 0 to 1", usage),
         ):
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
+            yield _of_model(self._model_name, name, text, value)
         yield GaugeMetricFamily(
             "pagewire_redis_up",
             "Whether the worker registry answers",
             value=float(self._directory.redis_ok),
         )
-        yield from _card_families(cards)
 
 
 class WorkerScraper:
     """Fetches the workers' own metrics.
 
     Args:
+        model_name: what all of them serve.
         client: owned by the caller.
         registry: gets a counter of failures.
     """
 
-    def __init__(self, client: httpx.AsyncClient, registry: CollectorRegistry) -> None:
-        self._client = client
+    def __init__(
+        self, model_name: str, client: httpx.AsyncClient, registry: CollectorRegistry
+    ) -> None:
+        self._model_name, self._client = model_name, client
         self._failures = Counter(
             "pagewire_worker_scrape_failures",
             "Workers that did not show their metrics",
@@ -77,28 +77,27 @@ class WorkerScraper:
     async def scrape(self, cards: Sequence[WorkerCard]) -> list[Metric]:
         """Return the workers' families, each sample labelled with its worker and role.
 
-        A worker that does not answer in time is left out.
+        Of a worker that does not answer in time there is what its card says.
         """
-        texts = await asyncio.gather(*[self._fetch(card) for card in cards])
+        pages = await asyncio.gather(*[self._fetch(card) for card in cards])
         merged: dict[str, Metric] = {}
-        for card, text in zip(cards, texts, strict=True):
-            try:
-                merge_families(merged, card, text)
-            except ValueError as exc:
-                self._failed(card, exc)
-        return list(merged.values())
+        for card, page in zip(cards, pages, strict=True):
+            merge_families(merged, card, card_families(card) if page is None else page)
+        usage = used_share(merged.get(KV_BLOCKS))
+        text = "Used share of the decode workers' KV blocks, 0 to 1"
+        return [*merged.values(), _of_model(self._model_name, "kv_cache_usage_perc", text, usage)]
 
-    async def _fetch(self, card: WorkerCard) -> str:
+    async def _fetch(self, card: WorkerCard) -> list[Metric] | None:
         try:
             async with (
                 asyncio.timeout(SCRAPE_TIMEOUT_S),
                 self._client.stream("GET", f"{card.metrics_endpoint}/metrics") as response,
             ):
                 response.raise_for_status()
-                return await _read_bounded(response)
+                return list(text_string_to_metric_families(await _read_bounded(response)))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
             self._failed(card, exc)
-            return ""
+            return None
 
     def _failed(self, card: WorkerCard, exc: Exception) -> None:
         self._failures.labels(card.worker_id).inc()
@@ -134,32 +133,34 @@ async def _read_bounded(response: httpx.Response) -> str:
     return body.decode()
 
 
-def _card_families(cards: Sequence[WorkerCard]) -> Iterator[Metric]:
-    labels = ["worker", "role"]
-    blocks = GaugeMetricFamily(
-        "pagewire_kv_blocks",
-        "KV blocks by state, from the workers' cards",
-        labels=[*labels, "state"],
-    )
-    for card in cards:
-        for state in BLOCK_STATES:
-            count = getattr(card.load, f"{state}_blocks")
-            blocks.add_metric([card.worker_id, card.role, state], count)
+def _of_model(model_name: str, name: str, text: str, value: float) -> Metric:
+    family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+    family.add_metric([model_name], value)
+    return family
+
+
+def card_families(card: WorkerCard) -> Iterator[Metric]:
+    """Yield what a card knows of its worker, as the worker itself would show it."""
+    blocks = GaugeMetricFamily(KV_BLOCKS, "KV blocks by state", labels=["state"])
+    for state in BLOCK_STATES:
+        blocks.add_metric([state], getattr(card.load, f"{state}_blocks"))
     yield blocks
-    for name, (text, attribute) in _WORKER_GAUGES.items():
-        family = GaugeMetricFamily(name, text, labels=labels)
-        for card in cards:
-            family.add_metric([card.worker_id, card.role], getattr(card.load, attribute))
-        yield family
+    for name, attribute in _CARD_GAUGES.items():
+        yield GaugeMetricFamily(name, "From the worker's card", getattr(card.load, attribute))
 
 
-def merge_families(merged: dict[str, Metric], card: WorkerCard, text: str) -> None:
-    """Add a worker's families to those of the others.
+def used_share(blocks: Metric | None) -> float:
+    """Return the share of the decode workers' KV blocks that their sequences hold, 0 to 1."""
+    counts = {"used": 0.0, "total": 0.0}
+    for sample in blocks.samples if blocks is not None else ():
+        if sample.labels["role"] == "decode" and sample.labels.get("state") in counts:
+            counts[sample.labels["state"]] += sample.value
+    return counts["used"] / counts["total"] if counts["total"] else 0.0
 
-    Raises:
-        ValueError: the text is not Prometheus' format.
-    """
-    for metric in text_string_to_metric_families(text):
+
+def merge_families(merged: dict[str, Metric], card: WorkerCard, families: Iterable[Metric]) -> None:
+    """Add a worker's families to those of the others, under the worker's name."""
+    for metric in families:
         if not metric.name.startswith(RELAYED_PREFIX) or metric.name.endswith("_created"):
             continue
         family = merged.setdefault(

@@ -44,6 +44,7 @@ from pagewire.shared.registry import (
 from pagewire.shared.transfer import available_transports, create_transport
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, TransferMetrics
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
@@ -180,6 +181,7 @@ class WorkerRuntime:
         )
         self.built = await asyncio.to_thread(self._build, index)
         self.engine = EngineThread(self.built.core, self.in_loop(self._on_outputs))
+        self._engine_watch = EngineWatch(self.engine)
         self.metrics_registry.register(EngineCollector(self.engine))
         await self._open_transports(stack)
         await self._open_sockets(stack)
@@ -288,16 +290,16 @@ class WorkerRuntime:
 
     def is_healthy(self) -> bool:
         """Whether the engine's loop turns and new work is taken."""
-        return not self.is_draining and self.engine.is_alive(ENGINE_SILENCE_S)
+        return not self.is_draining and self._engine_watch.is_alive(ENGINE_SILENCE_S)
 
     async def _serve(self) -> int:
         """Wait for the end; a dead engine ends the process so that it is started anew."""
         while not self._stop.is_set():
-            if not self.engine.is_alive(2 * ENGINE_SILENCE_S):
+            if not self._engine_watch.is_alive(2 * ENGINE_SILENCE_S):
                 logger.error("the engine's loop has stopped")
                 return 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self.settings.heartbeat_s)
+                await asyncio.wait_for(self._stop.wait(), LOOK_INTERVAL_S)
         return 0
 
     async def _drain(self) -> None:
@@ -309,7 +311,7 @@ class WorkerRuntime:
                     await asyncio.sleep(DRAIN_POLL_S)
 
     def _has_live_work(self) -> bool:
-        alive = self.engine.is_alive(2 * ENGINE_SILENCE_S)
+        alive = self._engine_watch.is_alive(2 * ENGINE_SILENCE_S)
         return alive and self._service is not None and self._service.num_active > 0
 
     async def _stop_engine(self) -> None:

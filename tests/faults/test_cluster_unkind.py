@@ -228,9 +228,14 @@ def test_a_killed_redis_costs_cache_hits_for_a_while_alone(asked: Expectation) -
 
 def test_a_frozen_redis_costs_no_request(asked: Expectation) -> None:
     pid = asked.cluster.pid_of("redis.sock")
-    os.kill(pid, signal.SIGSTOP)
+
+    def freeze_in_the_middle() -> None:
+        wait_until(asked.cluster, lambda: any(asked.cluster.used_blocks().values()))
+        time.sleep(0.5)  # the cards in Redis speak of blocks in use, too
+        os.kill(pid, signal.SIGSTOP)
+
     try:
-        asked.answers_rightly()
+        asked.answers_rightly(while_=freeze_in_the_middle)
         asked.answers_rightly()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -243,9 +248,10 @@ def test_requests_outlast_a_frozen_decode_worker(asked: Expectation) -> None:
     def freeze() -> None:
         time.sleep(0.3)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(8)  # longer than its lease
+        time.sleep(12)  # longer than its lease, and than an engine may be silent
         os.kill(pid, signal.SIGCONT)
 
     # All at once: later ones would rightly be refused, for there is no other worker.
     asked.answers_rightly(while_=freeze, in_flight=len(asked.expected.prompts))
     asked.answers_rightly()
+    assert asked.cluster.worker_pid("decode-0") == pid

@@ -1,7 +1,8 @@
 """Health and metrics."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -89,30 +90,74 @@ def test_metrics_show_requests_and_workers(redis_url):
     with_worker(redis_url, scenario)
 
 
-def test_metrics_relay_the_workers_own(redis_url):
-    family, own = "pagewire_kv_transfer_bytes_total", 'direction="received",peer="prefill-0"'
-    page = f"# TYPE {family} counter\n{family}{{{own}}} 4096\n".encode()
+@asynccontextmanager
+async def metrics_page(
+    router: LiveRouter, worker: FakeDecodeWorker, page: str
+) -> AsyncIterator[None]:
+    """Have a worker show this page as its metrics."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page.encode())
         await writer.drain()
         writer.close()
         await writer.wait_closed()
 
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
+        await eventually(
+            lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
+        )
+        yield
+
+
+def test_metrics_relay_the_workers_own(redis_url):
+    family, own = "pagewire_kv_transfer_bytes_total", 'direction="received",peer="prefill-0"'
+    page = f"# TYPE {family} counter\n{family}{{{own}}} 4096\n"
+
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
-            await eventually(
-                lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
-            )
+        async with metrics_page(router, worker, page):
             labels = f'{own},role="decode",worker="decode-0"'
             assert await router.metric(f"{family}{{{labels}}}") == 4096
         # The server is gone: the router's own metrics come all the same.
         text = (await router.http.get("/metrics")).text
         assert family not in text
+        assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
+
+    with_worker(redis_url, scenario)
+
+
+def test_what_a_worker_shows_itself_is_newer_than_its_card(redis_url):
+    page = """\
+# TYPE pagewire_kv_blocks gauge
+pagewire_kv_blocks{state="used"} 16
+pagewire_kv_blocks{state="total"} 64
+# TYPE pagewire_requests_running gauge
+pagewire_requests_running 3
+"""
+    used = 'pagewire_kv_blocks{role="decode",state="used",worker="decode-0"}'
+    running = 'pagewire_requests_running{role="decode",worker="decode-0"}'
+    share = f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}}'
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        assert [await router.metric(name) for name in (used, running, share)] == [0, 0, 0]
+        async with metrics_page(router, worker, page):
+            assert [await router.metric(name) for name in (used, running, share)] == [16, 3, 0.25]
+        assert [await router.metric(name) for name in (used, running, share)] == [0, 0, 0]
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize("page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8"])
+def test_of_a_worker_that_shows_nonsense_the_card_is_shown(redis_url, page):
+    free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async with metrics_page(router, worker, page):
+            text = (await router.http.get("/metrics")).text
+        assert f"{free} 64.0" in text
         assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
 
     with_worker(redis_url, scenario)

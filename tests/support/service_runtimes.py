@@ -119,6 +119,6 @@ async def service_runtime(**engine: Any) -> AsyncIterator[ServiceRuntime]:
     try:
         yield runtime
     finally:
-        if runtime.engine.is_alive(60):
+        if runtime.engine.is_running():
             assert await asyncio.to_thread(runtime.engine.stop, 5.0)
         await runtime.tasks.close()

@@ -39,8 +39,8 @@ pagewire_redis_up 1.0
 pagewire_kv_blocks{role="decode",state="used",worker="decode-0"} 16.0
 pagewire_kv_blocks{role="decode",state="total",worker="decode-0"} 64.0
 pagewire_kv_blocks{role="decode",state="total",worker="decode-9"} 64.0
-# TYPE pagewire_worker_requests_running gauge
-pagewire_worker_requests_running{role="decode",worker="decode-0"} 2.0
+# TYPE pagewire_requests_running gauge
+pagewire_requests_running{role="decode",worker="decode-0"} 2.0
 """
 
 

@@ -1,10 +1,17 @@
-import pytest
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.router.metrics import RouterMetrics
-from pagewire.services.router.worker_metrics import merge_families, render
+from pagewire.services.router.worker_metrics import (
+    card_families,
+    merge_families,
+    render,
+    used_share,
+)
 from pagewire.shared.protocol import Timings, TokenOutput
-from pagewire.shared.registry import WorkerCard
+from pagewire.shared.registry import WorkerCard, WorkerLoad
 from pagewire.tests.support.fake_decode_worker import LAYOUT
 
 
@@ -75,14 +82,14 @@ def card(worker_id: str) -> WorkerCard:
     )
 
 
-def worker_page(received: int) -> str:
+def worker_page(received: int) -> list[Metric]:
     registry = CollectorRegistry()
     transfer = Counter(
         "pagewire_kv_transfer_bytes", "KV", ["direction", "transport"], registry=registry
     )
     transfer.labels("received", "ucx").inc(received)
     Counter("python_gc", "not ours", registry=registry).inc()
-    return generate_latest(registry).decode()
+    return list(text_string_to_metric_families(generate_latest(registry).decode()))
 
 
 def test_workers_families_are_relayed_with_their_names():
@@ -103,13 +110,17 @@ def test_the_routers_own_families_win():
     registry = CollectorRegistry()
     Counter("pagewire_request_moves", "of a worker", registry=registry).inc(7)
     merged: dict = {}
-    merge_families(merged, card("w"), generate_latest(registry).decode())
+    merge_families(merged, card("w"), registry.collect())
     text = render(RouterMetrics("m").registry, merged.values()).decode()
     assert "pagewire_request_moves_total 0.0" in text
     assert "pagewire_request_moves_total{" not in text
 
 
-@pytest.mark.parametrize("page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8"])
-def test_nonsense_is_a_value_error(page):
-    with pytest.raises(ValueError):
-        merge_families({}, card("w"), page)
+def test_the_used_share_is_of_the_decode_workers_alone():
+    merged: dict = {}
+    for worker_id, role, used in (("d0", "decode", 10), ("d1", "decode", 30), ("p0", "prefill", 9)):
+        load = WorkerLoad(used_blocks=used, free_blocks=100 - used, total_blocks=100)
+        described = msgspec.structs.replace(card(worker_id), role=role, load=load)
+        merge_families(merged, described, card_families(described))
+    assert used_share(merged["pagewire_kv_blocks"]) == 0.2
+    assert used_share(None) == 0.0
