@@ -21,7 +21,7 @@ from msgspec import Meta
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.request import FinishReason, SamplingParams
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -30,7 +30,7 @@ MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_POSITIONS = 4096  # blocks in a piece
-MAX_PARTS = 4  # of a block; each is some of its layers
+MAX_PARTS = 8  # of a block; each is some of its layers
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]

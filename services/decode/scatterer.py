@@ -10,18 +10,23 @@ activated here and now: its next step waits for no other thread.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pagewire.shared.engine.block_mover import PendingCheck
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.cuda_graph import Marker
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.protocol import MAX_PARTS, PieceHeader
+from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.staging import StagingSlot
+
+_Coverage = NDArray[np.uint8]
 
 
 class PieceFate(Enum):
@@ -60,45 +65,47 @@ class Completion:
     on_activated: Callable[[], None]
 
 
-def _units(positions: list[int], parts: range) -> set[int]:
-    """Return a number for each part of each block."""
-    return {position * MAX_PARTS + part for position in positions for part in parts}
-
-
 def _parts_of(header: PieceHeader) -> range:
     return range(header.first_part, header.first_part + header.num_parts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Reservation:
     """A sequence's reserved blocks.
 
+    What is there of them is [blocks] uint8: a bit a part.
+
     Attributes:
+        num_blocks: of the sequence.
         made: the point behind which nothing that was launched writes to them.
         pieces: job and number of those that have landed or are landing.
-        landing: parts of blocks that these are written to, and no later piece has been.
-        filled: intact parts of blocks, by job; those that no later piece has been written to.
+        landing: what these write, and no later piece has written.
+        filled: what is intact, by job; what no later piece has been written to.
         completion: once the first token is known.
     """
 
+    num_blocks: int
     made: Marker
     pieces: set[tuple[str, int]] = field(default_factory=set)
-    landing: dict[tuple[str, int], set[int]] = field(default_factory=dict)
-    filled: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    landing: dict[tuple[str, int], _Coverage] = field(default_factory=dict)
+    filled: dict[str, _Coverage] = field(default_factory=dict)
     completion: Completion | None = None
 
     def note_written(self, header: PieceHeader) -> None:
         """A piece is being written over what a job given up may have left, and may be damaged."""
-        units = _units(header.positions, _parts_of(header))
+        written = np.zeros(self.num_blocks, np.uint8)
+        written[header.positions] = _bits(_parts_of(header))
         for earlier in (*self.landing.values(), *self.filled.values()):
-            earlier.difference_update(units)
+            earlier &= ~written
         self.pieces.add((header.job_id, header.piece))
-        self.landing[header.job_id, header.piece] = units
+        self.landing[header.job_id, header.piece] = written
 
     def note_intact(self, header: PieceHeader) -> None:
         """A piece was intact; what it has is there, unless another was written there since."""
-        units = self.landing.pop((header.job_id, header.piece), set())
-        self.filled[header.job_id].update(units)
+        landed = self.landing.pop((header.job_id, header.piece), None)
+        if landed is not None:
+            filled = self.filled.setdefault(header.job_id, np.zeros_like(landed))
+            filled |= landed
 
     def note_damaged(self, header: PieceHeader) -> None:
         """A piece was damaged; it may come again."""
@@ -107,14 +114,15 @@ class _Reservation:
 
     def has(self, completion: Completion) -> bool:
         """Whether all is there that a sequence waits for."""
-        filled, positions = self.filled[completion.job_id], completion.positions
-        if len(filled) < len(positions) * len(completion.parts):  # the quick answer to most calls
-            return False
-        first, end = positions.start * MAX_PARTS, positions.stop * MAX_PARTS
-        return all(
-            filled.issuperset(range(first + part, end + part, MAX_PARTS))
-            for part in completion.parts
-        )
+        filled, positions = self.filled.get(completion.job_id), completion.positions
+        if filled is None:
+            return not positions
+        wanted = _bits(completion.parts)
+        return bool((filled[positions.start : positions.stop] & wanted == wanted).all())
+
+
+def _bits(parts: range) -> int:
+    return sum(1 << part for part in parts)
 
 
 @dataclass(slots=True)
@@ -135,7 +143,9 @@ class PieceScatterer:
         """Note when a sequence's blocks were reserved, and introduce it; call it as they are."""
         for ended in self._reservations.keys() - self.core.scheduler.reserved.keys():
             del self._reservations[ended]
-        self._reservations[sequence.request_id] = _Reservation(self.core.executor.mark())
+        self._reservations[sequence.request_id] = _Reservation(
+            len(sequence.block_ids), self.core.executor.mark()
+        )
         self.core.executor.introduce(sequence)
 
     def complete(self, request_id: str, completion: Completion) -> None:

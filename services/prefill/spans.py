@@ -36,7 +36,8 @@ class SpanQueue:
     """What of a prompt is to be packed, in order.
 
     Whole blocks leave in the order of the prompt. Blocks that leave by parts do so layers first,
-    all first parts before any second one: that is the order in which a step finishes them.
+    the first parts of all of them before any later one: that is the order in which a step finishes
+    them.
 
     Attributes:
         parts: of a block.
@@ -54,7 +55,7 @@ class SpanQueue:
         positions = range(self.planned, end)
         self.planned = end
         if by_part:
-            self._spans.extend(Span(positions, range(n, n + 1)) for n in self.parts.whole)
+            self._spans.extend(Span(positions, group) for group in self.parts.halvings())
             return
         if self._spans and self._spans[-1].parts == self.parts.whole:
             # As one span, it is cut into pieces as if it had been added at once.

@@ -44,6 +44,21 @@ class BlockParts:
         """All parts of a block."""
         return range(self.count)
 
+    def halvings(self) -> list[range]:
+        """Return the parts in groups: half of them, half of the rest, and so on to the last one.
+
+        While a step computes the layers of one group, those of the one before leave. Only the last
+        is still to leave when the step ends, so it is the smallest; and more groups would not make
+        the others leave sooner over a way that is much faster than the step.
+        """
+        groups: list[range] = []
+        first = 0
+        while first < self.count:
+            end = first + max(1, (self.count - first) // 2)
+            groups.append(range(first, end))
+            first = end
+        return groups
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""

@@ -16,11 +16,14 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import accumulate, product
 
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.shared.background import end_task, start_task
 from pagewire.shared.engine.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
@@ -43,6 +46,7 @@ TURNS = 9
 IN_A_ROW = (1, 8)  # prompts
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
+_TICK_S = 0.0005  # of a vigil
 
 
 class _Prompt:
@@ -110,8 +114,8 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
         most, prompts, start_ns = order
-        while time.monotonic_ns() < start_ns:
-            pass
+        while (left_s := (start_ns - time.monotonic_ns()) / 1e9) > 0:  # noqa: ASYNC110 - awake
+            await asyncio.sleep(_TICK_S if left_s > 2 * _TICK_S else 0)
         async with asyncio.TaskGroup() as group:
             for start, size in prompts * _pieces(num_blocks, most):
                 slot = await prompt.staging.acquire(PATIENCE_S)
@@ -140,13 +144,28 @@ async def _check(check: PendingCheck, piece: ReceivedPiece) -> None:
         raise TransferError(f"piece {piece.header.piece} arrived damaged")
 
 
+@asynccontextmanager
+async def _vigil() -> AsyncIterator[None]:
+    """Keep the event loop from falling asleep, as a worker does while blocks are about to cross."""
+
+    async def keep() -> None:
+        while True:  # noqa: ASYNC110 - to be awake is the point
+            await asyncio.sleep(_TICK_S)
+
+    task = start_task(keep(), "keeping a vigil")
+    try:
+        yield
+    finally:
+        await end_task(task)
+
+
 async def _turn(
     transport: KvTransport, orders: asyncio.StreamWriter, prompt: _Prompt, most: int, prompts: int
 ) -> float:
     """Return the seconds a prompt, in pieces of up to so many blocks, so many prompts in a row."""
     started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
     orders.write(f"{most} {prompts} {started_ns}\n".encode())
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+    async with _vigil(), asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         for _ in range(prompts * len(piece_sizes(prompt.num_blocks, most))):
             piece = await transport.recv()
             header, payload = piece.header, piece.slot.buffer[: piece.header.nbytes]

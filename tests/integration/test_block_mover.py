@@ -10,8 +10,8 @@ from pagewire.shared.engine.block_mover import BlockMover
 from pagewire.shared.transfer.staging import StagingPool
 
 CAPACITY = 5
-SHAPE = (12, 8, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]
-WHOLE = range(4)
+SHAPE = (12, 16, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]
+WHOLE = range(8)
 
 each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -11,7 +11,8 @@ from pagewire.shared.protocol import MAX_PARTS
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "parts"), [(1, 1), (2, 2), (3, 3), (4, 4), (7, 1), (26, 2), (27, 3), (32, 4)]
+    ("num_layers", "parts"),
+    [(1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (11, 1), (26, 2), (27, 3), (32, 8)],
 )
 def test_parts_are_equal_and_as_many_as_may_be(num_layers: int, parts: int) -> None:
     assert BlockParts.of(num_layers, num_layers * 8) == BlockParts(parts, num_layers * 8 // parts)
@@ -35,10 +36,21 @@ def test_as_many_blocks_fit_staging_as_it_was_made_for(
     assert parts.max_blocks(size - 1, num_parts) == num_blocks - 1
 
 
+@pytest.mark.parametrize(
+    ("count", "ends"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (7, [3, 5, 6, 7]), (8, [4, 6, 7, 8])]
+)
+def test_halvings_leave_half_of_what_is_left_and_at_last_one_part(
+    count: int, ends: list[int]
+) -> None:
+    starts = [0, *ends[:-1]]
+    expected = [range(start, end) for start, end in zip(starts, ends, strict=True)]
+    assert BlockParts(count, 8).halvings() == expected
+
+
 def test_parts_of_a_block_lie_beside_each_other() -> None:
     parts = BlockParts.of(num_layers=32, block_bytes=1 << 20)
-    assert parts.rows([5, 0], parts.whole).tolist() == [20, 21, 22, 23, 0, 1, 2, 3]
-    assert parts.rows([5, 0, 1], range(2, 3)).tolist() == [22, 2, 6]
+    assert parts.rows([5, 0], parts.whole).tolist() == [*range(40, 48), *range(8)]
+    assert parts.rows([5, 0, 1], range(2, 3)).tolist() == [42, 2, 10]
     assert (parts.rows([-1], parts.whole) < 0).all()  # checked, not written
 
 

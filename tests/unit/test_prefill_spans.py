@@ -41,17 +41,20 @@ def test_divided_blocks_leave_layers_first_behind_the_whole_ones() -> None:
     spans.add(13, by_part=True)
     assert drain(spans, 13) == [
         Span(range(2, 5), WHOLE),
-        *(Span(range(5, 13), range(part, part + 1)) for part in WHOLE),
+        Span(range(5, 13), range(4)),
+        *(Span(range(5, 13), parts) for parts in (range(4, 6), range(6, 7), range(7, 8))),
     ]
 
 
 def test_a_part_of_more_blocks_than_fit_a_slot_takes_several_pieces() -> None:
     spans = queue(1)
     spans.add(6, by_part=True)
-    assert drain(spans, 6)[:3] == [
-        Span(range(4), range(1)),
-        Span(range(4, 6), range(1)),
-        Span(range(4), range(1, 2)),
+    assert drain(spans, 6) == [
+        *(Span(range(start, start + 2), range(4)) for start in (0, 2, 4)),
+        Span(range(4), range(4, 6)),
+        Span(range(4, 6), range(4, 6)),
+        Span(range(6), range(6, 7)),
+        Span(range(6), range(7, 8)),
     ]
 
 
@@ -89,7 +92,7 @@ def test_the_header_of_a_divided_piece_is_short_enough_to_go_with_a_credit() -> 
         prefill_epoch=2**62,
         piece=1000,
         positions=list(span.positions),
-        first_part=3,
+        first_part=7,
         num_parts=1,
         seed=-(2**63),
         nbytes=256 << 20,
