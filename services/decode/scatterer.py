@@ -185,7 +185,7 @@ class PieceScatterer:
 
     def after_launch(self) -> bool:
         """Check the pieces whose blocks have been moved."""
-        while self._scattering and self._scattering[0].check.is_done():
+        while self.is_due():
             done = self._scattering.popleft()
             intact = done.check.is_intact()  # the slot's next move tells it in the same place
             done.slot.release()
@@ -196,6 +196,10 @@ class PieceScatterer:
             if reservation is not None:
                 self._note_fate(done, reservation, fate)
         return bool(self._scattering)
+
+    def is_due(self) -> bool:
+        """Whether blocks have been moved."""
+        return bool(self._scattering) and self._scattering[0].check.is_done()
 
     def _note_fate(self, done: _Scattering, reservation: _Reservation, fate: PieceFate) -> None:
         header = done.header

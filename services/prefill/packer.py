@@ -149,6 +149,10 @@ class PiecePacker:
         self._hand_over_packed()
         return bool(self._packing)
 
+    def is_due(self) -> bool:
+        """Whether blocks have been packed."""
+        return bool(self._packing) and self._packing[0].move.is_done()
+
     def _pack_job(self, job_id: str, job: _Job) -> None:
         while job.resend and job.resend[0][1].positions[-1] < job.num_final_blocks:
             piece, span = job.resend[0]
@@ -214,7 +218,7 @@ class PiecePacker:
         return True
 
     def _hand_over_packed(self) -> None:
-        while self._packing and self._packing[0].move.is_done():
+        while self.is_due():
             self._hand_over(self._packing.popleft())
 
     def _hand_over(self, packing: _Packing) -> None:

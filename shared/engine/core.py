@@ -54,6 +54,10 @@ class StepHook(Protocol):
         """Do what is to be done between two steps."""
         ...
 
+    def is_due(self) -> bool:
+        """Whether the device has done what `after_launch` waits for. Asked often: to be quick."""
+        ...
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -126,6 +130,12 @@ class EngineCore:
     def awaits_step(self) -> bool:
         """Whether a step is on the device."""
         return bool(self._in_flight)
+
+    def is_due(self) -> bool:
+        """Whether the device has done something that the next step waits for; quickly told."""
+        if self._in_flight and self._in_flight[0][1].is_done():
+            return True
+        return any(hook.is_due() for hook in self.hooks)
 
     def step(self, wait: bool = True) -> tuple[list[StepOutput], bool]:
         """Launch the next step and postprocess the one before (without overlap: the same).

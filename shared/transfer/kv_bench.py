@@ -66,11 +66,10 @@ class _Prompt:
         slot_bytes = self.parts.packed_bytes(max(SLOT_BLOCKS))
         self.staging = StagingPool(SLOTS, slot_bytes, torch.device(device))
 
-    async def pack(self, start: int, count: int, staging: torch.Tensor) -> None:
-        """Gather blocks of the prompt."""
+    def pack(self, start: int, count: int, staging: torch.Tensor) -> PendingMove:
+        """Begin to gather blocks of the prompt."""
         blocks = self._blocks[start : start + count]
-        whole = self.parts.whole
-        await _done(self.mover.pack(blocks, whole, staging, start, self._marker))
+        return self.mover.pack(blocks, self.parts.whole, staging, start, self._marker)
 
     def unpack(self, start: int, count: int, staging: torch.Tensor) -> PendingCheck:
         """Begin to scatter blocks of the prompt."""
@@ -98,9 +97,14 @@ def _header(start: int, count: int, num_parts: int, nbytes: int) -> PieceHeader:
 
 
 async def _send(
-    transport: KvTransport, slot: StagingSlot, header: PieceHeader, data: torch.Tensor
+    transport: KvTransport,
+    slot: StagingSlot,
+    header: PieceHeader,
+    data: torch.Tensor,
+    packing: PendingMove,
 ) -> None:
     try:
+        await _done(packing)
         await transport.send("receiver", header, data, PATIENCE_S)
     finally:
         slot.release()
@@ -120,10 +124,10 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
             for start, size in prompts * _pieces(num_blocks, most):
                 slot = await prompt.staging.acquire(PATIENCE_S)
                 data = slot.buffer[: prompt.parts.packed_bytes(size)]
-                await prompt.pack(start, size, data)
+                packing = prompt.pack(start, size, data)
                 header = _header(start, size, prompt.parts.count, data.nbytes)
-                group.create_task(_send(transport, slot, header, data))
-                await asyncio.sleep(0)  # its offer leaves before the next is packed
+                group.create_task(_send(transport, slot, header, data, packing))
+                await asyncio.sleep(0)  # what has been packed leaves before the next is launched
 
     await serve_orders(kind, prompt.staging, obey)
 

@@ -167,6 +167,9 @@ class Hook:
         self.then()
         return self.turns < self.busy_turns
 
+    def is_due(self) -> bool:
+        return True
+
 
 def test_busy_hook_keeps_the_loop_turning(sleepy: None) -> None:
     core, _ = make_core()

@@ -25,11 +25,15 @@ class Hook:
     device: FakeDevice
     core: EngineCore
     busy: bool = False
+    due: bool = False
     seen: list[tuple[int, int]] = field(default_factory=list)
 
     def after_launch(self) -> bool:
         self.seen.append((len(self.device.batches), self.core.stats.tokens_generated))
         return self.busy
+
+    def is_due(self) -> bool:
+        return self.due
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,23 @@ def test_turns_go_on_while_the_device_runs_but_launch_no_more_steps(
         assert turn(core)
     assert sequence.token_ids[5:] == expected
     assert not core.awaits_step
+
+
+@BOTH
+def test_a_turn_is_due_when_the_device_has_done_what_is_waited_for(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap)
+    hook = Hook(device, core)
+    core.hooks.append(hook)
+    assert not core.is_due()
+    core.add(make_sequence("a", [1] * 5))
+    device.has_run = False
+    turn(core)
+    assert not core.is_due()
+    hook.due = True
+    assert core.is_due()
+    hook.due = False
+    device.has_run = True
+    assert core.is_due()
 
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
