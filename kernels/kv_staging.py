@@ -30,16 +30,16 @@ def max_blocks(num_bytes: int, block_bytes: int) -> int:
 
 
 def fill_order(
-    order: torch.Tensor, block_ids: Sequence[int] | NDArray[np.int64], seed: int
+    words: NDArray[np.int64], block_ids: Sequence[int] | NDArray[np.int64], seed: int
 ) -> None:
-    """Write the order to move these blocks into a tensor on the CPU with room for them.
+    """Write the order to move these blocks into the memory of one with room for them.
 
     Args:
-        order: [>= 2 + len(block_ids)] int64; what lies behind is padding.
+        words: [>= 2 + len(block_ids)]; what lies behind is padding.
         block_ids: rows of the pool; below 0 in an order to unpack: check only, write nothing.
         seed: signed 64 bit.
     """
-    words, end = order.numpy(), _ORDER_HEAD + len(block_ids)
+    end = _ORDER_HEAD + len(block_ids)
     words[:_ORDER_HEAD] = len(block_ids), seed
     words[_ORDER_HEAD:end] = block_ids
 
@@ -47,7 +47,7 @@ def fill_order(
 def move_order(block_ids: Sequence[int], seed: int) -> torch.Tensor:
     """Return the order to move these blocks, on the CPU, with room for no others."""
     order = empty_order(len(block_ids))
-    fill_order(order, block_ids, seed)
+    fill_order(order.numpy(), block_ids, seed)
     return order
 
 

@@ -24,19 +24,20 @@ _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 class PendingMove:
-    """Blocks that are being moved by the work launched last."""
+    """Blocks that are being moved.
 
-    __slots__ = ("_event",)
+    Args:
+        end: of the move on the device; None where it was made at once.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Marker) -> None:
+        self._end = end
 
     def is_done(self) -> bool:
         """Whether the blocks have been moved, without waiting."""
-        return self._event is None or self._event.query()
+        return self._end is None or self._end.query()
 
 
 class PendingCheck(PendingMove):
@@ -48,14 +49,14 @@ class PendingCheck(PendingMove):
 
     __slots__ = ("_damaged",)
 
-    def __init__(self, damaged: torch.Tensor, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, damaged: torch.Tensor, end: Marker) -> None:
+        super().__init__(end)
         self._damaged = damaged
 
     def is_intact(self) -> bool:
         """Wait for the move; return whether the blocks are those that were packed."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._end is not None:
+            self._end.synchronize()
         return int(self._damaged) == 0
 
 
@@ -63,21 +64,32 @@ class PendingCheck(PendingMove):
 class _MoveGraph:
     """The move between the pool and one staging slot.
 
+    Whoever holds the slot has waited for its last move, so that what belongs to a move can be used
+    for the next: to make these anew takes the host as long as to launch the graph.
+
     Attributes:
-        order: [2 + capacity] int64, pinned: copied to `device_order` by each replay.
+        words: [2 + capacity] of the order, pinned: copied to `device_order` by each replay.
         device_order: kept alive for the kernels, which read it.
         damaged: [] int64, pinned: written by it, if it checks.
+        end: recorded behind each replay.
     """
 
     graph: torch.cuda.CUDAGraph
-    order: torch.Tensor
+    words: NDArray[np.int64]
     device_order: torch.Tensor
     damaged: torch.Tensor
+    end: torch.cuda.Event
 
-    def replay(self, rows: NDArray[np.int64], seed: int) -> None:
-        """Launch it. The slot's last move is done: its buffers belong to whoever holds the slot."""
-        fill_order(self.order, rows, seed)
-        self.graph.replay()
+    def replay(self, rows: NDArray[np.int64], seed: int, stream: torch.cuda.Stream) -> None:
+        """Launch it on a stream."""
+        fill_order(self.words, rows, seed)
+        before = torch.cuda.current_stream(stream.device)
+        torch.cuda.set_stream(stream)  # its context manager takes four times as long
+        try:
+            self.graph.replay()
+        finally:
+            torch.cuda.set_stream(before)
+        self.end.record(stream)
 
 
 @dataclass(slots=True)
@@ -114,7 +126,6 @@ class BlockMover:
         event.record()
         return event
 
-    @torch.inference_mode()
     def pack(
         self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
@@ -132,29 +143,27 @@ class BlockMover:
             UnsupportedShapeError: staging is too short.
         """
         rows = self.parts.rows(block_ids, parts)
+        graph = self._packing.get(staging.data_ptr())
+        if graph is not None:
+            graph.replay(rows, seed, self._stream_behind(after))
+            return PendingMove(graph.end)
         with self._moving(after):
-            graph = self._packing.get(staging.data_ptr())
-            if graph is not None:
-                graph.replay(rows, seed)
-            else:
-                self.ops.pack_blocks(self._rows, self._order(rows, seed), staging)
-            return PendingMove(staging.device)
+            self.ops.pack_blocks(self._rows, self._order(rows, seed), staging)
+            return PendingMove(self.mark())
 
-    @torch.inference_mode()
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, likewise; the seed is that of their packing."""
         rows = self.parts.rows(block_ids, parts)
+        graph = self._unpacking.get(staging.data_ptr())
+        if graph is not None:
+            graph.replay(rows, seed, self._stream_behind(after))
+            return PendingCheck(graph.damaged, graph.end)
         with self._moving(after):
-            graph = self._unpacking.get(staging.data_ptr())
-            if graph is not None:
-                graph.replay(rows, seed)
-                damaged = graph.damaged
-            else:
-                order = self._order(rows, seed)
-                damaged = self._to_host(self.ops.unpack_blocks(staging, self._rows, order))
-            return PendingCheck(damaged, staging.device)
+            order = self._order(rows, seed)
+            damaged = self._to_host(self.ops.unpack_blocks(staging, self._rows, order))
+            return PendingCheck(damaged, self.mark())
 
     def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
         """Make packing into these staging slots quick to launch; nothing else may be running."""
@@ -195,13 +204,14 @@ class BlockMover:
             return device_order
 
         graph, _ = pool.capture(step)
-        return _MoveGraph(graph, order, device_order, damaged)
+        # The array keeps the order's memory.
+        return _MoveGraph(graph, order.numpy(), device_order, damaged, torch.cuda.Event())
 
     def _order(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
         host = empty_order(len(rows))
         if self.kv_pool.is_cuda:
             host = host.pin_memory()
-        fill_order(host, rows, seed)
+        fill_order(host.numpy(), rows, seed)
         return host.to(self.kv_pool.device, non_blocking=True)
 
     def _to_host(self, damaged: torch.Tensor) -> torch.Tensor:
@@ -210,13 +220,19 @@ class BlockMover:
         host = torch.empty((), dtype=torch.int64, pin_memory=True)
         return host.copy_(damaged, non_blocking=True)
 
-    @contextmanager
-    def _moving(self, after: Marker) -> Iterator[None]:
-        if after is None:
-            yield
-            return
+    def _stream_behind(self, after: Marker) -> torch.cuda.Stream:
+        """Return the stream of the moves, behind a marker."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.kv_pool.device, priority=-1)
-        self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            yield
+        if after is not None:
+            self._stream.wait_event(after)
+        return self._stream
+
+    @contextmanager
+    def _moving(self, after: Marker) -> Iterator[None]:
+        with torch.inference_mode():
+            if not self.kv_pool.is_cuda:
+                yield
+                return
+            with torch.cuda.stream(self._stream_behind(after)):
+                yield

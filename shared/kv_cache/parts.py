@@ -82,4 +82,4 @@ class BlockParts:
         By numpy: a large piece has several hundred, and the engine's thread is in a hurry.
         """
         blocks = np.asarray(block_ids, dtype=np.int64)[:, None] * self.count
-        return (blocks + np.asarray(parts, dtype=np.int64)).reshape(-1)
+        return (blocks + np.arange(parts.start, parts.stop)).reshape(-1)

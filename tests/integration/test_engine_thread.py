@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -354,3 +356,14 @@ def test_books_that_do_not_add_up_are_counted(
         until(lambda: engine.integrity_errors > 0)
         assert engine.is_running()
     assert "do not add up" in caplog.text
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a call of Linux")
+def test_naps_of_the_engines_thread_end_in_time() -> None:
+    slack_ns: list[int] = []
+    core, _ = make_core()
+    with started(core) as engine:
+        get_slack = 30  # PR_GET_TIMERSLACK
+        engine.submit(lambda _core: slack_ns.append(ctypes.CDLL(None).prctl(get_slack)))
+        until(lambda: slack_ns)
+    assert slack_ns == [1000]

@@ -32,7 +32,7 @@ def _staging_for(blocks, words, device):
 def _order(ids, device, capacity=None):
     """The order to move these blocks, with garbage behind it."""
     order = torch.full_like(empty_order(capacity or len(ids)), 10**9)
-    fill_order(order, ids, SEED)
+    fill_order(order.numpy(), ids, SEED)
     return order.to(device)
 
 

@@ -96,7 +96,7 @@ class FakeMove(PendingMove):
     """A move that is not done before the device says so."""
 
     def __init__(self, device: FakeDevice) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(None)
         self._device = device
 
     def is_done(self) -> bool:
@@ -107,7 +107,7 @@ class FakeCheck(PendingCheck):
     """The same, checked."""
 
     def __init__(self, device: FakeDevice, damaged: torch.Tensor) -> None:
-        super().__init__(damaged, torch.device("cpu"))
+        super().__init__(damaged, None)
         self._device = device
 
     def is_done(self) -> bool:

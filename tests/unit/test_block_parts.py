@@ -58,6 +58,6 @@ def test_an_order_says_how_many_rows_which_seed_and_which_rows() -> None:
     parts = BlockParts.of(num_layers=2, block_bytes=64)
     order = empty_order(7)
     rows = parts.rows([4, 2], parts.whole)
-    fill_order(order, rows, -(2**63))
+    fill_order(order.numpy(), rows, -(2**63))
     assert order.tolist() == [4, -(2**63), 8, 9, 4, 5, 0, 0, 0]
     assert order.dtype is torch.int64
