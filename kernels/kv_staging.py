@@ -32,10 +32,10 @@ def max_blocks(num_bytes: int, block_bytes: int) -> int:
 def fill_order(
     words: NDArray[np.int64], block_ids: Sequence[int] | NDArray[np.int64], seed: int
 ) -> None:
-    """Write the order to move these blocks into the memory of one with room for them.
+    """Write the order to move these blocks.
 
     Args:
-        words: [>= 2 + len(block_ids)]; what lies behind is padding.
+        words: [>= 2 + len(block_ids)], of the order; what lies behind is padding.
         block_ids: rows of the pool; below 0 in an order to unpack: check only, write nothing.
         seed: signed 64 bit.
     """

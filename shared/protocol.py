@@ -30,7 +30,7 @@ MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_POSITIONS = 4096  # blocks in a piece
-MAX_PARTS = 8  # of a block; each is some of its layers
+MAX_PARTS = 8  # of a block; each is some of its layers. Decode workers keep a byte a block.
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]

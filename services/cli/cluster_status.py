@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.cli.health import Health, Service, fetch_health
 from pagewire.shared.errors import PagewireError
+from pagewire.shared.load_metrics import KV_BLOCKS
 
 METRICS_TIMEOUT_S = 5.0
 MAX_METRICS_BYTES = 8 << 20
@@ -145,7 +146,7 @@ def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterSt
             totals[_TOTALS[name]] = value
         elif worker is not None and name in _WORKER_SAMPLES:
             setattr(worker, _WORKER_SAMPLES[name], value)
-        elif worker is not None and name == "pagewire_kv_blocks":
+        elif worker is not None and name == KV_BLOCKS:
             worker.blocks[labels.get("state", "")] = value
     return ClusterStatus(url, health.model, health.ok, at, list(workers.values()), totals)
 

@@ -26,6 +26,7 @@ from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.staging import StagingSlot
 
+# [blocks of a sequence]: which parts of each are there, a bit a part. MAX_PARTS fit.
 _Coverage = NDArray[np.uint8]
 
 
@@ -69,11 +70,14 @@ def _parts_of(header: PieceHeader) -> range:
     return range(header.first_part, header.first_part + header.num_parts)
 
 
+def _bits(parts: range) -> int:
+    """Return what stands for these parts in the coverage of a block."""
+    return sum(1 << part for part in parts)
+
+
 @dataclass(slots=True, eq=False)
 class _Reservation:
     """A sequence's reserved blocks.
-
-    What is there of them is [blocks] uint8: a bit a part.
 
     Attributes:
         num_blocks: of the sequence.
@@ -119,10 +123,6 @@ class _Reservation:
             return not positions
         wanted = _bits(completion.parts)
         return bool((filled[positions.start : positions.stop] & wanted == wanted).all())
-
-
-def _bits(parts: range) -> int:
-    return sum(1 << part for part in parts)
 
 
 @dataclass(slots=True)

@@ -35,9 +35,9 @@ class Span:
 class SpanQueue:
     """What of a prompt is to be packed, in order.
 
-    Whole blocks leave in the order of the prompt. Blocks that leave by parts do so layers first,
-    the first parts of all of them before any later one: that is the order in which a step finishes
-    them.
+    Whole blocks leave in the order of the prompt. Blocks that leave by parts do so layers first:
+    one group of parts (`BlockParts.halvings`) of all of them, then the next. That is the order in
+    which a step finishes them.
 
     Attributes:
         parts: of a block.

@@ -24,7 +24,8 @@ from pagewire.services.router.metrics import RouterMetrics
 from pagewire.services.router.placer import Placer
 from pagewire.services.router.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.served_model import ServedModel
-from pagewire.services.router.worker_metrics import ClusterCollector, WorkerScraper, render
+from pagewire.services.router.state_metrics import StateCollector
+from pagewire.services.router.worker_metrics import WorkerScraper, render
 from pagewire.shared.channel import ClusterKeys
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import NoWorkerError
@@ -80,7 +81,7 @@ class RouterService:
             settings.request_timeout_s,
         )
         registry = self.metrics.registry
-        registry.register(ClusterCollector(model.name, self.dispatcher, self.directory))
+        registry.register(StateCollector(model.name, self.dispatcher, self.directory))
         self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(model.name, self._http, registry)

@@ -7,55 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.router.dispatch import Dispatcher
-from pagewire.shared.registry import WorkerCard, WorkerDirectory
+from pagewire.services.router.state_metrics import of_model
+from pagewire.shared.load_metrics import KV_BLOCKS, load_families
+from pagewire.shared.registry import WorkerCard
 
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 1.0
 MAX_SCRAPE_BYTES = 4 << 20
 RELAYED_PREFIX = "pagewire_"
-KV_BLOCKS = "pagewire_kv_blocks"
-BLOCK_STATES = ("free", "cached", "used", "total")
-
-# Families of a worker that its card knows, too, and their attributes of its load.
-_CARD_GAUGES = {
-    "pagewire_requests_running": "running",
-    "pagewire_requests_waiting": "waiting",
-    "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
-}
-
-
-class ClusterCollector:
-    """Gauges of the router's own state."""
-
-    def __init__(self, model_name: str, dispatcher: Dispatcher, directory: WorkerDirectory) -> None:
-        self._model_name = model_name
-        self._dispatcher, self._directory = dispatcher, directory
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
-        for name, text, value in (
-            ("num_requests_running", "Sequences whose tokens come", self._dispatcher.num_running),
-            ("num_requests_waiting", "Sequences without a token", self._dispatcher.num_waiting),
-        ):
-            yield _of_model(self._model_name, name, text, value)
-        yield GaugeMetricFamily(
-            "pagewire_redis_up",
-            "Whether the worker registry answers",
-            value=float(self._directory.redis_ok),
-        )
 
 
 class WorkerScraper:
-    """Fetches the workers' own metrics.
+    """Gets the metrics of the workers, from each itself or else from its card.
 
     Args:
         model_name: what all of them serve.
@@ -77,15 +48,16 @@ class WorkerScraper:
     async def scrape(self, cards: Sequence[WorkerCard]) -> list[Metric]:
         """Return the workers' families, each sample labelled with its worker and role.
 
-        Of a worker that does not answer in time there is what its card says.
+        Of a worker that does not answer, in time and in Prometheus' format, there is what its card
+        says. One family is of all of them: the used share of the decode workers' KV blocks.
         """
         pages = await asyncio.gather(*[self._fetch(card) for card in cards])
         merged: dict[str, Metric] = {}
         for card, page in zip(cards, pages, strict=True):
-            merge_families(merged, card, card_families(card) if page is None else page)
+            merge_families(merged, card, load_families(card.load) if page is None else page)
         usage = used_share(merged.get(KV_BLOCKS))
         text = "Used share of the decode workers' KV blocks, 0 to 1"
-        return [*merged.values(), _of_model(self._model_name, "kv_cache_usage_perc", text, usage)]
+        return [*merged.values(), of_model(self._model_name, "kv_cache_usage_perc", text, usage)]
 
     async def _fetch(self, card: WorkerCard) -> list[Metric] | None:
         try:
@@ -105,7 +77,7 @@ class WorkerScraper:
 
 
 def render(registry: CollectorRegistry, relayed: Iterable[Metric]) -> bytes:
-    """Return Prometheus' text of the router's own families and the relayed ones.
+    """Return Prometheus' text of the router's own families and the workers'.
 
     A family that the router itself has wins.
     """
@@ -131,22 +103,6 @@ async def _read_bounded(response: httpx.Response) -> str:
         if len(body) > MAX_SCRAPE_BYTES:
             raise ValueError(f"more than {MAX_SCRAPE_BYTES} bytes")
     return body.decode()
-
-
-def _of_model(model_name: str, name: str, text: str, value: float) -> Metric:
-    family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-    family.add_metric([model_name], value)
-    return family
-
-
-def card_families(card: WorkerCard) -> Iterator[Metric]:
-    """Yield what a card knows of its worker, as the worker itself would show it."""
-    blocks = GaugeMetricFamily(KV_BLOCKS, "KV blocks by state", labels=["state"])
-    for state in BLOCK_STATES:
-        blocks.add_metric([state], getattr(card.load, f"{state}_blocks"))
-    yield blocks
-    for name, attribute in _CARD_GAUGES.items():
-        yield GaugeMetricFamily(name, "From the worker's card", getattr(card.load, attribute))
 
 
 def used_share(blocks: Metric | None) -> float:

@@ -47,7 +47,7 @@ class StepHook(Protocol):
     """Work that belongs between steps, e.g. moving KV blocks.
 
     `after_launch` runs once a loop turn, behind the launch of a step if there was one. It returns
-    whether it has unfinished work, so that the loop turns on soon.
+    whether it has unfinished work, so that `is_due` is asked soon.
     """
 
     def after_launch(self) -> bool:

@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
-POLL_S = 0.00002  # of the device: what it is asked for takes a fraction of a millisecond
-WATCH_S = 0.01
-_PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
+POLL_S = 0.00002  # of the device: short against moving a few blocks
+WATCH_S = 0.01  # until a whole turn all the same, which refreshes the snapshot
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
+_SLACK_NS = 1000
 SNAPSHOT_INTERVAL_S = 0.02
 INTEGRITY_INTERVAL_S = 10.0
 
@@ -106,7 +107,7 @@ class EngineThread:
             self._wake.notify()
 
     def keep_awake(self, on: bool) -> None:
-        """Have the loop turn often, work or no work, because some is about to come."""
+        """Have the thread nap instead of sleep, work or no work, because some is about to come."""
         self._is_kept_awake = on
         if on:
             self.wake()
@@ -195,7 +196,7 @@ class EngineThread:
 def _nap_precisely() -> None:
     """Let this thread's naps end in time: Linux adds up to 50 us to each unless it is asked not to.
 
-    See prctl(2). Where there is no such call, naps are longer.
+    See prctl(2). Where there is no such call, or it is refused, naps are longer.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)

@@ -45,11 +45,12 @@ class BlockParts:
         return range(self.count)
 
     def halvings(self) -> list[range]:
-        """Return the parts in groups: half of them, half of the rest, and so on to the last one.
+        """Return the parts in the groups in which they leave: half of what is left each time.
 
-        While a step computes the layers of one group, those of the one before leave. Only the last
-        is still to leave when the step ends, so it is the smallest; and more groups would not make
-        the others leave sooner over a way that is much faster than the step.
+        Halves are rounded down, and the last group is one part. While a step computes the layers
+        of one group, those of the one before leave. Only the last is still to leave when the step
+        ends, so it is the smallest; and more groups would not make the others leave sooner where
+        the wire is much faster than the step.
         """
         groups: list[range] = []
         first = 0

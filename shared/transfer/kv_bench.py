@@ -46,7 +46,7 @@ TURNS = 9
 IN_A_ROW = (1, 8)  # prompts
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
-_TICK_S = 0.0005  # of a vigil
+_TICK_S = 0.0005  # as of a worker's vigil, which this package does not know
 
 
 class _Prompt:
@@ -118,7 +118,7 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
         most, prompts, start_ns = order
-        while (left_s := (start_ns - time.monotonic_ns()) / 1e9) > 0:  # noqa: ASYNC110 - awake
+        while (left_s := (start_ns - time.monotonic_ns()) / 1e9) > 0:  # noqa: ASYNC110 - begin in time
             await asyncio.sleep(_TICK_S if left_s > 2 * _TICK_S else 0)
         async with asyncio.TaskGroup() as group:
             for start, size in prompts * _pieces(num_blocks, most):

@@ -103,6 +103,9 @@ class UcxTransport(SessionTransport):
         self._opened.send(endpoint, peer, encode_message(message), _MESSAGE_TAG, done)
 
     async def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
+        # A turn of the loop behind the offer, since it is a task. Where it was sent in the same
+        # turn, and its peer hung, UCX 1.21 crashed when the connection was made anew: its TCP
+        # handled an event of an endpoint that was gone (conn_match.c).
         endpoint = self._endpoints.get(peer)
         if endpoint is None:
             raise TransferError(f"there is no way to {peer.peer_id!r}")

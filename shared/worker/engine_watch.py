@@ -10,13 +10,12 @@ LOOK_INTERVAL_S = 1.0
 
 
 class Beating(Protocol):
-    """A loop in a thread of its own.
+    """A loop in a thread of its own."""
 
-    Attributes:
-        turns: grows with every turn.
-    """
-
-    turns: int
+    @property
+    def turns(self) -> int:
+        """Grows with every turn."""
+        ...
 
     def is_running(self) -> bool:
         """Whether the thread lives."""
@@ -35,8 +34,8 @@ class EngineWatch:
         self._engine, self._clock = engine, clock
         self._turns, self._looked_s, self._silence_s = -1, clock(), 0.0
 
-    def is_alive(self, max_silence_s: float) -> bool:
-        """Look; return whether the engine runs and was not silent for longer than that."""
+    def look(self, max_silence_s: float) -> bool:
+        """Return whether the engine runs and has not been silent for longer than that."""
         now = self._clock()
         if self._engine.turns != self._turns:
             self._turns, self._silence_s = self._engine.turns, 0.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,6 +20,8 @@ from pagewire.shared.addresses import with_host
 from pagewire.shared.background import end_task, start_task
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.load_metrics import load_families
+from pagewire.shared.worker_card import WorkerLoad
 
 STOP_TIMEOUT_S = 5.0
 
@@ -56,17 +58,9 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
-        snapshot, stats = self._engine.snapshot, self._engine.core.stats
-        blocks = GaugeMetricFamily("pagewire_kv_blocks", "KV blocks by state", labels=["state"])
-        for state in ("free", "cached", "used", "total"):
-            blocks.add_metric([state], getattr(snapshot.blocks, state))
-        yield blocks
-        for name, text, value in (
-            ("requests_running", "Sequences in the running batch", snapshot.running),
-            ("requests_waiting", "Sequences that wait, for a slot or for KV", snapshot.waiting),
-            ("queued_prefill_tokens", "Prompt tokens not yet computed", snapshot.queued_tokens),
-        ):
-            yield GaugeMetricFamily(f"pagewire_{name}", text, value=value)
+        engine = self._engine
+        yield from load_families(load_of(engine))
+        snapshot, stats = engine.snapshot, engine.core.stats
         for name, text, value in (
             ("engine_steps", "Steps launched", stats.steps),
             ("prompt_tokens_computed", "Prompt tokens computed here", stats.prompt_tokens_computed),
@@ -74,9 +68,25 @@ class EngineCollector:
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
             ("preemptions", "Sequences preempted", snapshot.num_preemptions),
-            ("kv_integrity_errors", "Books that did not add up", self._engine.integrity_errors),
+            ("kv_integrity_errors", "Books that did not add up", engine.integrity_errors),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
+
+
+def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
+    """Return how busy an engine is that runs so many sequences at once."""
+    snapshot = engine.snapshot
+    return WorkerLoad(
+        running=snapshot.running,
+        waiting=snapshot.waiting,
+        queued_prefill_tokens=snapshot.queued_tokens,
+        free_blocks=snapshot.blocks.free,
+        cached_blocks=snapshot.blocks.cached,
+        used_blocks=snapshot.blocks.used,
+        total_blocks=snapshot.blocks.total,
+        steps=engine.turns,
+        max_num_seqs=max_num_seqs,
+    )
 
 
 class MetricsServer:

@@ -39,13 +39,17 @@ from pagewire.shared.registry import (
     Registry,
     WorkerCard,
     WorkerDirectory,
-    WorkerLoad,
 )
 from pagewire.shared.transfer import available_transports, create_transport
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
-from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, TransferMetrics
+from pagewire.shared.worker.metrics import (
+    EngineCollector,
+    MetricsServer,
+    TransferMetrics,
+    load_of,
+)
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.shared.worker.vigil import Vigil
@@ -290,12 +294,15 @@ class WorkerRuntime:
 
     def is_healthy(self) -> bool:
         """Whether the engine's loop turns and new work is taken."""
-        return not self.is_draining and self._engine_watch.is_alive(ENGINE_SILENCE_S)
+        return not self.is_draining and self._engine_watch.look(ENGINE_SILENCE_S)
 
     async def _serve(self) -> int:
-        """Wait for the end; a dead engine ends the process so that it is started anew."""
+        """Wait for the end; a dead engine ends the process so that it is started anew.
+
+        Others look at the engine, too, but only this looks as often as the watch wants.
+        """
         while not self._stop.is_set():
-            if not self._engine_watch.is_alive(2 * ENGINE_SILENCE_S):
+            if not self._engine_watch.look(2 * ENGINE_SILENCE_S):
                 logger.error("the engine's loop has stopped")
                 return 1
             with contextlib.suppress(TimeoutError):
@@ -311,7 +318,7 @@ class WorkerRuntime:
                     await asyncio.sleep(DRAIN_POLL_S)
 
     def _has_live_work(self) -> bool:
-        alive = self._engine_watch.is_alive(2 * ENGINE_SILENCE_S)
+        alive = self._engine_watch.look(2 * ENGINE_SILENCE_S)
         return alive and self._service is not None and self._service.num_active > 0
 
     async def _stop_engine(self) -> None:
@@ -319,7 +326,6 @@ class WorkerRuntime:
             logger.error("the engine did not stop within %g s", ENGINE_STOP_S)
 
     def _card(self) -> WorkerCard:
-        snapshot, layout = self.engine.snapshot, self.built.layout
         return WorkerCard(
             protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -328,21 +334,11 @@ class WorkerRuntime:
             endpoint=self._endpoint,
             metrics_endpoint=self._metrics_endpoint,
             model=default_served_name(self.settings.model),
-            layout=layout,
+            layout=self.built.layout,
             max_model_len=self.built.max_model_len,
             state="ready" if self.is_healthy() else "draining",
             kv_transports=list(self.transports),
-            load=WorkerLoad(
-                running=snapshot.running,
-                waiting=snapshot.waiting,
-                queued_prefill_tokens=snapshot.queued_tokens,
-                free_blocks=snapshot.blocks.free,
-                cached_blocks=snapshot.blocks.cached,
-                used_blocks=snapshot.blocks.used,
-                total_blocks=snapshot.blocks.total,
-                steps=self.engine.turns,
-                max_num_seqs=self.settings.max_num_seqs,
-            ),
+            load=load_of(self.engine, self.settings.max_num_seqs),
             links=list(self.links.values()),
         )
 

@@ -12,7 +12,7 @@ TICK_S = 0.0005  # short against the milliseconds after which a thread is slow t
 
 
 class Vigil:
-    """Turns the event loop and the engine's often, for as long as it is needed.
+    """Keeps the event loop turning and the engine's thread looking, for as long as it is needed.
 
     The way of a piece leads through both threads of both workers, and each takes 0.1 to 0.2 ms
     longer for its share if it has slept for some milliseconds before (measured beside H200s).

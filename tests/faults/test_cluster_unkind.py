@@ -227,15 +227,16 @@ def test_a_killed_redis_costs_cache_hits_for_a_while_alone(asked: Expectation) -
 
 
 def test_a_frozen_redis_costs_no_request(asked: Expectation) -> None:
-    pid = asked.cluster.pid_of("redis.sock")
-
-    def freeze_in_the_middle() -> None:
-        wait_until(asked.cluster, lambda: any(asked.cluster.used_blocks().values()))
-        time.sleep(0.5)  # the cards in Redis speak of blocks in use, too
-        os.kill(pid, signal.SIGSTOP)
-
+    cluster = asked.cluster
+    pid = cluster.pid_of("redis.sock")
+    body = greedy_body([5, 6, 7], 4000, stream=True)
     try:
-        asked.answers_rightly(while_=freeze_in_the_middle)
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            time.sleep(2.5)  # by now the card in Redis speaks of its blocks, and will for long
+            os.kill(pid, signal.SIGSTOP)
+        cluster.wait_idle(WORKERS)
+        asked.answers_rightly()
         asked.answers_rightly()
     finally:
         os.kill(pid, signal.SIGCONT)

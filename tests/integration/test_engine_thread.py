@@ -163,6 +163,7 @@ class Hook:
     busy_turns: int = 0
     then: Callable[[], None] = lambda: None
     turns: int = 0
+    due: bool = True
 
     def after_launch(self) -> bool:
         self.turns += 1
@@ -170,7 +171,7 @@ class Hook:
         return self.turns < self.busy_turns
 
     def is_due(self) -> bool:
-        return True
+        return self.due
 
 
 def test_busy_hook_keeps_the_loop_turning(sleepy: None) -> None:
@@ -181,6 +182,27 @@ def test_busy_hook_keeps_the_loop_turning(sleepy: None) -> None:
         until(lambda: hook.turns == 10)
         time.sleep(0.05)
         assert hook.turns == 10
+
+
+@pytest.mark.parametrize("news", ["device", "command", "wake"])
+def test_naps_end_with_the_first_news(
+    news: str, sleepy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_module, "WATCH_S", 60.0)
+    core, _ = make_core()
+    hook = Hook(busy_turns=10**6, due=False)
+    core.hooks.append(hook)
+    with started(core) as engine:
+        until(lambda: hook.turns == 1)
+        time.sleep(0.1)
+        assert hook.turns == 1
+        if news == "device":
+            hook.then, hook.due = lambda: setattr(hook, "due", False), True
+        elif news == "command":
+            engine.submit(lambda _core: None)
+        else:
+            engine.wake()
+        until(lambda: hook.turns == 2)
 
 
 def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
@@ -281,9 +303,10 @@ def test_stalled_loop_does_not_turn_and_does_not_stop_in_time() -> None:
     engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))
     assert stuck.reached.wait(5.0)
     turns = engine.turns
-    assert not engine.stop(0.3)
+    time.sleep(0.3)
     assert engine.turns == turns
     assert engine.is_running()
+    assert not engine.stop(0.05)
     stuck.go.set()
     assert engine.stop(5.0)
 

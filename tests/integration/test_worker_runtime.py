@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -131,6 +132,26 @@ def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: Red
         assert runtime.is_draining
 
     run_async(scenario())
+
+
+def test_a_worker_whose_engine_hangs_ends_to_be_started_anew(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_module, "ENGINE_SILENCE_S", 0.5)
+    monkeypatch.setattr(runtime_module, "ENGINE_STOP_S", 0.1)
+    go_on = threading.Event()
+
+    def hang(runtime: WorkerRuntime) -> None:
+        runtime.engine.submit(lambda _core: go_on.wait(60.0) and None)
+
+    async def scenario() -> None:
+        runtime = WorkerRuntime(settings_at(redis_server), "prefill")
+        assert await runtime.run(lambda runtime: BusyService(runtime, hang)) == 1
+
+    try:
+        run_async(scenario())
+    finally:
+        go_on.set()
 
 
 def test_an_engine_that_dies_ends_the_draining(redis_server: RedisServer) -> None:

@@ -5,10 +5,13 @@ import io
 import msgspec
 from rich.console import Console
 
+from pagewire.services.cli import cluster_status
 from pagewire.services.cli.cluster_status import ClusterStatus, build_status
 from pagewire.services.cli.health import Health
 from pagewire.services.cli.status import render
 from pagewire.services.cli.terminal import print_whole
+from pagewire.shared.load_metrics import KV_BLOCKS, load_families
+from pagewire.shared.worker_card import WorkerLoad
 
 HEALTH = {
     "ok": True,
@@ -54,6 +57,11 @@ def shown(found: ClusterStatus, before: ClusterStatus | None = None) -> str:
     with console.capture() as captured:
         console.print(render(found, before))
     return captured.get()
+
+
+def test_what_is_shown_of_a_worker_is_what_workers_show() -> None:
+    families = {family.name for family in load_families(WorkerLoad())}
+    assert families == {KV_BLOCKS, *cluster_status._WORKER_SAMPLES}
 
 
 def test_tables_are_whole_on_a_narrow_terminal() -> None:

@@ -23,7 +23,7 @@ class Watched:
 
     def looks_alive_behind(self, seconds: float) -> bool:
         self.now += seconds
-        return self.watch.is_alive(5.0)
+        return self.watch.look(5.0)
 
 
 def test_an_engine_that_turns_is_alive():

@@ -5,11 +5,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.router.metrics import RouterMetrics
 from pagewire.services.router.worker_metrics import (
-    card_families,
     merge_families,
     render,
     used_share,
 )
+from pagewire.shared.load_metrics import load_families
 from pagewire.shared.protocol import Timings, TokenOutput
 from pagewire.shared.registry import WorkerCard, WorkerLoad
 from pagewire.tests.support.fake_decode_worker import LAYOUT
@@ -121,6 +121,6 @@ def test_the_used_share_is_of_the_decode_workers_alone():
     for worker_id, role, used in (("d0", "decode", 10), ("d1", "decode", 30), ("p0", "prefill", 9)):
         load = WorkerLoad(used_blocks=used, free_blocks=100 - used, total_blocks=100)
         described = msgspec.structs.replace(card(worker_id), role=role, load=load)
-        merge_families(merged, described, card_families(described))
+        merge_families(merged, described, load_families(load))
     assert used_share(merged["pagewire_kv_blocks"]) == 0.2
     assert used_share(None) == 0.0

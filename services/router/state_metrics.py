@@ -1,0 +1,38 @@
+"""Gauges of the router's own state, read when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from pagewire.services.router.dispatch import Dispatcher
+from pagewire.shared.registry import WorkerDirectory
+
+
+class StateCollector:
+    """Reads the requests in the system and whether Redis answers."""
+
+    def __init__(self, model_name: str, dispatcher: Dispatcher, directory: WorkerDirectory) -> None:
+        self._model_name = model_name
+        self._dispatcher, self._directory = dispatcher, directory
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after another."""
+        for name, text, value in (
+            ("num_requests_running", "Sequences whose tokens come", self._dispatcher.num_running),
+            ("num_requests_waiting", "Sequences without a token", self._dispatcher.num_waiting),
+        ):
+            yield of_model(self._model_name, name, text, value)
+        yield GaugeMetricFamily(
+            "pagewire_redis_up",
+            "Whether the worker registry answers",
+            value=float(self._directory.redis_ok),
+        )
+
+
+def of_model(model_name: str, name: str, text: str, value: float) -> Metric:
+    """Return a gauge by the name and label that vLLM has for it."""
+    family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+    family.add_metric([model_name], value)
+    return family
