@@ -66,7 +66,7 @@ class WorkerScraper:
                 self._client.stream("GET", f"{card.metrics_endpoint}/metrics") as response,
             ):
                 response.raise_for_status()
-                return list(text_string_to_metric_families(await _read_bounded(response)))
+                return _parsed(await _read_bounded(response))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
             self._failed(card, exc)
             return None
@@ -96,6 +96,13 @@ class _Families:
         return self._families
 
 
+def _parsed(text: str) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(text))
+    except Exception as exc:  # of some nonsense the parser makes an IndexError
+        raise ValueError("it is not Prometheus' text format") from exc
+
+
 async def _read_bounded(response: httpx.Response) -> str:
     body = bytearray()
     async for chunk in response.aiter_bytes():
@@ -122,6 +129,8 @@ def merge_families(merged: dict[str, Metric], card: WorkerCard, families: Iterab
         family = merged.setdefault(
             metric.name, Metric(metric.name, metric.documentation, metric.type)
         )
+        if family.type != metric.type:
+            continue  # a page with both would be nonsense
         for sample in metric.samples:
             labels = {**sample.labels, "worker": card.worker_id, "role": card.role}
             family.add_sample(sample.name, labels, sample.value)

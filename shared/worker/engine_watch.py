@@ -37,9 +37,10 @@ class EngineWatch:
     def look(self, max_silence_s: float) -> bool:
         """Return whether the engine runs and has not been silent for longer than that."""
         now = self._clock()
-        if self._engine.turns != self._turns:
+        is_running = self._engine.is_running()
+        if not is_running or self._engine.turns != self._turns:
             self._turns, self._silence_s = self._engine.turns, 0.0
         else:
             self._silence_s += min(now - self._looked_s, LOOK_INTERVAL_S)
         self._looked_s = now
-        return self._engine.is_running() and self._silence_s <= max_silence_s
+        return is_running and self._silence_s <= max_silence_s

@@ -150,7 +150,9 @@ pagewire_requests_running 3
     with_worker(redis_url, scenario)
 
 
-@pytest.mark.parametrize("page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8"])
+@pytest.mark.parametrize(
+    "page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8", 'a{b="1", ="c"} 1']
+)
 def test_of_a_worker_that_shows_nonsense_the_card_is_shown(redis_url, page):
     free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
 

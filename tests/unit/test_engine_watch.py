@@ -48,6 +48,14 @@ def test_a_process_that_was_stopped_does_not_count_against_the_engine():
     assert [watched.looks_alive_behind(LOOK_INTERVAL_S) for _ in range(4)] == [True] * 3 + [False]
 
 
+def test_silence_before_the_start_does_not_count():
+    watched = Watched()
+    watched.engine.has_thread = False
+    assert not any(watched.looks_alive_behind(1.0) for _ in range(20))
+    watched.engine.has_thread = True
+    assert watched.looks_alive_behind(1.0)
+
+
 def test_an_engine_without_a_thread_is_not_alive():
     watched = Watched()
     watched.engine.has_thread = False

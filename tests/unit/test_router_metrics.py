@@ -106,6 +106,15 @@ def test_workers_families_are_relayed_with_their_names():
     assert "pagewire_kv_transfer_bytes_created" not in text
 
 
+def test_a_family_of_another_type_than_the_first_is_left_out():
+    merged: dict = {}
+    for worker_id, kind in (("w0", "gauge"), ("w1", "histogram"), ("w2", "gauge")):
+        family = Metric("pagewire_h", "", kind)
+        family.add_sample("pagewire_h", {}, 1)
+        merge_families(merged, card(worker_id), [family])
+    assert [sample.labels["worker"] for sample in merged["pagewire_h"].samples] == ["w0", "w2"]
+
+
 def test_the_routers_own_families_win():
     registry = CollectorRegistry()
     Counter("pagewire_request_moves", "of a worker", registry=registry).inc(7)
