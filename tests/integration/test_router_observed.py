@@ -1,7 +1,7 @@
 """Health and metrics."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -90,20 +90,15 @@ def test_metrics_show_requests_and_workers(redis_url):
     with_worker(redis_url, scenario)
 
 
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 @asynccontextmanager
-async def metrics_page(
-    router: LiveRouter, worker: FakeDecodeWorker, page: str
+async def metrics_by(
+    router: LiveRouter, worker: FakeDecodeWorker, answer: Answer
 ) -> AsyncIterator[None]:
-    """Have a worker show this page as its metrics."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page.encode())
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    """Have a worker's metrics asked for here."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
@@ -113,12 +108,26 @@ async def metrics_page(
         yield
 
 
+def page_of(text: str) -> Answer:
+    """Answer with this page."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n"
+        writer.write((head + text).encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    return answer
+
+
 def test_metrics_relay_the_workers_own(redis_url):
     family, own = "pagewire_kv_transfer_bytes_total", 'direction="received",peer="prefill-0"'
     page = f"# TYPE {family} counter\n{family}{{{own}}} 4096\n"
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        async with metrics_page(router, worker, page):
+        async with metrics_by(router, worker, page_of(page)):
             labels = f'{own},role="decode",worker="decode-0"'
             assert await router.metric(f"{family}{{{labels}}}") == 4096
         # The server is gone: the router's own metrics come all the same.
@@ -143,7 +152,7 @@ pagewire_requests_running 3
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         assert [await router.metric(name) for name in (used, running, share)] == [0, 0, 0]
-        async with metrics_page(router, worker, page):
+        async with metrics_by(router, worker, page_of(page)):
             assert [await router.metric(name) for name in (used, running, share)] == [16, 3, 0.25]
         assert [await router.metric(name) for name in (used, running, share)] == [0, 0, 0]
 
@@ -157,7 +166,7 @@ def test_of_a_worker_that_shows_nonsense_the_card_is_shown(redis_url, page):
     free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        async with metrics_page(router, worker, page):
+        async with metrics_by(router, worker, page_of(page)):
             text = (await router.http.get("/metrics")).text
         assert f"{free} 64.0" in text
         assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
@@ -173,13 +182,7 @@ def test_a_frozen_workers_metrics_cost_no_more_than_their_timeout(redis_url):
             await release.wait()
             writer.close()
 
-        server = await asyncio.start_server(hang, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
-            await eventually(
-                lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
-            )
+        async with metrics_by(router, worker, hang):
             async with asyncio.timeout(4):
                 assert (await router.http.get("/metrics")).status_code == 200
             release.set()
