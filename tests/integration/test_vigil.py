@@ -45,13 +45,13 @@ def test_the_engine_looks_often_while_a_vigil_is_kept() -> None:
             vigil.begin()  # for the second
             assert await hook.looks_within(0.3) > 100
             needed.clear()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             assert await hook.looks_within(0.3) == 0
             needed.add("c")
             vigil.begin()
             assert await hook.looks_within(0.3) > 100
             await tasks.close()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             assert await hook.looks_within(0.3) == 0
         finally:
             await tasks.close()
