@@ -46,7 +46,8 @@ TURNS = 9
 IN_A_ROW = (1, 8)  # prompts
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
-_TICK_S = 0.0005  # as of a worker's vigil, which this package does not know
+_TICK_S = 0.001  # as of a worker's vigil, which this package does not know
+_SPIN_S = 0.003  # before the moment: asyncio rounds a sleep up, to the next millisecond
 
 
 class _Prompt:
@@ -118,10 +119,11 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
 
     async def obey(transport: KvTransport, order: list[int]) -> None:
         most, prompts, start_ns = order
+        pieces = prompts * _pieces(num_blocks, most)
         while (left_s := (start_ns - time.monotonic_ns()) / 1e9) > 0:  # noqa: ASYNC110 - begin in time
-            await asyncio.sleep(_TICK_S if left_s > 2 * _TICK_S else 0)
+            await asyncio.sleep(_TICK_S if left_s > _SPIN_S else 0)
         async with asyncio.TaskGroup() as group:
-            for start, size in prompts * _pieces(num_blocks, most):
+            for start, size in pieces:
                 slot = await prompt.staging.acquire(PATIENCE_S)
                 data = slot.buffer[: prompt.parts.packed_bytes(size)]
                 packing = prompt.pack(start, size, data)
@@ -169,13 +171,14 @@ async def _turn(
     """Return the seconds a prompt, in pieces of up to so many blocks, so many prompts in a row."""
     started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
     orders.write(f"{most} {prompts} {started_ns}\n".encode())
-    async with _vigil(), asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        for _ in range(prompts * len(piece_sizes(prompt.num_blocks, most))):
-            piece = await transport.recv()
-            header, payload = piece.header, piece.slot.buffer[: piece.header.nbytes]
-            check = prompt.unpack(header.positions[0], len(header.positions), payload)
-            group.create_task(_check(check, piece))
-    return (time.monotonic_ns() - started_ns) / 1e9 / prompts
+    async with _vigil(), asyncio.timeout(PATIENCE_S):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(prompts * len(piece_sizes(prompt.num_blocks, most))):
+                piece = await transport.recv()
+                header, payload = piece.header, piece.slot.buffer[: piece.header.nbytes]
+                check = prompt.unpack(header.positions[0], len(header.positions), payload)
+                group.create_task(_check(check, piece))
+        return (time.monotonic_ns() - started_ns) / 1e9 / prompts
 
 
 async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None:

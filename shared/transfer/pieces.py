@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-_SMALL_SHARE = 8  # of a piece: so much smaller are the first and the last of a long run
+# Of the largest piece, in a long run. While the first is on the wire, the second is packed and
+# announced, which takes the host about as long as half a piece takes the wire.
+_FIRST_SHARE = 2
+_LAST_SHARE = 8
 
 
 def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
     """Return how many blocks the next piece takes.
 
-    Where more is ready than one piece takes, the wire begins behind a small piece's packing and
+    Where more is ready than one piece takes, the wire begins behind a smaller piece's packing and
     ends before a small one's scattering, instead of a large one's.
 
     Args:
@@ -16,14 +19,14 @@ def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
         most: blocks of the largest piece, at least one.
         is_first: nothing of this prompt was ready before these blocks, or is being packed.
     """
-    small = most // _SMALL_SHARE
-    if small == 0 or (is_first and ready <= most):
+    last = most // _LAST_SHARE
+    if last == 0 or (is_first and ready <= most):
         return min(ready, most)
     if is_first:
-        return small
-    if ready > most + small:
+        return most // _FIRST_SHARE
+    if ready > most + last:
         return most
-    return ready - small if ready > 2 * small else ready
+    return ready - last if ready > 2 * last else ready
 
 
 def piece_sizes(num_blocks: int, most: int) -> list[int]:

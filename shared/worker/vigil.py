@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.tasks import TaskSet
 
-TICK_S = 0.0005  # short against the milliseconds after which a thread is slow to wake up
+# Short against the milliseconds after which a thread is slow to wake up; asyncio rounds a sleep up
+# to the next one, so that less makes no difference.
+TICK_S = 0.001
 
 
 class Vigil:

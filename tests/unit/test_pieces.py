@@ -20,14 +20,14 @@ def test_pieces_take_all_blocks_and_fit(num_blocks: int, most: int) -> None:
     [
         (128, 128, [128]),
         (8, 128, [8]),
-        (512, 128, [16, 128, 128, 128, 96, 16]),
-        (129, 128, [16, 97, 16]),
+        (512, 128, [64, 128, 128, 128, 48, 16]),
+        (129, 128, [64, 49, 16]),
         (5, 1, [1] * 5),
         (5, 2, [2, 2, 1]),
-        (20, 8, [1, 8, 8, 2, 1]),
+        (20, 8, [4, 8, 7, 1]),
     ],
 )
-def test_a_long_run_begins_and_ends_with_a_small_piece(
+def test_a_long_run_begins_with_half_a_piece_and_ends_with_a_small_one(
     num_blocks: int, most: int, sizes: list[int]
 ) -> None:
     assert piece_sizes(num_blocks, most) == sizes
