@@ -71,6 +71,28 @@ class Arrivals:
         self.max_held = 0
         # Every piece in it holds a slot, so it is never full when one has landed.
         self._landed: asyncio.Queue[ReceivedPiece] = asyncio.Queue(staging.num_slots)
+        self._moving: set[asyncio.Task[None]] = set()
+        # For these fewer slots are held than could be, for want of free ones.
+        self._short: set[Peer] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Begin to look after free slots; in the event loop that runs the rest."""
+        self._loop = asyncio.get_running_loop()
+        self._staging.watch(self._on_free)
+
+    def close(self) -> None:
+        """End that; all peers have been dropped."""
+        self._staging.unwatch(self._on_free)
+
+    def _on_free(self) -> None:
+        """A slot has come free; from any thread."""
+        if self._short and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hold_more)
+
+    def _hold_more(self) -> None:
+        for peer in list(self._short):
+            self.hold(peer)
 
     async def next(self) -> ReceivedPiece:
         """Return the next landed piece; waits without bound."""
@@ -102,38 +124,46 @@ class Arrivals:
         peer.landings[seq] = Landing(offered.header, slot, expiry)
 
     def on_offer(self, peer: Peer, offer: Offer) -> None:
-        """Take an offered piece, then hold slots for the next."""
+        """Take an offered piece, then hold slots for the next.
+
+        Where the payload is on its way already, it comes first: to hold a slot for the next is to
+        send a message, for which it would have to wait.
+        """
         if offer.by_credit:
-            self._take_by_credit(peer, offer)
+            if not self._take_by_credit(peer, offer):
+                self.hold(peer)
         else:
             self._take(peer, offer)
-        self._hold(peer)
+            self.hold(peer)
 
-    def _hold(self, peer: Peer) -> None:
+    def hold(self, peer: Peer) -> None:
         """Hold slots for a peer's next pieces, as long as half of all stay free."""
         staging = self._staging
         while len(peer.held) < self.max_held and peer.reachable:
+            self._short.add(peer)  # before the look: a slot may come free behind it
             keeps_half = 2 * (staging.num_free - 1) >= staging.num_slots
             slot = staging.try_acquire() if keeps_half else None
             if slot is None:
                 return
             peer.held.append(slot)
             self._post(peer, Credit(peer.out, peer.channel))
+        self._short.discard(peer)
 
-    def _take_by_credit(self, peer: Peer, offer: Offer) -> None:
-        """Let the payload, which is on its way, into a held slot."""
+    def _take_by_credit(self, peer: Peer, offer: Offer) -> bool:
+        """Let the payload into a held slot; False if it will not be let in."""
         if offer.by_credit != peer.remote_channel:
             self._stats.strays += 1
-            return
+            return False
         if not peer.held or offer.seq in peer.landings:
             self._stats.note_malformed(f"{peer.peer_id!r} sent a piece that was not granted")
-            return
-        slot = peer.held.pop()
+            return False
         header = self._header_of(peer, offer)
+        slot = peer.held.pop()
         if header is None:
             slot.release()
-        else:
-            self._await_payload(peer, offer.seq, Offered(header, _deadline(offer)), slot)
+            return False
+        self._await_payload(peer, offer.seq, Offered(header, _deadline(offer)), slot)
+        return True
 
     def _header_of(self, peer: Peer, offer: Offer) -> PieceHeader | None:
         """Return the header of an offer; None if the offer has been refused."""
@@ -173,7 +203,8 @@ class Arrivals:
     def on_withdrawal(self, peer: Peer, seq: int) -> None:
         """Forget an offered piece."""
         peer.drop_offer(seq)
-        peer.give_up_landing(seq)
+        if peer.give_up_landing(seq):
+            self.hold(peer)
 
     def claim(self, peer: Peer, seq: int, nbytes: int) -> Landing | None:
         """Return the landing of a payload that has come; None if nobody awaits this payload."""
@@ -187,19 +218,40 @@ class Arrivals:
                 f"a payload of {nbytes} bytes from {peer.peer_id!r}, {landing.header.nbytes} in "
                 "its header"
             )
+            self.hold(peer)
             return None
         del peer.landings[seq]
         landing.expiry.cancel()
         return landing
 
+    def begin(self, peer: Peer, landing: Landing) -> Callable[[TransferError | None], None]:
+        """A claimed payload begins to come in.
+
+        Returns:
+            To be called once, when no byte is written any more: with why the payload is lost, if
+            it is.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        peer.arriving[ended] = landing
+
+        def end(error: TransferError | None) -> None:
+            del peer.arriving[ended]
+            ended.set_result(None)
+            self._finish(peer, landing, error)
+
+        return end
+
     def land(self, peer: Peer, landing: Landing, moving: Coroutine[Any, Any, None]) -> None:
         """Let a claimed payload come in; `moving` ends when no byte is written any more."""
-        task = start_task(self._finish(peer, landing, moving), f"a piece of {peer.peer_id}")
-        peer.arriving[task] = landing
-        task.add_done_callback(lambda done: peer.arriving.pop(done, None))
+        moved = _settle(moving, self.begin(peer, landing))
+        task = start_task(moved, f"a piece of {peer.peer_id}")
+        self._moving.add(task)
+        task.add_done_callback(self._moving.discard)
+        self.hold(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Release the slots of landed pieces of a peer that nobody has taken yet."""
+        """Forget a peer; release the slots of its landed pieces that nobody has taken yet."""
+        self._short.discard(peer)
         pieces = [self._landed.get_nowait() for _ in range(self._landed.qsize())]
         for piece in pieces:
             if piece.peer_id == peer.peer_id:
@@ -214,22 +266,30 @@ class Arrivals:
     def _expire(self, peer: Peer, seq: int) -> None:
         if peer.give_up_landing(seq):
             self._stats.expired += 1
+            self.hold(peer)
 
-    async def _finish(
-        self, peer: Peer, landing: Landing, moving: Coroutine[Any, Any, None]
-    ) -> None:
-        landed = False
-        try:
-            await moving
-            landed = not landing.void
-        except TransferError as exc:
-            logger.warning("a piece from %r was lost on its way: %s", peer.peer_id, exc)
-        finally:
-            if not landed:
-                landing.slot.release()
-        if landed:
+    def _finish(self, peer: Peer, landing: Landing, error: TransferError | None) -> None:
+        if error is not None:
+            logger.warning("a piece from %r was lost on its way: %s", peer.peer_id, error)
+        if error is not None or landing.void:
+            landing.slot.release()
+        else:
             self._landed.put_nowait(ReceivedPiece(peer.peer_id, landing.header, landing.slot))
-        self._hold(peer)
+        self.hold(peer)
+
+
+async def _settle(
+    moving: Coroutine[Any, Any, None], end: Callable[[TransferError | None], None]
+) -> None:
+    """Report how a payload's way ends, whatever comes up on it."""
+    error: TransferError | None = TransferError("it was not received")
+    try:
+        await moving
+        error = None
+    except TransferError as exc:
+        error = exc
+    finally:
+        end(error)
 
 
 def _deadline(offer: Offer) -> float:

@@ -57,7 +57,7 @@ class Peer:
         credits: pieces that may be sent to it without waiting for a grant.
         held: slots that wait for its next pieces; it has a credit of ours for each.
         landings: pieces that have a slot here and have not begun to arrive.
-        arriving: pieces whose bytes are on their way into a slot.
+        arriving: pieces whose bytes are on their way into a slot, by what ends when they are there.
         granter: answers the offers, one at a time.
         repair: makes a broken connection anew.
     """
@@ -77,7 +77,7 @@ class Peer:
     credits: int = 0
     held: list[StagingSlot] = field(default_factory=list)
     landings: dict[int, Landing] = field(default_factory=dict)
-    arriving: dict[asyncio.Task[None], Landing] = field(default_factory=dict)
+    arriving: dict[asyncio.Future[None], Landing] = field(default_factory=dict)
     granter: asyncio.Task[None] | None = None
     repair: asyncio.Task[None] | None = None
 

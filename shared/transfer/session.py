@@ -133,6 +133,7 @@ class SessionTransport(KvTransport):
         if self._nonce or self._closing is not None:
             raise TransferError("a transport is started once")
         self._nonce = os.urandom(NONCE_BYTES)
+        self._arrivals.open()
         deadline = asyncio.get_running_loop().time() + timeout
         async with until(deadline, "the transport did not open"):
             endpoint = await self._open()
@@ -199,6 +200,7 @@ class SessionTransport(KvTransport):
             await self.disconnect(peer_id)
         if self._teardowns:  # of callers who were cancelled
             await asyncio.wait(self._teardowns)
+        self._arrivals.close()
         await self._close_carrier()
 
     def _check_open(self) -> None:

@@ -77,9 +77,6 @@ class StagingPool:
         num_slots: how many slots there are.
         slot_bytes: size of each.
         memory: the allocation, uint8 [num_slots, slot_bytes and what aligns the next slot].
-        on_free: called without arguments, from the releasing thread, whenever a slot comes back
-            for which nobody waits in `acquire`. Must be quick and must not raise; lets a thread
-            that uses `try_acquire` know when to try again.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class StagingPool:
         device: torch.device,
         *,
         pin_memory: bool = False,
-        on_free: Callable[[], None] | None = None,
     ) -> None:
         """Allocate the slots.
 
@@ -99,7 +95,6 @@ class StagingPool:
             device: where the slots lie. On CUDA the memory must come from plain cudaMalloc
                 (PyTorch's expandable segments off), or the GPUs cannot map it for each other.
             pin_memory: page-lock slots in host memory, for copies from and to a GPU.
-            on_free: see the attribute.
 
         Raises:
             ConfigError: a size is not positive.
@@ -110,7 +105,6 @@ class StagingPool:
             )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.on_free = on_free
         stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         self.memory = torch.empty(
             (num_slots, stride), dtype=torch.uint8, device=device, pin_memory=pin_memory
@@ -119,6 +113,7 @@ class StagingPool:
         self._free = deque(range(num_slots))
         self._held: dict[int, StagingSlot] = {}
         self._waiters: deque[_Waiter] = deque()
+        self._watchers: tuple[Callable[[], None], ...] = ()  # replaced, never changed
 
     @property
     def device(self) -> torch.device:
@@ -169,6 +164,21 @@ class StagingPool:
             raise IntegrityError("a waiter was woken without a slot")
         return waiter.slot
 
+    def watch(self, on_free: Callable[[], None]) -> None:
+        """Tell those who use `try_acquire` when to try again.
+
+        Args:
+            on_free: called from the releasing thread, whenever a slot comes back for which nobody
+                waits in `acquire`. Must be quick and must not raise.
+        """
+        with self._lock:
+            self._watchers = (*self._watchers, on_free)
+
+    def unwatch(self, on_free: Callable[[], None]) -> None:
+        """End that; a call that is under way may still come."""
+        with self._lock:
+            self._watchers = tuple(watcher for watcher in self._watchers if watcher != on_free)
+
     def check_integrity(self, *, all_free: bool = False) -> None:
         """Check that free and held slots add up.
 
@@ -202,8 +212,9 @@ class StagingPool:
             del self._held[slot.index]
             self._free.append(slot.index)
             served = self._serve_next()
-        if not served and self.on_free is not None:
-            self.on_free()
+            watchers = () if served else self._watchers
+        for on_free in watchers:
+            on_free()
 
     def _serve_next(self) -> bool:
         """Give a free slot to the longest waiter, if there is one; the lock is held."""

@@ -157,9 +157,9 @@ class UcxTransport(SessionTransport):
         self._receive(peer, landing, tag, nbytes)
 
     def _receive(self, peer: Peer, landing: Landing, tag: int, nbytes: int) -> None:
-        received = _Completion()
-        self._opened.receive(peer, landing.slot.buffer[:nbytes], tag, received.set)
-        self._arrivals.land(peer, landing, received.wait())
+        received = self._arrivals.begin(peer, landing)
+        self._opened.receive(peer, landing.slot.buffer[:nbytes], tag, received)
+        self._arrivals.hold(peer)
 
 
 class _Completion:

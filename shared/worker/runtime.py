@@ -233,7 +233,8 @@ class WorkerRuntime:
         slots, device = settings.staging_slots, self.built.device
         slot_bytes = self._slot_bytes(parts, device_memory(device))
         sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
-        self.send_staging = StagingPool(sends, slot_bytes, device, on_free=self.engine.wake)
+        self.send_staging = StagingPool(sends, slot_bytes, device)
+        self.send_staging.watch(self.engine.wake)
         self.receive_staging = StagingPool(receives, slot_bytes, device)
         if settings.cuda_graphs:
             await asyncio.to_thread(self._capture_moves)

@@ -237,7 +237,7 @@ def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) 
         packer.start("job", job, 0, staging.slot_bytes)
 
     with started(core) as engine:
-        staging.on_free = engine.wake
+        staging.watch(engine.wake)
         engine.submit(start)
         taken: list[PackedPiece] = []
         while len(taken) < 4:

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pagewire.shared.errors import TransferTimeoutError
+from pagewire.shared.protocol import encode_header
 from pagewire.shared.transfer.departures import Departures
-from pagewire.shared.transfer.peer import Peer
+from pagewire.shared.transfer.peer import Landing, Peer
 from pagewire.shared.transfer.wire import Offer, SessionMessage, encode_message
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.transfer_child import piece_header
 from pagewire.tests.support.transports import Node, network
 
 KIB = 1 << 10
@@ -177,3 +179,60 @@ def test_a_piece_by_credit_that_makes_no_sense_frees_its_slot(kind: str) -> None
             await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
 
     run_async(scenario())
+
+
+def test_slots_that_come_free_are_held_for_those_who_have_too_few(kind: str) -> None:
+    async def scenario() -> None:
+        async with network(kind) as net:
+            a, b = await net.pair(4, 64 * KIB)
+            b.transport.hold_slots(2)
+            taken = []
+            for number in range(3):  # more than half
+                _, piece = await asyncio.gather(a.send("b", number, 1000), b.take())
+                taken.append(piece)
+            await credits_of(a, 0)
+            for piece in taken:
+                piece.slot.release()
+            await credits_of(a, 2)
+            assert b.transport.num_held == 2
+
+    run_async(scenario())
+
+
+def test_a_piece_by_credit_that_never_comes_costs_no_held_slot(kind: str) -> None:
+    async def scenario() -> None:
+        async with crediting(kind) as (a, b):
+            peer = a.transport._peers["b"]
+            header = encode_header(piece_header(1, 1000))
+            a.transport._post(peer, Offer(peer.out, 1, 1, header, peer.channel))
+            await eventually(lambda: b.transport.stats.expired == 1)
+            assert b.transport.num_held == 2
+
+    run_async(scenario())
+
+
+def test_a_payload_on_its_way_is_let_in_before_the_next_slot_is_held(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    async def scenario() -> None:
+        async with crediting(kind) as (a, b):
+            arrivals = b.transport._arrivals
+            claim, post = arrivals.claim, arrivals._post
+
+            def claiming(peer: Peer, seq: int, nbytes: int) -> Landing | None:
+                events.append("payload")
+                return claim(peer, seq, nbytes)
+
+            def posting(peer: Peer, message: SessionMessage) -> None:
+                events.append(type(message).__name__)
+                post(peer, message)
+
+            monkeypatch.setattr(arrivals, "claim", claiming)
+            monkeypatch.setattr(arrivals, "_post", posting)
+            await asyncio.gather(a.send("b", 1, 1000), b.take_all(1))
+            await credits_of(a, 2)
+
+    run_async(scenario())
+    assert events == ["payload", "Credit"]

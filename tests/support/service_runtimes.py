@@ -85,7 +85,7 @@ class ServiceRuntime:
             config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=()),
         )
         self.engine = EngineThread(self.core, self.in_loop(lambda out: self.on_outputs(out)))
-        self.send_staging.on_free = self.engine.wake
+        self.send_staging.watch(self.engine.wake)
 
     def vigil(self, is_needed: Callable[[], bool]) -> Vigil:
         """As the real one's on a GPU."""

@@ -179,11 +179,15 @@ def test_waiter_of_a_closed_loop_is_passed_over() -> None:
     pool.check_integrity(all_free=True)
 
 
-def test_on_free_tells_when_a_slot_is_there_for_try_acquire() -> None:
+def test_watchers_hear_when_a_slot_is_there_for_try_acquire() -> None:
     async def scenario() -> list[int]:
         calls: list[int] = []
         pool = make_pool(num_slots=1)
-        pool.on_free = lambda: calls.append(pool.num_free)
+
+        def on_free() -> None:
+            calls.append(pool.num_free)
+
+        pool.watch(on_free)
         (await pool.acquire()).release()
         slot = await pool.acquire()
         waiting = asyncio.create_task(pool.acquire())
@@ -191,6 +195,8 @@ def test_on_free_tells_when_a_slot_is_there_for_try_acquire() -> None:
         slot.release()  # goes to the waiter: nothing to try for
         assert calls == [1]
         (await waiting).release()
+        pool.unwatch(on_free)
+        (await pool.acquire()).release()
         return calls
 
     assert run_async(scenario()) == [1, 1]
