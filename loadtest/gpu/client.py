@@ -16,6 +16,7 @@ from pagewire.loadtest.gpu.clusters import BenchError
 from pagewire.shared.engine.bench import VOCAB_USED
 
 REQUEST_TIMEOUT_S = 120.0
+_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(slots=True)
@@ -33,6 +34,23 @@ class Answer:
     def gaps(self) -> list[float]:
         """Times between tokens; tokens that came together have gaps of 0."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+        prompt: its token ids, as JSON.
+        options: the other fields.
+    """
+
+    prompt: str
+    options: dict[str, Any]
+
+    def body(self, more: dict[str, Any]) -> str:
+        """Return the JSON to send, with further fields or others instead."""
+        return f'{{"prompt": {self.prompt}, {json.dumps(self.options | more)[1:]}'
 
 
 class Client:
@@ -79,19 +97,26 @@ class Client:
         )
         return seconds, count
 
+    def prepare(self, length: int, out: int) -> Request:
+        """Make up a request with a prompt of its own.
+
+        That of a long prompt takes milliseconds, in which no token of another answer is seen: who
+        measures others meanwhile does it ahead.
+        """
+        prompt = [self._rng.randrange(10, self._vocab) for _ in range(length)]
+        options = {"model": self._model, "max_tokens": out, "temperature": 0, "ignore_eos": True}
+        return Request(json.dumps(prompt), options)
+
     async def complete(self, length: int, out: int) -> Answer:
+        """Ask with a prompt that is made up now; see `ask`."""
+        return await self.ask(self.prepare(length, out))
+
+    async def ask(self, request: Request) -> Answer:
         """Stream one answer; a chunk of k tokens counts as k tokens at once.
 
         Raises:
             BenchError: an error, or another number of tokens than asked for.
         """
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": [self._rng.randrange(10, self._vocab) for _ in range(length)],
-            "max_tokens": out,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
         stream = {"stream": True, "return_token_ids": True}
         url = self._urls[self._turn % len(self._urls)]
         self._turn += 1
@@ -99,31 +124,33 @@ class Client:
         start = time.perf_counter()
         with _bench_errors(url):
             if self._prefill_url is not None:
-                stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, body)
-            async for chunk in self._events(url, json.dumps(body | stream)):
+                stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, request)
+            async for chunk in self._events(url, request.body(stream)):
                 now = time.perf_counter() - start
                 if "choices" not in chunk:
                     raise BenchError(f"{url} answered {chunk}")
                 for choice in chunk["choices"]:
                     answer.times.extend([now] * len(choice.get("token_ids") or ()))
+        out = request.options["max_tokens"]
         if len(answer.times) != out:
             raise BenchError(f"{len(answer.times)} tokens came, not {out}")
         return answer
 
-    async def _prefill_first(self, url: str, body: dict[str, Any]) -> Any:
+    async def _prefill_first(self, url: str, request: Request) -> Any:
         """Have a prompt computed and held for another server; returns what tells it where."""
         wish = {"do_remote_decode": True, "do_remote_prefill": False}
         names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         ticket = {"max_tokens": 1, "kv_transfer_params": wish | dict.fromkeys(names)}
-        response = await self._http.post(f"{url}/v1/completions", json=body | ticket)
+        response = await self._http.post(
+            f"{url}/v1/completions", content=request.body(ticket), headers=_JSON
+        )
         if response.status_code != httpx.codes.OK:
             raise BenchError(response.text)
         return response.json()["kv_transfer_params"]
 
     async def _events(self, url: str, body: str) -> AsyncIterator[dict[str, Any]]:
-        headers = {"Content-Type": "application/json"}
         url = f"{url}/v1/completions"
-        async with self._http.stream("POST", url, content=body, headers=headers) as response:
+        async with self._http.stream("POST", url, content=body, headers=_JSON) as response:
             if response.status_code != httpx.codes.OK:
                 raise BenchError((await response.aread()).decode())
             async for line in response.aiter_lines():

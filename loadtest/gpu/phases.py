@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from pagewire.loadtest.gpu.client import Client
+from pagewire.loadtest.gpu.clusters import BenchError
 
 UNLOADED_PROMPTS = (128, 1024, 4096, 8192)
 UNLOADED_TIMES = 7
@@ -17,6 +18,7 @@ STREAMS = 8
 STREAM_PROMPT, STREAM_TOKENS = 1024, 600
 LONG_PROMPT = 8192
 LONG_PROMPTS_PER_S = 2.0
+MOST_LONG_PROMPTS = 128
 GOODPUT_PROMPT, GOODPUT_TOKENS = 6144, 256
 
 Row = dict[str, Any]
@@ -54,8 +56,13 @@ async def unloaded(client: Client) -> list[Row]:
 
 
 async def isolation(client: Client) -> list[Row]:
-    """Gaps of some streams in ms, alone and while long prompts arrive."""
+    """Gaps of some streams in ms, alone and while long prompts arrive.
+
+    Raises:
+        BenchError: the streams outlast the prompts that were made up for them.
+    """
     rows = []
+    long_requests = [client.prepare(LONG_PROMPT, 2) for _ in range(MOST_LONG_PROMPTS)]
     for loaded in (False, True):
         streams = [
             asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS))
@@ -64,7 +71,9 @@ async def isolation(client: Client) -> list[Row]:
         disturbers = []
         await asyncio.sleep(0.5)  # the streams' own prompts are not what is asked for
         while loaded and not all(task.done() for task in streams):
-            disturbers.append(asyncio.create_task(client.complete(LONG_PROMPT, 2)))
+            if not long_requests:
+                raise BenchError(f"the streams last longer than {MOST_LONG_PROMPTS} prompts")
+            disturbers.append(asyncio.create_task(client.ask(long_requests.pop())))
             await asyncio.sleep(1 / LONG_PROMPTS_PER_S)
         answers = await asyncio.gather(*streams)
         long = [answer.ttft * 1e3 for answer in await asyncio.gather(*disturbers)]
