@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -72,26 +73,30 @@ class Arrivals:
         # Every piece in it holds a slot, so it is never full when one has landed.
         self._landed: asyncio.Queue[ReceivedPiece] = asyncio.Queue(staging.num_slots)
         self._moving: set[asyncio.Task[None]] = set()
-        # For these fewer slots are held than could be, for want of free ones.
-        self._short: set[Peer] = set()
+        # Peers for which fewer than `max_held` slots are held, for want of free ones; in the order
+        # in which that was last noticed.
+        self._short: dict[Peer, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Begin to look after free slots; in the event loop that runs the rest."""
+        """Begin to watch the pool; call it in the transport's event loop."""
         self._loop = asyncio.get_running_loop()
         self._staging.watch(self._on_free)
 
     def close(self) -> None:
-        """End that; all peers have been dropped."""
+        """Stop watching the pool; all peers have been dropped."""
         self._staging.unwatch(self._on_free)
 
     def _on_free(self) -> None:
         """A slot has come free; from any thread."""
-        if self._short and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hold_more)
+        if self._short and self._loop is not None:
+            # Its event loop may be closed by now: nobody is there to hold a slot for.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._hold_more)
 
     def _hold_more(self) -> None:
-        for peer in list(self._short):
+        """Hold slots for peers that are short of them: the last to run short is sending."""
+        for peer in reversed(list(self._short)):
             self.hold(peer)
 
     async def next(self) -> ReceivedPiece:
@@ -124,10 +129,10 @@ class Arrivals:
         peer.landings[seq] = Landing(offered.header, slot, expiry)
 
     def on_offer(self, peer: Peer, offer: Offer) -> None:
-        """Take an offered piece, then hold slots for the next.
+        """Take an offered piece; hold slots for the next unless its payload is on its way.
 
-        Where the payload is on its way already, it comes first: to hold a slot for the next is to
-        send a message, for which it would have to wait.
+        A credit sent now would delay that payload, so it is sent when the payload has begun to
+        arrive.
         """
         if offer.by_credit:
             if not self._take_by_credit(peer, offer):
@@ -140,14 +145,15 @@ class Arrivals:
         """Hold slots for a peer's next pieces, as long as half of all stay free."""
         staging = self._staging
         while len(peer.held) < self.max_held and peer.reachable:
-            self._short.add(peer)  # before the look: a slot may come free behind it
+            self._short.pop(peer, None)
+            self._short[peer] = None  # before the look: a slot may come free behind it
             keeps_half = 2 * (staging.num_free - 1) >= staging.num_slots
             slot = staging.try_acquire() if keeps_half else None
             if slot is None:
                 return
             peer.held.append(slot)
             self._post(peer, Credit(peer.out, peer.channel))
-        self._short.discard(peer)
+        self._short.pop(peer, None)
 
     def _take_by_credit(self, peer: Peer, offer: Offer) -> bool:
         """Let the payload into a held slot; False if it will not be let in."""
@@ -157,8 +163,8 @@ class Arrivals:
         if not peer.held or offer.seq in peer.landings:
             self._stats.note_malformed(f"{peer.peer_id!r} sent a piece that was not granted")
             return False
+        slot = peer.held.pop()  # first: to refuse the piece may break the connection
         header = self._header_of(peer, offer)
-        slot = peer.held.pop()
         if header is None:
             slot.release()
             return False
@@ -203,8 +209,7 @@ class Arrivals:
     def on_withdrawal(self, peer: Peer, seq: int) -> None:
         """Forget an offered piece."""
         peer.drop_offer(seq)
-        if peer.give_up_landing(seq):
-            self.hold(peer)
+        peer.give_up_landing(seq)
 
     def claim(self, peer: Peer, seq: int, nbytes: int) -> Landing | None:
         """Return the landing of a payload that has come; None if nobody awaits this payload."""
@@ -225,11 +230,11 @@ class Arrivals:
         return landing
 
     def begin(self, peer: Peer, landing: Landing) -> Callable[[TransferError | None], None]:
-        """A claimed payload begins to come in.
+        """Note that a claimed payload begins to come in; then `hold` slots for the next.
 
         Returns:
-            To be called once, when no byte is written any more: with why the payload is lost, if
-            it is.
+            What to call, once, when no byte is written any more; with the error if the payload is
+            lost.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         peer.arriving[ended] = landing
@@ -243,7 +248,7 @@ class Arrivals:
 
     def land(self, peer: Peer, landing: Landing, moving: Coroutine[Any, Any, None]) -> None:
         """Let a claimed payload come in; `moving` ends when no byte is written any more."""
-        moved = _settle(moving, self.begin(peer, landing))
+        moved = _report_end(moving, self.begin(peer, landing))
         task = start_task(moved, f"a piece of {peer.peer_id}")
         self._moving.add(task)
         task.add_done_callback(self._moving.discard)
@@ -251,7 +256,7 @@ class Arrivals:
 
     def drop(self, peer: Peer) -> None:
         """Forget a peer; release the slots of its landed pieces that nobody has taken yet."""
-        self._short.discard(peer)
+        self._short.pop(peer, None)
         pieces = [self._landed.get_nowait() for _ in range(self._landed.qsize())]
         for piece in pieces:
             if piece.peer_id == peer.peer_id:
@@ -275,14 +280,13 @@ class Arrivals:
             landing.slot.release()
         else:
             self._landed.put_nowait(ReceivedPiece(peer.peer_id, landing.header, landing.slot))
-        self.hold(peer)
 
 
-async def _settle(
+async def _report_end(
     moving: Coroutine[Any, Any, None], end: Callable[[TransferError | None], None]
 ) -> None:
     """Report how a payload's way ends, whatever comes up on it."""
-    error: TransferError | None = TransferError("it was not received")
+    error: TransferError | None = TransferError("receiving it ended early")
     try:
         await moving
         error = None

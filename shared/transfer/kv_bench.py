@@ -47,7 +47,7 @@ IN_A_ROW = (1, 8)  # prompts
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
 _TICK_S = 0.001  # as of a worker's vigil, which this package does not know
-_SPIN_S = 0.003  # before the moment: asyncio rounds a sleep up, to the next millisecond
+_SPIN_S = 0.003  # before the moment the loop only turns: asyncio rounds a sleep up to a millisecond
 
 
 class _Prompt:

@@ -57,7 +57,8 @@ class Peer:
         credits: pieces that may be sent to it without waiting for a grant.
         held: slots that wait for its next pieces; it has a credit of ours for each.
         landings: pieces that have a slot here and have not begun to arrive.
-        arriving: pieces whose bytes are on their way into a slot, by what ends when they are there.
+        arriving: pieces whose bytes are on their way into a slot, by a future that ends when no
+            byte is written any more.
         granter: answers the offers, one at a time.
         repair: makes a broken connection anew.
     """

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-# Of the largest piece, in a long run. While the first is on the wire, the second is packed and
-# announced, which takes the host about as long as half a piece takes the wire.
-_FIRST_SHARE = 2
-_LAST_SHARE = 8
+# The largest piece is so many times as large as the first and the last of a long run. While the
+# first is on the wire, the second is packed and announced, which takes the host about as long as
+# half a piece takes the wire.
+_FIRST_DIVISOR = 2
+_LAST_DIVISOR = 8
 
 
 def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
     """Return how many blocks the next piece takes.
 
     Where more is ready than one piece takes, the wire begins behind a smaller piece's packing and
-    ends before a small one's scattering, instead of a large one's.
+    ends before a small one's scattering, instead of a large one's. Where the largest piece has
+    fewer than eight blocks, all are as large as can be.
 
     Args:
         ready: blocks that can be packed, at least one.
         most: blocks of the largest piece, at least one.
         is_first: nothing of this prompt was ready before these blocks, or is being packed.
     """
-    last = most // _LAST_SHARE
+    last = most // _LAST_DIVISOR
     if last == 0 or (is_first and ready <= most):
         return min(ready, most)
     if is_first:
-        return most // _FIRST_SHARE
+        return most // _FIRST_DIVISOR
     if ready > most + last:
         return most
     return ready - last if ready > 2 * last else ready

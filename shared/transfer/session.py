@@ -9,12 +9,12 @@
 So a receiver without a free slot costs nobody any memory, and a sender that loses patience in line
 takes back its `Offer` without harm to the connection: no carrier can recall a payload that it has
 begun to send. A receiver with slots to spare holds some for each peer and says so by a `Credit`:
-then the payload follows its `Offer` at once. Both sides say `Hello` when they connect, and nothing
-is offered before both have. A connection whose payload stalls is broken off and made anew; what was
-under way fails.
+then the payload follows its `Offer` at once, and the next credit goes out when that payload has
+begun to arrive. Both sides say `Hello` when they connect, and nothing is offered before both have.
+A connection whose payload stalls is broken off and made anew; what was under way fails.
 
 A carrier (ucx, zmq, loopback) is a subclass: it moves session messages and payloads. All of it
-runs in one event loop.
+runs in one event loop; only slots come free in other threads.
 """
 
 from __future__ import annotations

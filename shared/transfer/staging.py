@@ -175,7 +175,7 @@ class StagingPool:
             self._watchers = (*self._watchers, on_free)
 
     def unwatch(self, on_free: Callable[[], None]) -> None:
-        """End that; a call that is under way may still come."""
+        """Stop telling `on_free`; a call that is under way may still come."""
         with self._lock:
             self._watchers = tuple(watcher for watcher in self._watchers if watcher != on_free)
 

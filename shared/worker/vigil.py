@@ -9,7 +9,7 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.tasks import TaskSet
 
 # Short against the milliseconds after which a thread is slow to wake up; asyncio rounds a sleep up
-# to the next one, so that less makes no difference.
+# to the next millisecond, so that less makes no difference.
 TICK_S = 0.001
 
 

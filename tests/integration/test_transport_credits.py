@@ -10,10 +10,10 @@ from pagewire.shared.errors import TransferTimeoutError
 from pagewire.shared.protocol import encode_header
 from pagewire.shared.transfer.departures import Departures
 from pagewire.shared.transfer.peer import Landing, Peer
-from pagewire.shared.transfer.wire import Offer, SessionMessage, encode_message
+from pagewire.shared.transfer.wire import Offer, Refusal, SessionMessage, encode_message
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.transfer_child import piece_header
-from pagewire.tests.support.transports import Node, network
+from pagewire.tests.support.transports import PATIENCE_S, Node, network
 
 KIB = 1 << 10
 
@@ -176,6 +176,7 @@ def test_a_piece_by_credit_that_makes_no_sense_frees_its_slot(kind: str) -> None
             a.transport._post(peer, Offer(peer.out, 1, 1000, b"garbage", peer.channel))
             await eventually(lambda: b.transport.stats.malformed == 1)
             assert b.num_free == 8
+            assert b.transport.num_held == 2  # another one in its place
             await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
 
     run_async(scenario())
@@ -236,3 +237,74 @@ def test_a_payload_on_its_way_is_let_in_before_the_next_slot_is_held(
 
     run_async(scenario())
     assert events == ["payload", "Credit"]
+
+
+def test_to_refuse_a_piece_by_credit_may_break_the_connection(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        failures: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(str(context)))
+        async with crediting(kind) as (a, b):
+            arrivals = b.transport._arrivals
+            post = arrivals._post
+
+            def posting(peer: Peer, message: SessionMessage) -> None:
+                if isinstance(message, Refusal):  # as carriers do that cannot send
+                    b.transport._break(peer, "the test says so")
+                post(peer, message)
+
+            monkeypatch.setattr(arrivals, "_post", posting)
+            peer = a.transport._peers["b"]
+            a.transport._post(peer, Offer(peer.out, 1, 1000, b"garbage", peer.channel))
+            await eventually(lambda: b.transport.stats.broken == 1)
+            await credits_of(a, 0)
+            await asyncio.gather(a.send("b", 2, 1000), b.take_all(1))
+            assert failures == []
+
+    run_async(scenario())
+
+
+def test_a_payload_of_another_length_costs_no_held_slot(kind: str) -> None:
+    async def scenario() -> None:
+        async with crediting(kind) as (a, b):
+            peer = b.transport._peers["a"]
+            header = encode_header(piece_header(1, 1000))
+            out = a.transport._peers["b"]
+            a.transport._post(out, Offer(out.out, 1, 1000, header, out.channel))
+            await eventually(lambda: 1 in peer.landings)
+            assert b.transport._arrivals.claim(peer, 1, 999) is None
+            assert b.transport.num_held == 2
+
+    run_async(scenario())
+
+
+def test_who_has_long_been_idle_takes_no_slots_from_who_sends(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted = []
+    on_grant = Departures.on_grant
+
+    def counting(departures: Departures, peer: Peer, seq: int) -> None:
+        granted.append(seq)
+        on_grant(departures, peer, seq)
+
+    async def scenario() -> None:
+        async with network(kind) as net:
+            receiver = await net.open("receiver", 8)
+            receiver.transport.hold_slots(2)  # of which three peers cannot have two each
+            senders = [await net.open(name) for name in ("busy", "idle", "idler")]
+            for node in senders:
+                name = node.transport.worker_id
+                await node.transport.connect("receiver", receiver.address, PATIENCE_S)
+                await receiver.transport.connect(name, node.address, PATIENCE_S)
+                await asyncio.gather(node.send("receiver", 0, 1000), receiver.take_all(1))
+            busy = senders[0]
+            monkeypatch.setattr(Departures, "on_grant", counting)
+            for number in range(10):
+                await eventually(lambda: busy.transport._peers["receiver"].credits > 0)
+                await asyncio.gather(busy.send("receiver", number, 1000), receiver.take_all(1))
+
+    run_async(scenario())
+    assert granted == []

@@ -120,3 +120,4 @@ async def network(kind: str) -> AsyncIterator[Network]:
             await node.transport.close()
     for node in net.nodes:
         node.staging.check_integrity(all_free=True)
+        assert not node.staging._watchers

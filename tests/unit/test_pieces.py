@@ -33,6 +33,6 @@ def test_a_long_run_begins_with_half_a_piece_and_ends_with_a_small_one(
     assert piece_sizes(num_blocks, most) == sizes
 
 
-def test_what_follows_pieces_under_way_is_not_small() -> None:
+def test_only_what_begins_a_long_run_is_half_a_piece() -> None:
     assert next_piece_size(128, 128, is_first=True) == 128
     assert next_piece_size(400, 128, is_first=False) == 128

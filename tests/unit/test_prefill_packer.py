@@ -114,7 +114,7 @@ def test_pieces_fit_the_slots_of_the_receiver() -> None:
 
 
 @pytest.mark.parametrize("keep_slots", [False, True], ids=["slots-to-spare", "scarce-slots"])
-def test_only_the_ends_of_a_long_run_are_small_pieces(keep_slots: bool) -> None:
+def test_only_the_ends_of_a_long_run_are_smaller_pieces(keep_slots: bool) -> None:
     side = prefill_side(
         blocks_per_slot=8,
         keep_slots=keep_slots,
