@@ -41,19 +41,25 @@ async def credits_of(sender: Node, count: int) -> None:
     await eventually(lambda: peer.credits == count)
 
 
-def test_held_slots_let_the_next_pieces_come_without_a_grant(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    granted = []
+def note_grants(monkeypatch: pytest.MonkeyPatch, granted: list[int]) -> None:
+    """From now on, note the pieces for which a sender is granted a slot."""
     on_grant = Departures.on_grant
 
-    def counting(departures: Departures, peer: Peer, seq: int) -> None:
+    def noting(departures: Departures, peer: Peer, seq: int) -> None:
         granted.append(seq)
         on_grant(departures, peer, seq)
 
+    monkeypatch.setattr(Departures, "on_grant", noting)
+
+
+def test_held_slots_let_the_next_pieces_come_without_a_grant(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted: list[int] = []
+
     async def scenario() -> None:
         async with crediting(kind, 12) as (a, b):
-            monkeypatch.setattr(Departures, "on_grant", counting)
+            note_grants(monkeypatch, granted)
             for piece in range(1, 9, 2):
                 sends = [a.send("b", piece, 60 * KIB), a.send("b", piece + 1, 7)]
                 results = await asyncio.gather(b.take_all(2), *sends)
@@ -283,12 +289,7 @@ def test_a_payload_of_another_length_costs_no_held_slot(kind: str) -> None:
 def test_who_has_long_been_idle_takes_no_slots_from_who_sends(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    granted = []
-    on_grant = Departures.on_grant
-
-    def counting(departures: Departures, peer: Peer, seq: int) -> None:
-        granted.append(seq)
-        on_grant(departures, peer, seq)
+    granted: list[int] = []
 
     async def scenario() -> None:
         async with network(kind) as net:
@@ -301,7 +302,7 @@ def test_who_has_long_been_idle_takes_no_slots_from_who_sends(
                 await receiver.transport.connect(name, node.address, PATIENCE_S)
                 await asyncio.gather(node.send("receiver", 0, 1000), receiver.take_all(1))
             busy = senders[0]
-            monkeypatch.setattr(Departures, "on_grant", counting)
+            note_grants(monkeypatch, granted)
             for number in range(10):
                 await eventually(lambda: busy.transport._peers["receiver"].credits > 0)
                 await asyncio.gather(busy.send("receiver", number, 1000), receiver.take_all(1))
