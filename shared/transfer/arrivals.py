@@ -73,8 +73,8 @@ class Arrivals:
         # Every piece in it holds a slot, so it is never full when one has landed.
         self._landed: asyncio.Queue[ReceivedPiece] = asyncio.Queue(staging.num_slots)
         self._moving: set[asyncio.Task[None]] = set()
-        # Peers for which fewer than `max_held` slots are held, for want of free ones; in the order
-        # in which that was last noticed.
+        # Peers for which fewer than `max_held` slots are held, for want of free ones; who sent last
+        # comes last.
         self._short: dict[Peer, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -95,9 +95,9 @@ class Arrivals:
                 self._loop.call_soon_threadsafe(self._hold_more)
 
     def _hold_more(self) -> None:
-        """Hold slots for peers that are short of them: the last to run short is sending."""
+        """Hold slots for peers that are short of them; first for who sent last."""
         for peer in reversed(list(self._short)):
-            self.hold(peer)
+            self._hold_for(peer)
 
     async def next(self) -> ReceivedPiece:
         """Return the next landed piece; waits without bound."""
@@ -142,10 +142,13 @@ class Arrivals:
             self.hold(peer)
 
     def hold(self, peer: Peer) -> None:
-        """Hold slots for a peer's next pieces, as long as half of all stay free."""
+        """Hold slots for the next pieces of a peer that sends, as long as half of all stay free."""
+        self._short.pop(peer, None)
+        self._hold_for(peer)
+
+    def _hold_for(self, peer: Peer) -> None:
         staging = self._staging
         while len(peer.held) < self.max_held and peer.reachable:
-            self._short.pop(peer, None)
             self._short[peer] = None  # before the look: a slot may come free behind it
             keeps_half = 2 * (staging.num_free - 1) >= staging.num_slots
             slot = staging.try_acquire() if keeps_half else None

@@ -309,3 +309,26 @@ def test_who_has_long_been_idle_takes_no_slots_from_who_sends(
 
     run_async(scenario())
     assert granted == []
+
+
+def test_a_slot_that_comes_free_is_held_for_who_sent_last(kind: str) -> None:
+    async def scenario() -> None:
+        async with network(kind) as net:
+            receiver = await net.open("receiver", 4)
+            receiver.transport.hold_slots(1)
+            taken = [await receiver.staging.acquire() for _ in range(2)]  # none can be held
+            credits = {}
+            for name in ("idle", "busy"):
+                node = await net.open(name)
+                await node.transport.connect("receiver", receiver.address, PATIENCE_S)
+                await receiver.transport.connect(name, node.address, PATIENCE_S)
+                await asyncio.gather(node.send("receiver", 0, 1000), receiver.take_all(1))
+                credits[name] = node.transport._peers["receiver"]
+            await asyncio.sleep(0.05)  # what the last slot's coming free has asked for
+            taken.pop().release()
+            await eventually(lambda: receiver.transport.num_held == 1)
+            await eventually(lambda: credits["busy"].credits == 1)
+            assert credits["idle"].credits == 0
+            taken.pop().release()
+
+    run_async(scenario())
