@@ -189,7 +189,7 @@ class PieceScatterer:
             done = self._scattering.popleft()
             intact = done.check.is_intact()  # the slot's next move tells it in the same place
             done.slot.release()
-            self.core.scheduler.unpin(done.blocks)
+            self.core.unpin(done.blocks)
             fate = PieceFate.SCATTERED if intact else PieceFate.DAMAGED
             self.on_scattered(done.request_id, done.header, fate)
             reservation = self._reservations.get(done.request_id)

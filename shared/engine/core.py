@@ -90,7 +90,7 @@ class EngineCore:
     _in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = field(default_factory=deque)
     _outputs: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
-    _activated: bool = False
+    _has_news: bool = False  # for the scheduler, which has had its turn
 
     def __post_init__(self) -> None:
         self.scheduler.on_admitted = self._count_admission
@@ -161,8 +161,8 @@ class EngineCore:
             self._postprocess(*self._in_flight.popleft())
         self.hooks_busy = any(hooks_busy)
         outputs, self._outputs = self._outputs, []
-        activated, self._activated = self._activated, False
-        return outputs, bool(batch or finished or outputs or activated)
+        has_news, self._has_news = self._has_news, False
+        return outputs, bool(batch or finished or outputs or has_news)
 
     def _launch(self, batch: ScheduledBatch) -> None:
         now = self.clock()
@@ -250,10 +250,17 @@ class EngineCore:
         The token's own output has been delivered by whoever computed it; only its end is told.
         """
         self.scheduler.activate(sequence, first_token)
-        self._activated = True
+        self._has_news = True
         status = self._end_of(sequence, first_token)
         if status is not None:
             self._finish_silently(sequence, status)
+
+    def unpin(self, blocks: list[int]) -> None:
+        """Nothing writes to these blocks any more; those of an ended sequence go to who waits."""
+        pool = self.scheduler.pool
+        used = pool.counts().used
+        self.scheduler.unpin(blocks)
+        self._has_news |= pool.counts().used < used
 
     def fall_back(self, sequence: Sequence, first_token: int | None) -> None:
         """Compute a reserved sequence's prompt here after all.

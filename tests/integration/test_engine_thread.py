@@ -390,3 +390,29 @@ def test_naps_of_the_engines_thread_end_in_time() -> None:
         engine.submit(lambda _core: slack_ns.append(ctypes.CDLL(None).prctl(get_slack)))
         until(lambda: slack_ns)
     assert slack_ns == [1000]
+
+
+def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
+    core, _ = make_core(num_blocks=4, block_size=4)
+    outputs = Outputs()
+    written: list[int] = []
+
+    class Writing:
+        def after_launch(self) -> bool:
+            if core.scheduler.waiting and written:  # the scheduler has had its turn
+                core.unpin([written.pop() for _ in range(len(written))])
+            return False
+
+        def is_due(self) -> bool:
+            return False
+
+    def start(core: EngineCore) -> None:
+        written.extend(core.scheduler.pool.allocate(3))  # of a sequence that has ended
+        core.scheduler.pin(written)
+        core.scheduler.pool.release(written)
+        core.add(make_sequence("waiting", [1] * 9, max_tokens=2))
+
+    core.hooks.append(Writing())
+    with started(core, outputs) as engine:
+        engine.submit(start)
+        until(lambda: outputs.has_ended("waiting"))
