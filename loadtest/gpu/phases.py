@@ -92,16 +92,26 @@ async def isolation(client: Client) -> list[Row]:
     return rows
 
 
+def poisson_waits(rate: float, seconds: float) -> list[float]:
+    """Return the times in s behind each arrival at a rate, until so many seconds are over."""
+    rng = random.Random(int(rate * 10))
+    waits: list[float] = []
+    while sum(waits) < seconds:
+        waits.append(rng.expovariate(rate))
+    return waits
+
+
 async def goodput(client: Client, rates: list[float], seconds: float) -> list[Row]:
     """Poisson arrivals of long prompts with answers of some length; times in ms."""
     rows = []
     for rate in rates:
-        rng = random.Random(int(rate * 10))
+        waits = poisson_waits(rate, seconds)
+        requests = [client.prepare(GOODPUT_PROMPT, GOODPUT_TOKENS) for _ in waits]
         tasks = []
         start = time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            tasks.append(asyncio.create_task(client.complete(GOODPUT_PROMPT, GOODPUT_TOKENS)))
-            await asyncio.sleep(rng.expovariate(rate))
+        for request, wait in zip(requests, waits, strict=True):
+            tasks.append(asyncio.create_task(client.ask(request)))
+            await asyncio.sleep(wait)
         answers = await asyncio.gather(*tasks)
         elapsed = time.perf_counter() - start
         ttft = [answer.ttft * 1e3 for answer in answers]

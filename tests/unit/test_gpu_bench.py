@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
+from pagewire.loadtest.gpu import phases
+from pagewire.loadtest.gpu.client import Answer, Client, Request
 from pagewire.loadtest.gpu.clusters import (
     Topology,
     _gist,
@@ -63,3 +67,52 @@ def test_a_servers_errors_are_named() -> None:
     log = "\n".join(["fine", "RuntimeError: the cause", *["noise"] * 50, "the end"])
     assert _gist(log).splitlines()[0] == "RuntimeError: the cause"
     assert _gist(log).splitlines()[-1] == "the end"
+
+
+class Asked(Client):
+    """Answers by itself; notes what is done in which order."""
+
+    def __init__(self) -> None:
+        super().__init__(["http://nowhere"])
+        self.done: list[str] = []
+
+    def prepare(self, length: int, out: int) -> Request:
+        self.done.append("made up")
+        return super().prepare(2, out)
+
+    async def ask(self, request: Request) -> Answer:
+        self.done.append("asked")
+        return Answer([0.1, 0.2])
+
+
+def test_goodputs_prompts_are_made_up_before_any_is_timed() -> None:
+    async def scenario() -> list[str]:
+        client = Asked()
+        await phases.run(client, ["goodput"], [200.0], 0.05)
+        return client.done
+
+    done = asyncio.run(scenario())
+    count = len(done) // 2
+    assert count > 1
+    assert done == ["made up"] * count + ["asked"] * count
+
+
+def test_a_request_is_the_json_of_its_fields_and_of_those_for_once() -> None:
+    async def scenario() -> Request:
+        client = Client(["http://nowhere"], vocab=50)
+        try:
+            return client.prepare(3, 7)
+        finally:
+            await client.close()
+
+    request = asyncio.run(scenario())
+    body = json.loads(request.body({"max_tokens": 1, "stream": True}))
+    assert len(body.pop("prompt")) == 3
+    assert body == {
+        "model": "m",
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    assert request.options["max_tokens"] == 7
