@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pagewire.loadtest.gpu.clusters import (
 )
 from pagewire.loadtest.gpu.one import compare, results
 from pagewire.loadtest.gpu.tables import markdown
+from pagewire.tests.support.aio import run_async
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_goodputs_prompts_are_made_up_before_any_is_timed() -> None:
         await phases.run(client, ["goodput"], [200.0], 0.05)
         return client.done
 
-    done = asyncio.run(scenario())
+    done = run_async(scenario())
     count = len(done) // 2
     assert count > 1
     assert done == ["made up"] * count + ["asked"] * count
@@ -105,7 +105,7 @@ def test_a_request_is_the_json_of_its_fields_and_of_those_for_once() -> None:
         finally:
             await client.close()
 
-    request = asyncio.run(scenario())
+    request = run_async(scenario())
     body = json.loads(request.body({"max_tokens": 1, "stream": True}))
     assert len(body.pop("prompt")) == 3
     assert body == {
