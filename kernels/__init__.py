@@ -156,9 +156,11 @@ class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, and behind them a checksum of each.
 
     The order (`kv_staging.fill_order`) says how many, which, and the seed, and is read on the
-    device, so that each replay of a CUDA graph may move others. Staging then holds `N` blocks and
-    `N` int64: the seed plus the block's checksum. Blocks are rows of `pool.view(NB, -1)` seen as
-    int32 words `w_i`; the checksum of a block is
+    device, so that each replay of a CUDA graph may move others. It may lie in pinned memory of the
+    host, which saves a copy.
+
+    Staging then holds `N` blocks and `N` int64: the seed plus the block's checksum. Blocks are rows
+    of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
     `sum_i w_i * ((i * 0x9E3779B97F4A7C15) | 1)  (mod 2**64)`: every weight is odd, so that any
     single changed word changes the sum, and the weights differ, so that moved words do too. The
     seed tells these blocks from those that were in the same staging before.
@@ -176,10 +178,10 @@ class PackBlocks(Protocol):
 
 
 class UnpackBlocks(Protocol):
-    """Scatter packed blocks from staging into the pool; return how many are damaged.
+    """Scatter packed blocks from staging into the pool; tell whether one is damaged.
 
-    The checksum of each block that passes is subtracted from the one behind the blocks, in place.
-    What remains is the seed if the block is the one that was packed. Below 0, one is checked only.
+    Staging stays as it is. A block is damaged if its checksum and the seed do not make up the sum
+    behind the blocks. Below 0, one is checked only. What is told may lie in pinned memory, too.
 
     Raises:
         UnsupportedShapeError: staging is too short for the order's capacity.
@@ -190,7 +192,8 @@ class UnpackBlocks(Protocol):
         staging: torch.Tensor,  # [>= packed_bytes(capacity, block_bytes)] uint8, 8-byte aligned
         pool: torch.Tensor,  # [NB, ...] contiguous
         order: torch.Tensor,  # [2 + capacity] int64
-    ) -> torch.Tensor: ...  # [] int64
+        damaged: torch.Tensor,  # [] int64: set to 1 if a block is damaged, else left as it is
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How packed KV blocks lie in staging, and how the order to move them lies on the device.
+"""How packed KV blocks lie in staging, and how the order to move them is written.
 
 Staging holds the blocks, and behind them an int64 sum of each. An order is int64 `[2 + capacity]`:
 how many blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that

@@ -15,8 +15,9 @@ from pagewire.kernels.kv_staging import move_order, packed_bytes
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-# Words of a block over all 32 layers: 2 MiB.
+# Words of a block over all 32 layers: 2 MiB. What is moved are its parts, of four layers each.
 BLOCK_WORDS = 1 << 19
+PARTS = 8
 DTYPE = torch.bfloat16
 TOKENS = (1, 128, 8192)
 # (out, in) of a layer's projections and of the vocabulary's
@@ -164,22 +165,25 @@ def _sample(rows: int, kind: str) -> BenchCase:
 
 
 def _kv_pack(count: int) -> Iterator[BenchCase]:
-    pool = torch.randint(-(2**31), 2**31 - 1, (640, BLOCK_WORDS), device="cuda").int()
-    ids = torch.randperm(pool.shape[0])[:count].tolist()
+    rows, words = count * PARTS, BLOCK_WORDS // PARTS
+    pool = torch.randint(-(2**31), 2**31 - 1, (640 * PARTS, words), device="cuda").int()
+    ids = torch.randperm(pool.shape[0])[:rows].tolist()
     order = move_order(ids, seed=1).to("cuda")
-    size = packed_bytes(count, BLOCK_WORDS * 4)
+    size = packed_bytes(rows, words * 4)
     staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    damaged = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ops.pack_blocks(pool, order, staging)
         return (staging,)
 
     def unpack(ops: Ops, pool: torch.Tensor, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return ops.unpack_blocks(staging, pool, order), pool
+        ops.unpack_blocks(staging, pool, order, damaged)
+        return damaged, pool
 
     yield BenchCase(
         "pack_blocks",
-        f"{count} x 2 MiB",
+        f"{count} x 2 MiB in parts",
         lambda ops: pack(ops, staging),
         work=8.0 * count * BLOCK_WORDS,
         check=lambda ops: pack(ops, torch.empty_like(staging)),
@@ -187,7 +191,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     )
     yield BenchCase(
         "unpack_blocks",
-        f"{count} x 2 MiB",
+        f"{count} x 2 MiB in parts",
         lambda ops: unpack(ops, pool, staging),
         work=8.0 * count * BLOCK_WORDS,
         check=lambda ops: unpack(ops, torch.zeros_like(pool), staging.clone()),

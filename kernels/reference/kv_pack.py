@@ -42,8 +42,10 @@ def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) 
     torch.add(_checksums(staged), seed, out=sums)
 
 
-def unpack_blocks(staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Scatter packed blocks from staging into the pool; return how many are damaged.
+def unpack_blocks(
+    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, damaged: torch.Tensor
+) -> None:
+    """Scatter packed blocks from staging into the pool; tell whether one is damaged.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
@@ -51,7 +53,8 @@ def unpack_blocks(staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor
     staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
     written = block_ids >= 0
     blocks[block_ids[written]] = staged[written]
-    return (sums.sub_(_checksums(staged)) != seed).sum()
+    if bool((_checksums(staged) + seed != sums).any()):
+        damaged.fill_(1)
 
 
 def _read(order: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -174,8 +174,9 @@ class PieceScatterer:
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            payload, parts = slot.buffer[: header.nbytes], _parts_of(header)
-            check = self.core.executor.unpack(payload, blocks, parts, header.seed, reservation.made)
+            check = self.core.executor.unpack(
+                slot.buffer, blocks, _parts_of(header), header.seed, reservation.made
+            )
         except BaseException:
             slot.release()
             raise

@@ -1,7 +1,8 @@
 """Packs KV blocks into staging and unpacks them, whole or in parts, beside the engine's steps.
 
 Where staging slots are known beforehand, each gets a CUDA graph of its move: to launch the copies
-and kernels one by one takes the host several times as long as a small piece takes the device.
+and the kernel one by one takes the host several times as long as a small piece takes the device. A
+graph's kernel reads its order from the host's memory, and tells there of damage.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pagewire.kernels.kv_staging import empty_order, fill_order, max_blocks
 from pagewire.shared.engine.cuda_graph import GraphPool, Marker
 from pagewire.shared.kv_cache.parts import BlockParts
 
-# Launches a move, given the order on the device, the slot, and where to tell of damage.
-_Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+# Launches a move, given its order, the slot, and where to tell of damage.
+_Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class PendingMove:
@@ -44,12 +45,13 @@ class PendingCheck(PendingMove):
     """Blocks that are being moved and checked.
 
     Args:
-        damaged: [] int64 on the host: how many parts are damaged, once the move is done.
+        damaged: [] int64 on the host: whether a part is damaged, once the move is done and until
+            the slot's next one.
     """
 
     __slots__ = ("_damaged",)
 
-    def __init__(self, damaged: torch.Tensor, end: Marker) -> None:
+    def __init__(self, damaged: NDArray[np.int64], end: Marker) -> None:
         super().__init__(end)
         self._damaged = damaged
 
@@ -68,21 +70,20 @@ class _MoveGraph:
     for the next: to make these anew takes the host as long as to launch the graph.
 
     Attributes:
-        words: [2 + capacity] of the order, pinned: copied to `device_order` by each replay.
-        device_order: kept alive for the kernels, which read it.
-        damaged: [] int64, pinned: written by it, if it checks.
+        words: [2 + capacity] int64, pinned: the order, read by the kernel.
+        damaged: [] int64, pinned: written by the kernel, if it checks.
         end: recorded behind each replay.
     """
 
     graph: torch.cuda.CUDAGraph
     words: NDArray[np.int64]
-    device_order: torch.Tensor
-    damaged: torch.Tensor
+    damaged: NDArray[np.int64]
     end: torch.cuda.Event
 
     def replay(self, rows: NDArray[np.int64], seed: int, stream: torch.cuda.Stream) -> None:
         """Launch it on a stream."""
         fill_order(self.words, rows, seed)
+        self.damaged[()] = 0
         before = torch.cuda.current_stream(stream.device)
         # Its context manager looks for other devices, which takes tens of microseconds; here the
         # current one is the pool's.
@@ -163,9 +164,9 @@ class BlockMover:
             graph.replay(rows, seed, self._stream_behind(after))
             return PendingCheck(graph.damaged, graph.end)
         with self._moving(after):
-            order = self._order(rows, seed)
-            damaged = self._to_host(self.ops.unpack_blocks(staging, self._rows, order))
-            return PendingCheck(damaged, self.mark())
+            damaged = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
+            self.ops.unpack_blocks(staging, self._rows, self._order(rows, seed), damaged)
+            return PendingCheck(self._to_host(damaged), self.mark())
 
     def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
         """Make packing into these staging slots quick to launch; nothing else may be running."""
@@ -180,9 +181,7 @@ class BlockMover:
         self._capture(
             slots,
             self._unpacking,
-            lambda order, slot, damaged: damaged.copy_(
-                self.ops.unpack_blocks(slot, self._rows, order), non_blocking=True
-            ),
+            lambda order, slot, damaged: self.ops.unpack_blocks(slot, self._rows, order, damaged),
         )
 
     @torch.inference_mode()
@@ -197,17 +196,15 @@ class BlockMover:
 
     def _capture_move(self, pool: GraphPool, slot: torch.Tensor, move: _Move) -> _MoveGraph:
         order = empty_order(max_blocks(slot.shape[0], self.parts.nbytes)).pin_memory()
-        device_order = order.to(self.kv_pool.device)
         damaged = torch.zeros((), dtype=torch.int64).pin_memory()
 
         def step() -> torch.Tensor:
-            device_order.copy_(order, non_blocking=True)
-            move(device_order, slot, damaged)
-            return device_order
+            move(order, slot, damaged)
+            return damaged
 
         graph, _ = pool.capture(step)
-        # The array keeps the order's memory.
-        return _MoveGraph(graph, order.numpy(), device_order, damaged, torch.cuda.Event())
+        # The arrays keep the memory.
+        return _MoveGraph(graph, order.numpy(), damaged.numpy(), torch.cuda.Event())
 
     def _order(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
         host = empty_order(len(rows))
@@ -216,11 +213,12 @@ class BlockMover:
         fill_order(host.numpy(), rows, seed)
         return host.to(self.kv_pool.device, non_blocking=True)
 
-    def _to_host(self, damaged: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, damaged: torch.Tensor) -> NDArray[np.int64]:
+        """Return where it will be on the host, once the move is done."""
         if not damaged.is_cuda:
-            return damaged
+            return damaged.numpy()
         host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        return host.copy_(damaged, non_blocking=True)
+        return host.copy_(damaged, non_blocking=True).numpy()
 
     def _stream_behind(self, after: Marker) -> torch.cuda.Stream:
         """Return the stream of the moves, behind a marker."""

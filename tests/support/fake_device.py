@@ -217,7 +217,8 @@ class FakeDevice:
         self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
     ) -> PendingCheck:
         pool = self._pool()
-        damaged = unpack_blocks(staging, pool, self._order(block_ids, parts, seed))
+        damaged = torch.zeros((), dtype=torch.int64)
+        unpack_blocks(staging, pool, self._order(block_ids, parts, seed), damaged)
         for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
             self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
         return FakeCheck(self, damaged)
