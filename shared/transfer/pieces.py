@@ -4,9 +4,10 @@ from __future__ import annotations
 
 # The largest piece is so many times as large as the first and the last of a long run. While the
 # first is on the wire, the second is packed and announced, which takes the host about as long as
-# half a piece takes the wire.
+# half a piece takes the wire. A last one that is smaller still would cost the host as much again.
 _FIRST_DIVISOR = 2
-_LAST_DIVISOR = 8
+_LAST_DIVISOR = 4
+_LEAST_DIVIDED = 8  # blocks of the largest piece
 
 
 def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
@@ -22,7 +23,7 @@ def next_piece_size(ready: int, most: int, *, is_first: bool) -> int:
         is_first: nothing of this prompt was ready before these blocks, or is being packed.
     """
     last = most // _LAST_DIVISOR
-    if last == 0 or (is_first and ready <= most):
+    if most < _LEAST_DIVIDED or (is_first and ready <= most):
         return min(ready, most)
     if is_first:
         return most // _FIRST_DIVISOR
