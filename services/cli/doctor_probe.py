@@ -131,7 +131,7 @@ async def ucx_peer() -> None:
 
     def on_arrival(tag: int, nbytes: int) -> None:
         if tag == MESSAGE_TAG and nbytes == MESSAGE_BYTES:
-            port.receive(None, buffer, tag, done)
+            port.receive(None, buffer, nbytes, tag, done)
         else:
             port.discard(tag)
 

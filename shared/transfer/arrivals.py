@@ -129,7 +129,7 @@ class Arrivals:
         peer.landings[seq] = Landing(offered.header, slot, expiry)
 
     def on_offer(self, peer: Peer, offer: Offer) -> None:
-        """Take an offered piece; hold slots for the next unless its payload is on its way.
+        """Take an offered piece; hold slots for the next unless its payload is to follow.
 
         A credit sent now would delay that payload, so it is sent when the payload has begun to
         arrive.
@@ -210,9 +210,10 @@ class Arrivals:
                 peer.add_offer(offer.seq, offered)
 
     def on_withdrawal(self, peer: Peer, seq: int) -> None:
-        """Forget an offered piece."""
+        """Forget an offered piece; hold another slot if it had one."""
         peer.drop_offer(seq)
-        peer.give_up_landing(seq)
+        if peer.give_up_landing(seq):
+            self._hold_for(peer)
 
     def claim(self, peer: Peer, seq: int, nbytes: int) -> Landing | None:
         """Return the landing of a payload that has come; None if nobody awaits this payload."""

@@ -9,11 +9,13 @@ takes a free slot before it takes a payload, so that slots are the flow control.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
@@ -30,6 +32,10 @@ class ReceivedPiece:
     peer_id: str
     header: PieceHeader
     slot: StagingSlot
+
+
+# Returns when a payload is there; raises if it never will be.
+UntilPacked = Callable[[], Awaitable[None]]
 
 
 class KvTransport(ABC):
@@ -65,7 +71,12 @@ class KvTransport(ABC):
 
     @abstractmethod
     async def send(
-        self, peer_id: str, header: PieceHeader, payload: torch.Tensor, timeout: float
+        self,
+        peer_id: str,
+        header: PieceHeader,
+        payload: torch.Tensor,
+        timeout: float,
+        until_packed: UntilPacked | None = None,
     ) -> None:
         """Send one piece; on return, whatever the outcome, the payload may be overwritten.
 
@@ -73,11 +84,15 @@ class KvTransport(ABC):
             peer_id: a connected peer.
             header: `header.nbytes` must equal the payload's size.
             payload: 1-D uint8 tensor, a prefix of a staging slot's buffer.
-            timeout: seconds.
+            timeout: seconds, not counting those in which it is packed and no slot is kept for it.
+            until_packed: awaited before the payload leaves, which may change until then. Where the
+                receiver holds a slot for us, the piece is offered before that, and withdrawn if
+                this raises.
 
         Raises:
-            TransferTimeoutError: the peer took no payload in time.
+            TransferTimeoutError: the payload was not packed, or the peer took none, in time.
             TransferError: there is no such peer, or the connection broke.
+            Exception: whatever `until_packed` raises.
         """
 
     @abstractmethod
@@ -98,3 +113,16 @@ class KvTransport(ABC):
     def lane(self, peer_id: str) -> str:
         """Name the hardware way to a peer, e.g. "cuda_ipc", "cma", "tcp", for people to read."""
         return self.name
+
+
+def check_payload(header: PieceHeader, payload: torch.Tensor) -> None:
+    """See whether a payload is what its header says.
+
+    Raises:
+        TransferError: it is not.
+    """
+    if not 0 < header.nbytes == payload.nbytes or payload.dtype != torch.uint8:
+        raise TransferError(
+            f"the header says {header.nbytes} bytes, the payload is {payload.nbytes} bytes "
+            f"of {payload.dtype}"
+        )

@@ -111,7 +111,10 @@ class LoopbackTransport(SessionTransport):
         elif peer in self._links:
             loop.call_soon(target._on_message, encode_message(message))
 
-    async def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
+    def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> asyncio.Future[None]:
+        return asyncio.create_task(self._carry(peer, seq, payload))
+
+    async def _carry(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
         link = self._links.get(peer)
         if link is None:
             raise TransferError(f"there is no way to {peer.peer_id!r}")

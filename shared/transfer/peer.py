@@ -47,6 +47,8 @@ class Peer:
         remote_channel: what we put on ours to it; None until its `Hello` has come.
         last_channel: the latest of these; another one comes from a peer that has forgotten us.
         generation: how many ways the peer has made to us.
+        num_resets: how often everything under way was forgotten; a send that waits for its payload
+            sees by it that its offer is void.
         settled: set when pieces can be offered, both sides knowing each other's channel, or when
             they never will be (`error`).
         left: it has said `Bye` and not come back.
@@ -69,6 +71,7 @@ class Peer:
     remote_channel: int | None = None
     last_channel: int | None = None
     generation: int = 0
+    num_resets: int = 0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     left: bool = False
     error: TransferError | None = None
@@ -138,6 +141,7 @@ class Peer:
     def reset(self, error: TransferError) -> None:
         """Forget everything under way, both directions; sends in wait of a grant raise `error`."""
         self.remote_channel = None
+        self.num_resets += 1
         if self.error is None:
             self.settled.clear()
         for grant in self.grants.values():

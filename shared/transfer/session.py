@@ -6,12 +6,13 @@
       | <--------------------Grant-----------  |
       | ==payload===========================>  | into the slot, then out of `recv`
 
-So a receiver without a free slot costs nobody any memory, and a sender that loses patience in line
-takes back its `Offer` without harm to the connection: no carrier can recall a payload that it has
-begun to send. A receiver with slots to spare holds some for each peer and says so by a `Credit`:
-then the payload follows its `Offer` at once, and the next credit goes out when that payload has
-begun to arrive. Both sides say `Hello` when they connect, and nothing is offered before both have.
-A connection whose payload stalls is broken off and made anew; what was under way fails.
+So a receiver without a free slot costs nobody any memory, and a sender that loses patience before
+the payload leaves takes back its `Offer` without harm to the connection: no carrier can recall a
+payload that it has begun to send. A receiver with slots to spare holds some for each peer and says
+so by a `Credit`: then the payload follows its `Offer` as soon as it is packed, and the next credit
+goes out when it has begun to arrive. Both sides say `Hello` when they connect, and nothing is
+offered before both have. A connection whose payload stalls is broken off, and what was under way
+fails; then it is made anew.
 
 A carrier (ucx, zmq, loopback) is a subclass: it moves session messages and payloads. All of it
 runs in one event loop; only slots come free in other threads.
@@ -32,7 +33,7 @@ from pagewire.shared.background import start_task
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer.arrivals import Arrivals, SessionStats
-from pagewire.shared.transfer.base import KvTransport, ReceivedPiece
+from pagewire.shared.transfer.base import KvTransport, ReceivedPiece, UntilPacked, check_payload
 from pagewire.shared.transfer.departures import Departures
 from pagewire.shared.transfer.peer import Landing, Peer
 from pagewire.shared.transfer.staging import StagingPool
@@ -108,11 +109,10 @@ class SessionTransport(KvTransport):
         """Send a session message, in order, without waiting; calls `_break` if that fails."""
 
     @abstractmethod
-    async def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
-        """Send a granted payload; ends when its memory is no longer needed.
+    def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> asyncio.Future[None]:
+        """Begin to send a payload that is expected; called in a later turn than its offer.
 
-        Raises:
-            TransferError: the way is broken or was given up.
+        The future ends when its memory is no longer needed. It or this call raises `TransferError`.
         """
 
     @abstractmethod
@@ -160,19 +160,19 @@ class SessionTransport(KvTransport):
                 await uninterrupted(self._unlink(peer))
 
     async def send(
-        self, peer_id: str, header: PieceHeader, payload: torch.Tensor, timeout: float
+        self,
+        peer_id: str,
+        header: PieceHeader,
+        payload: torch.Tensor,
+        timeout: float,
+        until_packed: UntilPacked | None = None,
     ) -> None:
         """Send one piece; on return, whatever the outcome, the payload may be overwritten."""
-        if not 0 < header.nbytes == payload.nbytes or payload.dtype != torch.uint8:
-            raise TransferError(
-                f"the header says {header.nbytes} bytes, the payload is {payload.nbytes} bytes "
-                f"of {payload.dtype}"
-            )
+        check_payload(header, payload)
         peer = self._peers.get(peer_id)
         if peer is None:
             raise TransferError(f"there is no peer {peer_id!r}")
-        deadline = asyncio.get_running_loop().time() + timeout
-        seq = await self._departures.obtain_grant(peer, header, deadline)
+        seq, deadline = await self._departures.reserve(peer, header, until_packed, timeout)
         await self._departures.transmit(peer, self._push(peer, seq, payload), deadline)
 
     async def recv(self) -> ReceivedPiece:

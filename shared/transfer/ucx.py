@@ -102,17 +102,21 @@ class UcxTransport(SessionTransport):
 
         self._opened.send(endpoint, peer, encode_message(message), _MESSAGE_TAG, done)
 
-    async def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
-        # A turn of the loop behind the offer, since it is a task. Where it was sent in the same
-        # turn, and its peer hung, UCX 1.21 crashed when the connection was made anew: its TCP
-        # handled an event of an endpoint that was gone (conn_match.c).
+    def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> asyncio.Future[None]:
         endpoint = self._endpoints.get(peer)
         if endpoint is None:
             raise TransferError(f"there is no way to {peer.peer_id!r}")
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(error: TransferError | None) -> None:
+            if error is None:
+                sent.set_result(None)
+            else:
+                sent.set_exception(error)
+
         tag = _PAYLOAD_FLAG | peer.out << SEQ_BITS | seq
-        sent = _Completion()
-        self._opened.send(endpoint, peer, payload, tag, sent.set)
-        await sent.wait()
+        self._opened.send(endpoint, peer, payload, tag, done)
+        return sent
 
     async def _close_carrier(self) -> None:
         if self._port is not None:
@@ -145,7 +149,7 @@ class UcxTransport(SessionTransport):
             if error is None:
                 self._on_message(data)
 
-        self._opened.receive(None, data, tag, done)
+        self._opened.receive(None, data, nbytes, tag, done)
 
     def _on_payload(self, tag: int, nbytes: int) -> None:
         channel = (tag & ~_PAYLOAD_FLAG) >> SEQ_BITS
@@ -158,22 +162,5 @@ class UcxTransport(SessionTransport):
 
     def _receive(self, peer: Peer, landing: Landing, tag: int, nbytes: int) -> None:
         received = self._arrivals.begin(peer, landing)
-        self._opened.receive(peer, landing.slot.buffer[:nbytes], tag, received)
+        self._opened.receive(peer, landing.slot.buffer, nbytes, tag, received)
         self._arrivals.hold(peer)
-
-
-class _Completion:
-    """What becomes of a transfer, for one task to wait for. Cancelling the wait ends nothing."""
-
-    def __init__(self) -> None:
-        self._ended = asyncio.Event()
-        self._error: TransferError | None = None
-
-    def set(self, error: TransferError | None) -> None:
-        self._error = error
-        self._ended.set()
-
-    async def wait(self) -> None:
-        await self._ended.wait()
-        if self._error is not None:
-            raise self._error

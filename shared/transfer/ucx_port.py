@@ -149,7 +149,7 @@ class UcxPort:
         done: Callable[[TransferError | None], None],
     ) -> None:
         """Begin to send; `done` is called later, or at once."""
-        buffer = _exportable(buffer)
+        buffer = _exportable(buffer, len(buffer))
         try:
             request = endpoint.tag_send(self._array(buffer), self._tag(tag))
         except self._error as exc:
@@ -161,11 +161,20 @@ class UcxPort:
         self,
         owner: object,
         buffer: Any,
+        nbytes: int,
         tag: int,
         done: Callable[[TransferError | None], None],
     ) -> None:
-        """Begin to receive a message that has come; `done` is called later, or at once."""
-        buffer = _exportable(buffer)
+        """Begin to receive a message that has come; `done` is called later, or at once.
+
+        Args:
+            owner: whose transfer it is.
+            buffer: of bytes, where it goes.
+            nbytes: so many at most, from the buffer's beginning on, which has them.
+            tag: of the message.
+            done: called with what went wrong if something did.
+        """
+        buffer = _exportable(buffer, nbytes)
         try:
             request = self._worker.tag_recv(self._array(buffer), self._tag(tag))
         except self._error as exc:
@@ -176,7 +185,7 @@ class UcxPort:
 
     def discard(self, tag: int) -> None:
         """Throw away a message that has come."""
-        self.receive(None, self._scratch, tag, lambda error: None)
+        self.receive(None, self._scratch, len(self._scratch), tag, lambda error: None)
 
     def close(self) -> None:
         """Free the worker; all endpoints have been closed."""
@@ -258,8 +267,28 @@ def _mapped(exc: Exception) -> TransferError:
     return error
 
 
-def _exportable(buffer: Any) -> Any:
-    """Return something that ucxx's `Array` understands: CUDA tensors do, host tensors don't."""
-    if isinstance(buffer, torch.Tensor):
-        return buffer if buffer.is_cuda else buffer.numpy()
-    return np.frombuffer(buffer, dtype=np.uint8)
+class _DeviceBytes:
+    """The first bytes of a tensor in GPU memory, in the form in which ucxx's `Array` takes them.
+
+    A tensor's own slice of them takes the host tens of microseconds to make and to describe, if it
+    does so only now and then.
+    """
+
+    __slots__ = ("__cuda_array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self._tensor = tensor  # kept alive
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _exportable(buffer: Any, nbytes: int) -> Any:
+    """Return the first bytes of a buffer as something that ucxx's `Array` understands."""
+    if not isinstance(buffer, torch.Tensor):
+        return np.frombuffer(buffer, dtype=np.uint8, count=nbytes)
+    return _DeviceBytes(buffer, nbytes) if buffer.is_cuda else buffer.numpy()[:nbytes]

@@ -61,13 +61,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A piece is ready to be sent.
+    """A piece is to be sent; its payload is packed, or will be.
 
     Attributes:
         timeout_ms: after which the sender will have lost patience.
         header: the encoded `PieceHeader`.
-        by_credit: if the payload follows at once, into a slot that was held for it ahead, the
-            channel of the sender's last `Hello`: the slot is one of that connection. Else 0.
+        by_credit: if the payload follows without a grant, into a slot that was held for it ahead,
+            the channel of the sender's last `Hello`: the slot is one of that connection. Else 0.
     """
 
     channel: Channel

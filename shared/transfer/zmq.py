@@ -143,7 +143,10 @@ class ZmqTransport(SessionTransport):
         if writer is not None and not writer.closed:
             writer.post([encode_message(message)])
 
-    async def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
+    def _push(self, peer: Peer, seq: int, payload: torch.Tensor) -> asyncio.Future[None]:
+        return asyncio.create_task(self._write(peer, seq, payload))
+
+    async def _write(self, peer: Peer, seq: int, payload: torch.Tensor) -> None:
         writer = self._writers.get(peer)
         if writer is None or writer.closed:
             raise TransferError(f"there is no way to {peer.peer_id!r}")

@@ -1,8 +1,7 @@
 """Slots that a receiver holds for its peers, so that their pieces wait for no grant."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +12,7 @@ from pagewire.shared.transfer.peer import Landing, Peer
 from pagewire.shared.transfer.wire import Offer, Refusal, SessionMessage, encode_message
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.transfer_child import piece_header
-from pagewire.tests.support.transports import PATIENCE_S, Node, network
+from pagewire.tests.support.transports import PATIENCE_S, crediting, credits_of, network
 
 KIB = 1 << 10
 
@@ -21,24 +20,6 @@ pytestmark = [
     pytest.mark.parametrize("kind", ["loopback", "zmq", "ucx"]),
     pytest.mark.timeout(60),
 ]
-
-
-@asynccontextmanager
-async def crediting(
-    kind: str, num_slots: int = 8, slot_bytes: int = 64 * KIB
-) -> AsyncIterator[tuple[Node, Node]]:
-    """A sender with two credits, and their receiver."""
-    async with network(kind) as net:
-        a, b = await net.pair(num_slots, slot_bytes)
-        b.transport.hold_slots(2)
-        await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
-        await credits_of(a, 2)
-        yield a, b
-
-
-async def credits_of(sender: Node, count: int) -> None:
-    peer = sender.transport._peers["b"]
-    await eventually(lambda: peer.credits == count)
 
 
 def note_grants(monkeypatch: pytest.MonkeyPatch, granted: list[int]) -> None:

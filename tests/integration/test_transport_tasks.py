@@ -131,9 +131,12 @@ def test_a_push_that_fails_late_is_logged(
         async with pair() as (a, b):
             await assert_works(a, b)
 
-            async def push(*_: object) -> None:
+            async def push_on() -> None:
                 await asyncio.sleep(0.3)
                 await fail()
+
+            def push(*_: object) -> asyncio.Future[None]:
+                return asyncio.create_task(push_on())
 
             with monkeypatch.context() as patch:
                 patch.setattr(a.transport, "_push", push)

@@ -16,6 +16,7 @@ from pagewire.shared.transfer.session import SessionTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.transfer.ucx import UcxTransport
 from pagewire.shared.transfer.zmq import ZmqTransport
+from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.transfer_child import piece_bytes, piece_header
 
 HOLDING = "-holding"  # with slots that are held for peers ahead of their pieces
@@ -121,3 +122,21 @@ async def network(kind: str) -> AsyncIterator[Network]:
     for node in net.nodes:
         node.staging.check_integrity(all_free=True)
         assert not node.staging._watchers
+
+
+@asynccontextmanager
+async def crediting(
+    kind: str, num_slots: int = 8, slot_bytes: int = 1 << 16
+) -> AsyncIterator[tuple[Node, Node]]:
+    """A sender with two credits, and their receiver."""
+    async with network(kind) as net:
+        a, b = await net.pair(num_slots, slot_bytes)
+        b.transport.hold_slots(2)
+        await asyncio.gather(a.send("b", 0, 1000), b.take_all(1))
+        await credits_of(a, 2)
+        yield a, b
+
+
+async def credits_of(sender: Node, count: int) -> None:
+    peer = sender.transport._peers["b"]
+    await eventually(lambda: peer.credits == count)
