@@ -4,7 +4,8 @@ A block is final once the steps launched so far have written all its tokens; pac
 the device behind those steps and beside later ones, so that a chunk's blocks leave while the next
 chunk computes. Behind a prompt's last chunk nothing computes that they could hide behind: where
 they are many, they leave by parts, each behind the layers that fill it. All of this runs in the
-engine's thread; what is packed is handed over by a callback.
+engine's thread. The piece that is packed next is announced by a callback, as soon as its packing
+is launched, and handed over by another when it is packed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ DIVIDED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPiece:
-    """A piece in its staging slot. Whoever gets it owns the slot.
+class StagedPiece:
+    """A piece in its staging slot, packed or being packed.
+
+    Whoever it is handed over to owns the slot; to be told of it before gives no right to that.
 
     Attributes:
         span: what it has of the sequence.
@@ -90,9 +93,13 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    piece: PackedPiece
+    piece: StagedPiece
     num_preemptions: int
     move: PendingMove
+
+
+def _tell_nobody(piece: StagedPiece) -> None:
+    """Leave it at `on_packed`."""
 
 
 @dataclass(slots=True)
@@ -102,18 +109,24 @@ class PiecePacker:
     Attributes:
         staging: slots of one block or more to pack into; a job waits while none is free.
         parts: of a block.
-        on_packed: called in the engine's thread.
+        on_packed: hands a piece over, in the engine's thread.
         divided_bytes: if a prompt's last step makes more than these final, they leave by parts.
+        on_packing: announces the piece that is packed next, unless it is packed at once; the device
+            may still be computing its blocks.
+        on_dropped: an announced piece will not be handed over after all.
     """
 
     executor: Executor
     staging: StagingPool
     block_size: int
     parts: BlockParts
-    on_packed: Callable[[PackedPiece], None]
+    on_packed: Callable[[StagedPiece], None]
     divided_bytes: int = DIVIDED_BYTES
+    on_packing: Callable[[StagedPiece], None] = _tell_nobody
+    on_dropped: Callable[[StagedPiece], None] = _tell_nobody
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _packing: deque[_Packing] = field(default_factory=deque)
+    _announced: StagedPiece | None = None  # the first in `_packing`, once it has been announced
 
     def __post_init__(self) -> None:
         self.executor.marks_parts = True
@@ -204,11 +217,11 @@ class PiecePacker:
         if slot is None:
             return False
         nbytes = self.parts.packed_bytes(len(span.positions), len(span.parts))
-        piece = PackedPiece(job_id, number, span, _random_seed(), slot, nbytes)
+        piece = StagedPiece(job_id, number, span, _random_seed(), slot, nbytes)
         blocks = [job.sequence.block_ids[position] for position in span.positions]
         try:
             move = self.executor.pack(
-                blocks, span.parts, slot.buffer[:nbytes], piece.seed, job.marker_of(span)
+                blocks, span.parts, slot.buffer, piece.seed, job.marker_of(span)
             )
         except BaseException:
             slot.release()
@@ -220,18 +233,31 @@ class PiecePacker:
     def _hand_over_packed(self) -> None:
         while self.is_due():
             self._hand_over(self._packing.popleft())
+        if self._packing:
+            self._announce(self._packing[0].piece)
+
+    def _announce(self, piece: StagedPiece) -> None:
+        if piece is not self._announced and piece.job_id in self._jobs:
+            self._announced = piece
+            self.on_packing(piece)
 
     def _hand_over(self, packing: _Packing) -> None:
         piece = packing.piece
         job = self._jobs.get(piece.job_id)
+        was_announced, self._announced = piece is self._announced, None
         if job is None:
-            piece.slot.release()
+            self._drop(piece, was_announced)
         elif job.sequence.num_preemptions != packing.num_preemptions:
             # The blocks were given away while they were read: what was packed may be another's.
-            piece.slot.release()
+            self._drop(piece, was_announced)
             job.resend.append((piece.piece, piece.span))
         else:
             self.on_packed(piece)
+
+    def _drop(self, piece: StagedPiece, was_announced: bool) -> None:
+        piece.slot.release()
+        if was_announced:
+            self.on_dropped(piece)
 
 
 def _random_seed() -> int:

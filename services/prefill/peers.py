@@ -16,7 +16,7 @@ from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
 from pagewire.shared.registry import LinkInfo
-from pagewire.shared.transfer.base import KvTransport
+from pagewire.shared.transfer.base import KvTransport, UntilPacked
 from pagewire.shared.worker.layout import check_layout
 from pagewire.shared.worker.runtime import WorkerRuntime
 
@@ -150,9 +150,14 @@ class DecodePeers:
             await peer.transport.disconnect(peer.worker_id)
 
     async def send(
-        self, peer_id: str, header: PieceHeader, payload: torch.Tensor, timeout: float
+        self,
+        peer_id: str,
+        header: PieceHeader,
+        payload: torch.Tensor,
+        timeout: float,
+        until_packed: UntilPacked | None,
     ) -> None:
-        """Send a piece to the worker of a connection.
+        """Send a piece to the worker of a connection; `until_packed` as in `KvTransport.send`.
 
         Raises:
             TransferError: the way is closed or broke.
@@ -160,7 +165,7 @@ class DecodePeers:
         peer = self._peers.get(peer_id)
         if peer is None:
             raise TransferError("the decode worker is gone")
-        await peer.transport.send(peer.worker_id, header, payload, timeout)
+        await peer.transport.send(peer.worker_id, header, payload, timeout, until_packed)
         metrics = self._runtime.transfer_metrics
         metrics.bytes.labels("sent", peer.transport.name, peer.worker_id).inc(header.nbytes)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from pagewire.services.prefill.announced import Announced
 from pagewire.services.prefill.jobs import PrefillJob
-from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
@@ -46,6 +47,7 @@ class PrefillService:
         self._runtime = runtime
         self._tasks = runtime.tasks
         self._jobs: dict[str, PrefillJob] = {}
+        self._next: Announced | None = None  # the piece that is packed next
         self._peers = DecodePeers(runtime)
         self._parts = BlockParts.of_layout(runtime.built.layout)
         self._packer = PiecePacker(
@@ -54,6 +56,8 @@ class PrefillService:
             block_size=runtime.built.layout.block_size,
             parts=self._parts,
             on_packed=runtime.in_loop(self._on_packed),
+            on_packing=runtime.in_loop(self._on_packing),
+            on_dropped=runtime.in_loop(self._on_dropped),
         )
         runtime.built.core.hooks.append(self._packer)
         self._vigil = runtime.vigil(lambda: bool(self._jobs))
@@ -148,16 +152,40 @@ class PrefillService:
 
     # Its blocks leave
 
-    def _on_packed(self, piece: PackedPiece) -> None:
+    def _on_packing(self, piece: StagedPiece) -> None:
+        """Offer a piece that is still being packed; it will be handed over, or dropped."""
         job = self._jobs.get(piece.job_id)
+        if job is not None:
+            self._next = announced = Announced(piece)
+            sending = self._send(job, piece, announced)
+            announced.sender = self._tasks.spawn(sending, "sending a KV piece")
+
+    def _on_packed(self, piece: StagedPiece) -> None:
+        job, announced = self._jobs.get(piece.job_id), self._take_announced(piece)
         if job is None:
             piece.slot.release()
+            if announced is not None:
+                announced.resolve(packed=False)
             return
         job.note_packed(piece.piece, piece.span)
-        self._tasks.spawn(self._send(job, piece), "sending a KV piece")
+        if announced is None or announced.is_left:
+            self._tasks.spawn(self._send(job, piece, None), "sending a KV piece")
+        else:
+            announced.resolve(packed=True)
 
-    async def _send(self, job: PrefillJob, piece: PackedPiece) -> None:
-        """Send a piece and start the wait for its acknowledgement."""
+    def _on_dropped(self, piece: StagedPiece) -> None:
+        if (announced := self._take_announced(piece)) is not None:
+            announced.resolve(packed=False)
+
+    def _take_announced(self, piece: StagedPiece) -> Announced | None:
+        announced = self._next
+        if announced is None or announced.piece is not piece:
+            return None
+        self._next = None
+        return announced
+
+    async def _send(self, job: PrefillJob, piece: StagedPiece, announced: Announced | None) -> None:
+        """Send a piece, once it is packed, and start the wait for its acknowledgement."""
         timeout = self._runtime.settings.transfer_timeout_s
         ticket = job.ticket
         header = PieceHeader(
@@ -171,14 +199,18 @@ class PrefillService:
             seed=piece.seed,
             nbytes=piece.nbytes,
         )
+        until_packed = None if announced is None else announced.until_packed
         try:
             payload = piece.slot.buffer[: piece.nbytes]
-            await self._peers.send(job.peer_id, header, payload, timeout)
+            await self._peers.send(job.peer_id, header, payload, timeout, until_packed)
         except TransferError as exc:
-            self._fail(job, f"piece {piece.piece} was not sent: {exc}")
+            if announced is None or announced.is_packed:
+                self._fail(job, f"piece {piece.piece} was not sent: {exc}")
             return
         finally:
-            piece.slot.release()
+            # Until it is packed, the device writes into the slot, and whoever hands it over has it.
+            if announced is None or announced.is_packed:
+                piece.slot.release()
         if self._is_live(job) and piece.piece not in job.acked:
             job.stop_timer(piece.piece)  # of a copy that was sent meanwhile
             job.timers[piece.piece] = asyncio.get_running_loop().call_later(

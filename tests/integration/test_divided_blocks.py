@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
-from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.shared.config import EngineSettings, load_settings
 from pagewire.shared.engine.build import BuiltEngine, build_engine, new_sequence
 from pagewire.shared.engine.sequence import Sequence
@@ -55,7 +55,7 @@ class Sender:
 
     def __init__(self, built: BuiltEngine, node: Node, staging: StagingPool) -> None:
         self.built, self._node = built, node
-        self.packed: list[PackedPiece] = []
+        self.packed: list[StagedPiece] = []
         self.headers: list[PieceHeader] = []
         parts = built.runner.mover.parts
         self.packer = PiecePacker(

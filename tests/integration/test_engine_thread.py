@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from pagewire.services.prefill.packer import PackedPiece, PiecePacker
+from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
 from pagewire.shared.engine.scheduler import ScheduledBatch
@@ -225,7 +225,7 @@ def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
 
 def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) -> None:
     core, device = make_core(block_size=4)
-    pieces: list[PackedPiece] = []
+    pieces: list[StagedPiece] = []
     parts = BlockParts.of(NUM_PARTS, 4 * BYTES_PER_TOKEN)
     staging = StagingPool(1, parts.packed_bytes(1), torch.device("cpu"))
     packer = PiecePacker(device, staging, 4, parts, pieces.append)
@@ -239,7 +239,7 @@ def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) 
     with started(core) as engine:
         staging.watch(engine.wake)
         engine.submit(start)
-        taken: list[PackedPiece] = []
+        taken: list[StagedPiece] = []
         while len(taken) < 4:
             until(lambda: len(pieces) > len(taken))
             taken.append(pieces[len(taken)])

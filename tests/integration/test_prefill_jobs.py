@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from pagewire.services.prefill.jobs import MAX_SENDS_PER_PIECE
+from pagewire.services.prefill.packer import StagedPiece
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import (
     CancelPrefill,
     PieceAck,
@@ -24,6 +26,7 @@ from pagewire.shared.protocol import (
     PrefillFailed,
 )
 from pagewire.shared.request import SamplingParams
+from pagewire.shared.transfer.base import UntilPacked
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.service_runtimes import (
@@ -51,13 +54,17 @@ class Peers:
     """An open way that nobody answers by itself.
 
     Attributes:
-        sent, headers: pieces, in order.
+        offered: pieces, in order.
+        sent, headers: those whose payload is there, in order.
         arrive: sending returns once it is set.
+        error: what becomes of an offer instead.
     """
 
+    offered: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     headers: list[PieceHeader] = field(default_factory=list)
     arrive: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
 
     def is_open(self, *_args: object) -> bool:
         return True
@@ -65,7 +72,14 @@ class Peers:
     def slot_bytes(self, _peer_id: str) -> int:
         return 1 << 30
 
-    async def send(self, _peer_id: str, header: Any, *_args: object) -> None:
+    async def send(
+        self, _peer_id: str, header: Any, _payload: Any, _timeout: float, until: UntilPacked | None
+    ) -> None:
+        self.offered.append(header.piece)
+        if self.error is not None:
+            raise self.error
+        if until is not None:
+            await until()
         self.sent.append(header.piece)
         self.headers.append(header)
         await self.arrive.wait()
@@ -187,6 +201,96 @@ def test_a_piece_that_was_acknowledged_is_not_sent_again() -> None:
                 service.on_message(DECODE, PieceNack(job_id="job", piece=0))
             await asyncio.sleep(TRANSFER_TIMEOUT_S / 2)
             assert peers.sent == [0, 1]
+            assert service.num_active == 1
+
+    run_async(scenario())
+
+
+def test_a_piece_is_offered_while_it_is_packed() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            runtime.device.has_moved = False
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.offered == [0])
+            await eventually(lambda: runtime.posted(PrefillDone))
+            assert peers.sent == []
+            runtime.device.has_moved = True
+            await eventually(lambda: peers.sent == [0])
+            assert peers.offered == [0]
+            peers.arrive.set()
+            service.on_message(DECODE, PieceAck(job_id="job", piece=0))
+            assert service.num_active == 0
+
+    run_async(scenario())
+
+
+def test_a_job_that_ends_while_its_piece_is_packed_keeps_no_slot() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            runtime.device.has_moved = False
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.offered == [0])
+            service.on_message(DECODE, CancelPrefill(job_id="job"))
+            await eventually(lambda: not runtime.used_blocks)
+            runtime.device.has_moved = True
+            await eventually(lambda: runtime.send_staging.num_free == 4)
+            assert (peers.sent, service.num_active) == ([], 0)
+
+    run_async(scenario())
+
+
+def test_a_sender_that_never_began_leaves_its_piece_to_another() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            runtime.device.has_moved = False
+            on_packing = service._on_packing
+
+            def cancel(piece: StagedPiece) -> None:
+                on_packing(piece)
+                assert service._next is not None and service._next.sender is not None
+                service._next.sender.cancel()
+
+            service._packer.on_packing = runtime.in_loop(cancel)
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: service._next is not None and service._next.is_left)
+            assert peers.offered == []
+            runtime.device.has_moved = True
+            await eventually(lambda: peers.sent == [0])
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("error", [TransferError("no way"), RuntimeError("a bug")])
+def test_a_piece_whose_offer_fails_is_sent_once_it_is_packed(error: Exception) -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            runtime.device.has_moved = False
+            peers.error = error
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.offered == [0])
+            peers.error = None
+            runtime.device.has_moved = True
+            await eventually(lambda: peers.sent == [0])
+            assert not runtime.posted(PrefillFailed)
+
+    run_async(scenario())
+
+
+def test_a_piece_whose_blocks_were_lost_while_it_was_packed_is_offered_again() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            runtime.device.has_moved = False
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.offered == [0])
+            sequence = service._packer._jobs["job"].sequence
+
+            def preempt(_core: object) -> None:
+                sequence.num_preemptions += 1
+                runtime.device.has_moved = True
+
+            runtime.engine.submit(preempt)
+            await eventually(lambda: peers.sent == [0])
+            assert peers.offered == [0, 0]
             assert service.num_active == 1
 
     run_async(scenario())

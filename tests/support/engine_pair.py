@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
-from pagewire.services.prefill.packer import DIVIDED_BYTES, PackedPiece, PiecePacker
+from pagewire.services.prefill.packer import DIVIDED_BYTES, PiecePacker, StagedPiece
 from pagewire.services.prefill.spans import Span
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
@@ -16,7 +16,7 @@ from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, 
 from pagewire.tests.support.prefill_side import BLOCK_SIZE, CPU, LARGE, PARTS, WHOLE
 
 
-def header_of(piece: PackedPiece) -> PieceHeader:
+def header_of(piece: StagedPiece) -> PieceHeader:
     return PieceHeader(
         job_id=piece.job_id,
         decode_epoch=1,
@@ -73,7 +73,7 @@ class Pair:
         self.prefill.hooks.append(self.packer)
         self.decode.hooks.append(self.scatterer)
 
-    def _carry(self, piece: PackedPiece) -> None:
+    def _carry(self, piece: StagedPiece) -> None:
         slot = self.receive_staging.try_acquire()
         assert slot is not None
         slot.buffer[: piece.nbytes] = piece.slot.buffer[: piece.nbytes]

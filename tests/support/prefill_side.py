@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.services.prefill.packer import DIVIDED_BYTES, PackedPiece, PiecePacker
+from pagewire.services.prefill.packer import DIVIDED_BYTES, PiecePacker, StagedPiece
 from pagewire.services.prefill.spans import Span
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
@@ -34,6 +34,8 @@ class PrefillSide:
 
     Attributes:
         pieces: job -> (piece, span, tokens) in the order in which they were packed.
+        announced: pieces, in the order in which they were announced.
+        dropped: of these.
     """
 
     core: EngineCore
@@ -44,16 +46,25 @@ class PrefillSide:
     pieces: defaultdict[str, list[tuple[int, Span, list[int]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    held: list[PackedPiece] = field(default_factory=list)
+    held: list[StagedPiece] = field(default_factory=list)
+    announced: list[StagedPiece] = field(default_factory=list)
+    dropped: list[StagedPiece] = field(default_factory=list)
     packer: PiecePacker = field(init=False)
 
     def __post_init__(self) -> None:
         self.packer = PiecePacker(
-            self.device, self.staging, BLOCK_SIZE, PARTS, self.on_packed, self.divided_bytes
+            self.device,
+            self.staging,
+            BLOCK_SIZE,
+            PARTS,
+            self.on_packed,
+            self.divided_bytes,
+            self.announced.append,
+            self.dropped.append,
         )
         self.core.hooks.append(self.packer)
 
-    def on_packed(self, piece: PackedPiece) -> None:
+    def on_packed(self, piece: StagedPiece) -> None:
         span = piece.span
         assert piece.nbytes == PARTS.packed_bytes(len(span.positions), len(span.parts))
         tokens = piece.slot.buffer[: span.num_units * PARTS.nbytes].view(torch.int32).tolist()

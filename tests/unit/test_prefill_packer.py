@@ -104,6 +104,43 @@ def test_packed_piece_leaves_before_the_next_is_launched(monkeypatch: pytest.Mon
     assert gone_before == [0, 1, 2, 3, 4]
 
 
+def test_the_piece_that_is_packed_next_is_announced() -> None:
+    side = prefill_side(num_slots=8, blocks_per_slot=1)
+    side.device.has_moved = False
+    side.start("job", PROMPT)
+    side.turn(3)
+    assert [piece.piece for piece in side.announced] == [0]
+    assert side.staging.num_free == 3
+    side.device.has_moved = True
+    side.turn()
+    assert_complete(side, "job", PROMPT, 0)
+    assert [piece.piece for piece in side.announced] == [0]  # the others were packed by then
+    assert side.dropped == []
+
+
+def test_what_is_packed_at_once_is_not_announced() -> None:
+    side = prefill_side()
+    side.start("job", PROMPT)
+    side.turn(8)
+    assert_complete(side, "job", PROMPT, 0)
+    assert side.announced == []
+
+
+def test_an_announced_piece_of_a_dropped_job_is_dropped_once_it_is_packed() -> None:
+    side = prefill_side(num_slots=8, blocks_per_slot=8)
+    side.device.has_moved = False
+    side.start("job", PROMPT)
+    side.start("next", PROMPT)
+    side.turn(2)
+    side.end("job")
+    side.turn()
+    assert ([piece.job_id for piece in side.announced], side.dropped) == (["job"], [])
+    side.device.has_moved = True
+    side.turn()
+    assert side.dropped == side.announced
+    assert_complete(side, "next", PROMPT, 0)
+
+
 def test_pieces_fit_the_slots_of_the_receiver() -> None:
     side = prefill_side(blocks_per_slot=4)
     sequence = make_sequence("job", PROMPT, prefill_only=True)
@@ -160,6 +197,8 @@ def test_piece_whose_blocks_were_lost_while_it_was_packed_is_packed_again() -> N
     side.turn()
     assert side.pieces == {}
     assert side.staging.num_free == 4
+    assert side.announced
+    assert side.dropped == side.announced
     while not job.is_finished:
         side.turn()
     side.turn()
