@@ -47,6 +47,11 @@ IN_A_ROW = (1, 8)  # prompts
 _SPARE = 2  # the pool is so many times larger than the prompt
 _LEAD_S = 0.005  # from an order to the moment at which it is to be obeyed
 _TICK_S = 0.001  # as of a worker's vigil, which this package does not know
+# Blocks of the largest piece. While such a piece crosses, the host gets the next one ready, and had
+# better send it than launch another; smaller ones cross in less, so they are packed ahead. (In a
+# worker two threads launch and send.)
+_LEAST_ONE_BY_ONE = 64
+_TURN_S = 0.0001  # more than a turn of the loop takes: nearer to the moment the loop stands still
 _SPIN_S = 0.003  # before the moment the loop only turns: asyncio rounds a sleep up to a millisecond
 
 
@@ -68,12 +73,12 @@ class _Prompt:
         self.staging = StagingPool(SLOTS, slot_bytes, torch.device(device))
 
     def pack(self, start: int, count: int, staging: torch.Tensor) -> PendingMove:
-        """Begin to gather blocks of the prompt."""
+        """Begin to gather blocks of the prompt into a slot."""
         blocks = self._blocks[start : start + count]
         return self.mover.pack(blocks, self.parts.whole, staging, start, self._marker)
 
     def unpack(self, start: int, count: int, staging: torch.Tensor) -> PendingCheck:
-        """Begin to scatter blocks of the prompt."""
+        """Begin to scatter blocks of the prompt from a slot."""
         blocks = self._blocks[start : start + count]
         return self.mover.unpack(staging, blocks, self.parts.whole, start, self._marker)
 
@@ -101,12 +106,11 @@ async def _send(
     transport: KvTransport,
     slot: StagingSlot,
     header: PieceHeader,
-    data: torch.Tensor,
     packing: PendingMove,
 ) -> None:
     try:
-        await _done(packing)
-        await transport.send("receiver", header, data, PATIENCE_S)
+        data = slot.buffer[: header.nbytes]
+        await transport.send("receiver", header, data, PATIENCE_S, lambda: _done(packing))
     finally:
         slot.release()
 
@@ -120,18 +124,28 @@ async def _child(kind: str, device: str, num_blocks: int) -> None:
     async def obey(transport: KvTransport, order: list[int]) -> None:
         most, prompts, start_ns = order
         pieces = prompts * _pieces(num_blocks, most)
-        while (left_s := (start_ns - time.monotonic_ns()) / 1e9) > 0:  # noqa: ASYNC110 - begin in time
-            await asyncio.sleep(_TICK_S if left_s > _SPIN_S else 0)
         async with asyncio.TaskGroup() as group:
+            await _until(start_ns)
             for start, size in pieces:
-                slot = await prompt.staging.acquire(PATIENCE_S)
-                data = slot.buffer[: prompt.parts.packed_bytes(size)]
-                packing = prompt.pack(start, size, data)
-                header = _header(start, size, prompt.parts.count, data.nbytes)
-                group.create_task(_send(transport, slot, header, data, packing))
-                await asyncio.sleep(0)  # what has been packed leaves before the next is launched
+                slot = prompt.staging.try_acquire() or await prompt.staging.acquire(PATIENCE_S)
+                packing = prompt.pack(start, size, slot.buffer)
+                nbytes = prompt.parts.packed_bytes(size)
+                header = _header(start, size, prompt.parts.count, nbytes)
+                group.create_task(_send(transport, slot, header, packing))
+                await asyncio.sleep(0)  # it is offered before the next is launched
+                if most >= _LEAST_ONE_BY_ONE:
+                    await _done(packing)
+                    await asyncio.sleep(0)  # it leaves in the turn in which it is seen to be packed
 
     await serve_orders(kind, prompt.staging, obey)
+
+
+async def _until(moment_ns: int) -> None:
+    """Return at a moment of `time.monotonic_ns`."""
+    while (left_s := (moment_ns - time.monotonic_ns()) / 1e9) > _TURN_S:  # noqa: ASYNC110 - to be in time
+        await asyncio.sleep(_TICK_S if left_s > _SPIN_S else 0)
+    while time.monotonic_ns() < moment_ns:
+        pass
 
 
 def _pieces(num_blocks: int, most: int) -> list[tuple[int, int]]:
@@ -140,14 +154,21 @@ def _pieces(num_blocks: int, most: int) -> list[tuple[int, int]]:
     return list(zip(accumulate([0, *sizes[:-1]]), sizes, strict=True))
 
 
-async def _check(check: PendingCheck, piece: ReceivedPiece) -> None:
+async def _check(check: PendingCheck, piece: ReceivedPiece) -> int:
+    """Return the moment at which a piece is known to be intact, in ns.
+
+    Raises:
+        TransferError: it arrived damaged.
+    """
     try:
         await _done(check)
         intact = check.is_intact()
+        checked_ns = time.monotonic_ns()
     finally:
         piece.slot.release()
     if not intact:
         raise TransferError(f"piece {piece.header.piece} arrived damaged")
+    return checked_ns
 
 
 @asynccontextmanager
@@ -172,13 +193,14 @@ async def _turn(
     started_ns = time.monotonic_ns() + int(_LEAD_S * 1e9)  # the same clock in both processes
     orders.write(f"{most} {prompts} {started_ns}\n".encode())
     async with _vigil(), asyncio.timeout(PATIENCE_S):
+        checks = []
         async with asyncio.TaskGroup() as group:
             for _ in range(prompts * len(piece_sizes(prompt.num_blocks, most))):
                 piece = await transport.recv()
-                header, payload = piece.header, piece.slot.buffer[: piece.header.nbytes]
-                check = prompt.unpack(header.positions[0], len(header.positions), payload)
-                group.create_task(_check(check, piece))
-        return (time.monotonic_ns() - started_ns) / 1e9 / prompts
+                positions = piece.header.positions
+                check = prompt.unpack(positions[0], len(positions), piece.slot.buffer)
+                checks.append(group.create_task(_check(check, piece)))
+        return (max(check.result() for check in checks) - started_ns) / 1e9 / prompts
 
 
 async def _measure(kind: str, source: str, target: str, num_blocks: int) -> None:
