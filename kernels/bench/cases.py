@@ -177,7 +177,9 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
         ops.pack_blocks(pool, order, staging)
         return (staging,)
 
-    def unpack(ops: Ops, pool: torch.Tensor, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def unpack(
+        ops: Ops, pool: torch.Tensor, staging: torch.Tensor, damaged: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ops.unpack_blocks(staging, pool, order, damaged)
         return damaged, pool
 
@@ -192,9 +194,11 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     yield BenchCase(
         "unpack_blocks",
         f"{count} x 2 MiB in parts",
-        lambda ops: unpack(ops, pool, staging),
+        lambda ops: unpack(ops, pool, staging, damaged),
         work=8.0 * count * BLOCK_WORDS,
-        check=lambda ops: unpack(ops, torch.zeros_like(pool), staging.clone()),
+        check=lambda ops: unpack(
+            ops, torch.zeros_like(pool), staging.clone(), torch.zeros_like(damaged)
+        ),
         exact=True,
     )
 
