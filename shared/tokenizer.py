@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates, with neither torch nor transformers.
+"""Text to token ids and back, and chat templates, without torch.
 
 The router and the offline `LLM` share it. It reads what a Hugging Face model directory carries:
 `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, and the chat template.

@@ -42,7 +42,7 @@ from pagewire.shared.tokenizer import Tokenizer
 
 PROBE_TIMEOUT_S = 120.0
 VERSION_TIMEOUT_S = 10.0
-WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+WORKER_PACKAGES = ("torch", "safetensors", "numpy")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 SAMPLE = "def f(x): return x  # a lambda, äöü"
 CUT_AT = 300

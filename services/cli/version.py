@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-PARTS = ("torch", "triton", "ucxx-cu13", "ucxx-cu12", "transformers", "pyzmq", "redis")
+PARTS = ("torch", "triton", "ucxx-cu13", "ucxx-cu12", "pyzmq", "redis")
 
 
 def version() -> None:

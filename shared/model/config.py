@@ -1,4 +1,4 @@
-"""What a model directory says about its model, and its identity; no torch, no transformers.
+"""What a model directory says about its model, and its identity; torch is not imported.
 
 Missing fields have the defaults of Hugging Face's configuration classes, so that a directory means
 the same here and there. What cannot be computed exactly is refused, not approximated.

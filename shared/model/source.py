@@ -1,6 +1,6 @@
 """Where a model comes from: the package, a local directory, or the Hugging Face hub.
 
-Imports neither torch nor transformers: the router resolves its tokenizer here, too.
+Does not import torch: the router resolves its tokenizer here, too.
 """
 
 from __future__ import annotations

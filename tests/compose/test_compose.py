@@ -16,7 +16,6 @@ import openai
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.tests.compose.cluster import (
     ComposeCluster,
     compose_cluster,
@@ -27,6 +26,7 @@ from pagewire.tests.compose.cluster import (
 from pagewire.tests.compose.load import MAX_TOKENS, MODEL, PATIENCE_S, Load, Outcome
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.documents import ROOT
+from pagewire.tools.demo_model.prompts import standard_prompts
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster, complete_all, local_cluster
+from pagewire.tools.demo_model.prompts import standard_prompts
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,7 +18,7 @@ from pagewire.shared.engine.prefill_inputs import PrefillShape
 from pagewire.shared.engine.scheduler import ScheduledTokens
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.model.demo.prompts import standard_prompts
+from pagewire.tools.demo_model.prompts import standard_prompts
 
 MAX_TOKENS = 64
 BLOCK_SIZE = 16

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.tests.support.local_cluster import complete_all
+from pagewire.tools.demo_model.prompts import standard_prompts
 
 
 @dataclass(frozen=True)

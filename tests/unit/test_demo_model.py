@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
-from pagewire.shared.model.demo.batches import NO_TARGET, SequenceSampler, suffix_targets
-from pagewire.shared.model.demo.corpus import Corpus, load_corpus, train_tokenizer
-from pagewire.shared.model.demo.margins import describe, greedy_margins
-from pagewire.shared.model.demo.prompts import standard_prompts
-from pagewire.shared.model.demo.train import model_config, save, train
 from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler, suffix_targets
+from pagewire.tools.demo_model.corpus import Corpus, load_corpus, train_tokenizer
+from pagewire.tools.demo_model.margins import describe, greedy_margins
+from pagewire.tools.demo_model.prompts import standard_prompts
+from pagewire.tools.demo_model.train import model_config, save, train
 
 MAX_BYTES = 8_000_000
 # Correct implementations in float32 differ by less than this in the lead of the best token.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +21,8 @@ CLI_ENTRY_POINTS = {f"pagewire.services.{role}.main" for role in ("decode", "pre
 NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
+# Distributions whose module has another name.
+DISTRIBUTIONS = {"zmq": "pyzmq", "ucxx": "ucxx-cu13"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 MAY_TOUCH_THE_ENVIRONMENT = {
     "shared/config.py": "the one reader of settings",
@@ -183,6 +187,24 @@ def test_file_runs_no_foreign_code(file: Path) -> None:
     assert imported & UNSAFE_MODULES == set()
     calls = {ast.unparse(n.func) for n in ast.walk(syntax_tree(file)) if isinstance(n, ast.Call)}
     assert calls & UNSAFE_CALLS == set()
+
+
+def test_what_serves_imports_declared_packages_alone() -> None:
+    """None that is there only because another package brings it, nor one for tests and tools."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    declared = {
+        re.split(r"[^\w.-]", line)[0]
+        for line in [*project["dependencies"], *extras["worker"], *extras["ucx"]]
+    }
+    wrong = []
+    for file in source_files():
+        for imported in imports_of(file):
+            top = imported.module.split(".")[0]
+            distribution = DISTRIBUTIONS.get(top, top.replace("_", "-"))
+            if top not in sys.stdlib_module_names | {"pagewire"} and distribution not in declared:
+                wrong.append(f"{file.relative_to(ROOT)}:{imported.line} imports {top}")
+    assert wrong == []
 
 
 def test_environment_is_read_in_one_place() -> None:

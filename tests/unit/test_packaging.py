@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import pagewire
+from pagewire.services.cli.doctor import WORKER_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("kernels", "shared", "services")
+NOT_IN_THE_WHEEL = ("loadtest", "tests", "tools")
 NOT_IN_A_ROUTER = {"torch", "triton", "transformers", "safetensors", "numpy", "ucxx-cu13"}
 
 
@@ -49,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel of a copy of the tree, built with the environment's own setuptools."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     skipped = shutil.ignore_patterns("__pycache__")
-    for name in TOP:
+    for name in (*TOP, *NOT_IN_THE_WHEEL):
         shutil.copytree(ROOT / name, source / name, ignore=skipped)
     for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "py.typed"):
         shutil.copy(ROOT / name, source / name)
@@ -73,6 +75,21 @@ def test_wheel_has_every_module(wheel: zipfile.ZipFile) -> None:
     assert packed == expected | {"pagewire/__init__.py"}
 
 
+def test_wheel_does_not_require_transformers(wheel: zipfile.ZipFile) -> None:
+    """It is for tests and for training the demo model: the extra `dev` alone has it."""
+    name = f"pagewire-{pagewire.__version__}.dist-info/METADATA"
+    lines = wheel.read(name).decode().splitlines()
+    required = [line for line in lines if line.startswith("Requires-Dist: transformers")]
+    assert len(required) == 1
+    assert required[0].endswith('extra == "dev"')
+
+
+def test_doctor_asks_for_what_workers_require() -> None:
+    worker = project_table()["project"]["optional-dependencies"]["worker"]
+    # Triton is not needed on the CPU; doctor judges it by itself.
+    assert set(WORKER_PACKAGES) == {requirement_name(each) for each in worker} - {"triton"}
+
+
 def test_wheel_has_the_demo_model(wheel: zipfile.ZipFile) -> None:
     demo = "pagewire/shared/model/demo"
     needed = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")
@@ -85,7 +102,7 @@ def test_wheel_has_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
     assert tops == {"pagewire", f"pagewire-{pagewire.__version__}.dist-info"}
 
 
-@pytest.mark.parametrize("name", [*TOP, "tests"])
+@pytest.mark.parametrize("name", [*TOP, *NOT_IN_THE_WHEEL])
 def test_bare_directory_is_no_import_name(name: str, tmp_path: Path) -> None:
     """An importable `kernels` breaks transformers where Hugging Face's own package is used."""
     code = (

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pagewire.shared.model.demo import corpus as demo_corpus
-from pagewire.shared.model.demo.corpus import BOS, END, EOS, ROLES, Corpus
+from pagewire.tools.demo_model import corpus as demo_corpus
+from pagewire.tools.demo_model.corpus import BOS, END, EOS, ROLES, Corpus
 
 Ids = NDArray[np.int64]
 

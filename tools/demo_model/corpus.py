@@ -8,7 +8,6 @@ from __future__ import annotations
 import pydoc_data.topics
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -124,11 +123,6 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
         special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
     )
     return tokenizer
-
-
-def chat_template() -> str:
-    """The Jinja template that lies beside this module."""
-    return (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def _without_rules(text: str) -> str:

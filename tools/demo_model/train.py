@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: `python -m pagewire.shared.model.demo.train --out DIR`.
+"""Trains the demo model from scratch: `python -P -m pagewire.tools.demo_model.train --out DIR`.
 
 The model is overfitted on purpose: it is to write recognisable English with greedy choices so
 clear that tests can compare tokens exactly. `corpus.py` and `batches.py` say what it learns from.
@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagewire.shared.model.demo.batches import NO_TARGET, SequenceSampler
-from pagewire.shared.model.demo.corpus import (
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.tokenizer import Tokenizer as PagewireTokenizer
+from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler
+from pagewire.tools.demo_model.corpus import (
     BOS,
     END,
     EOS,
@@ -28,9 +30,8 @@ from pagewire.shared.model.demo.corpus import (
     load_corpus,
     train_tokenizer,
 )
-from pagewire.shared.model.demo.margins import describe, greedy, greedy_margins
-from pagewire.shared.model.demo.prompts import standard_prompts
-from pagewire.shared.tokenizer import Tokenizer as PagewireTokenizer
+from pagewire.tools.demo_model.margins import describe, greedy, greedy_margins
+from pagewire.tools.demo_model.prompts import standard_prompts
 
 VOCAB_SIZE = 2048
 TOKENS_PER_STEP = 2048
@@ -153,7 +154,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     text = json.dumps(tokenizer_config, indent=2) + "\n"
     (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
     for name in COPIED_FILES:
-        source = Path(__file__).parent / name
+        source = demo_model_path() / name
         if source.resolve() != (out / name).resolve():
             shutil.copyfile(source, out / name)
 
