@@ -14,6 +14,7 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import ModelConfig
 from pagewire.shared.model.llama import LlamaForCausalLM
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
+from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie
 
 LoadFormat = Literal["safetensors", "dummy"]
 # Which tensors to take from which file.
@@ -53,14 +54,17 @@ def load_model(
             memory for them; one line.
     """
     positions = max_positions or config.max_position_embeddings
+    checkpoint: list[WeightsFile] = []
     plan: LoadPlan = []
     if load_format == "safetensors":
         if path is None:
             raise ModelLoadError("load_format safetensors needs a model directory")
+        checkpoint = find_weights(path)
+        config = settle_tie(config, checkpoint, dtype)
         # A wrong or damaged file should not cost the allocation of a large model: check its
         # header against a model that is all shapes and no memory.
         shapes = LlamaForCausalLM(config, torch.device("meta"), dtype, ops, max_positions=1)
-        plan = _plan(dict(shapes.targets()), find_weights(path), config.tie_word_embeddings)
+        plan = _plan(_targets(shapes, checkpoint), checkpoint, config.tie_word_embeddings)
     try:
         model = LlamaForCausalLM(config, device, dtype, ops, positions)
     except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
@@ -71,7 +75,7 @@ def load_model(
     if load_format == "dummy":
         _fill_randomly(model, device)
     else:
-        _fill(model, plan, device)
+        _fill(_targets(model, checkpoint), plan, device)
     return model
 
 
@@ -85,8 +89,16 @@ def _fill_randomly(model: LlamaForCausalLM, device: torch.device) -> None:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _fill(model: LlamaForCausalLM, plan: LoadPlan, device: torch.device) -> None:
+def _targets(model: LlamaForCausalLM, checkpoint: list[WeightsFile]) -> dict[str, torch.Tensor]:
+    """Return what each tensor of the checkpoint fills, by its name there."""
     targets = dict(model.targets())
+    names = {name for file in checkpoint for name in file.tensors}
+    if model.config.tie_word_embeddings and HEAD in names and EMBEDDING not in names:
+        targets[HEAD] = targets.pop(EMBEDDING)  # one tensor, saved under its other name
+    return targets
+
+
+def _fill(targets: dict[str, torch.Tensor], plan: LoadPlan, device: torch.device) -> None:
     for file, names in plan:
         try:
             with safe_open(file.path, framework="pt", device=str(device)) as weights:
@@ -107,7 +119,7 @@ def _plan(targets: dict[str, torch.Tensor], checkpoint: list[WeightsFile], tied:
     plan: LoadPlan = []
     holder: dict[str, WeightsFile] = {}
     for file in checkpoint:
-        names = [name for name in file.tensors if not _is_ignored(name, tied)]
+        names = [name for name in file.tensors if name in targets or not _is_ignored(name, tied)]
         for name in names:
             _check_tensor(name, targets, file, holder.get(name))
             holder[name] = file
@@ -124,7 +136,7 @@ def _plan(targets: dict[str, torch.Tensor], checkpoint: list[WeightsFile], tied:
 
 def _is_ignored(name: str, tied: bool) -> bool:
     """Whether a checkpoint's tensor adds nothing: it follows from the configuration or another."""
-    return _DERIVED.fullmatch(name) is not None or (tied and name == "lm_head.weight")
+    return _DERIVED.fullmatch(name) is not None or (tied and name == HEAD)
 
 
 def _check_tensor(

@@ -1,0 +1,71 @@
+"""Whether a checkpoint's output head is the embedding table, decided as Hugging Face does.
+
+A configuration may say that the two are tied although the checkpoint has both, with different
+values: then each is used for its own purpose. A fine-tune that trained the head, saved with the
+base model's configuration, is such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model.config import ModelConfig
+from pagewire.shared.model.safetensors_header import WeightsFile
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+_ROWS = 4096  # compared at a time: the tables of a large vocabulary take gigabytes
+
+
+def settle_tie(
+    config: ModelConfig, checkpoint: list[WeightsFile], dtype: torch.dtype
+) -> ModelConfig:
+    """Return the configuration, not tied where the checkpoint has two different tensors.
+
+    Args:
+        config: what `load_config` says of the model.
+        checkpoint: the model's weights files.
+        dtype: of the parameters; tensors that differ only in what it cannot hold are equal.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+    """
+    tied = config.tie_word_embeddings and _is_one_tensor(checkpoint, dtype)
+    return dataclasses.replace(config, tie_word_embeddings=tied)
+
+
+def _is_one_tensor(checkpoint: list[WeightsFile], dtype: torch.dtype) -> bool:
+    embedding, head = (
+        next((file for file in checkpoint if name in file.tensors), None)
+        for name in (EMBEDDING, HEAD)
+    )
+    if embedding is None or head is None:
+        return True
+    shape = head.tensors[HEAD].shape
+    if embedding.tensors[EMBEDDING].shape != shape or len(shape) != 2:
+        return False  # the loader says what is wrong with the shape
+    return _are_equal(embedding, head, dtype)
+
+
+def _are_equal(embedding: WeightsFile, head: WeightsFile, dtype: torch.dtype) -> bool:
+    rows = head.tensors[HEAD].shape[0]
+    try:
+        with (
+            safe_open(embedding.path, framework="pt") as one,
+            safe_open(head.path, framework="pt") as other,
+        ):
+            table, weights = one.get_slice(EMBEDDING), other.get_slice(HEAD)
+            return all(
+                torch.equal(table[i : i + _ROWS].to(dtype), weights[i : i + _ROWS].to(dtype))
+                for i in range(0, rows, _ROWS)
+            )
+    except (SafetensorError, OSError) as exc:
+        raise ModelLoadError(
+            f"weights files {embedding.path} and {head.path.name} cannot be read ({exc}); download "
+            "them again"
+        ) from exc
