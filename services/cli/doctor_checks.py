@@ -1,4 +1,4 @@
-"""What `pagewire doctor` makes of what it has found. Pure: nothing is looked at here."""
+"""What `pagewire doctor` makes of what it has found; the machine is not looked at here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagewire.shared.installing import install_command
+
 Level = Literal["ok", "warn", "fail"]
 
 MIN_PYTHON = (3, 11)
 # One prefill and one decode worker with the demo model, router, Redis and supervisor take 1.4 GiB.
 DEMO_GIB, COMFORTABLE_GIB = 1.5, 3.0
 GIB = 1 << 30
-INSTALL_WORKER = "pip install 'pagewire[worker,ucx]'"
+# Of PyTorch's own builds, those for the CUDA that our other GPU packages are built for.
+CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 CUDA_LANES = ("cuda_ipc",)
 
 
@@ -45,13 +48,16 @@ def judge_packages(missing: Sequence[str]) -> Finding:
     """Judge which of the workers' packages are not installed."""
     if not missing:
         return Finding("ok", "Packages", "all that workers need is installed")
-    return Finding("fail", "Packages", f"{', '.join(missing)} not installed", INSTALL_WORKER)
+    detail = f"{', '.join(missing)} not installed"
+    return Finding("fail", "Packages", detail, install_command("worker"))
 
 
 def judge_torch(probe: Mapping[str, Any]) -> Finding:
     """Judge whether torch loads."""
     if "error" in probe:
-        return Finding("fail", "torch", f"does not load: {probe['error']}", INSTALL_WORKER)
+        # One that is broken counts as installed, so pip must be made to replace it.
+        advice = install_command("worker", "--force-reinstall", only="torch")
+        return Finding("fail", "torch", f"does not load: {probe['error']}", advice)
     build = f"built for CUDA {probe['cuda_build']}" if probe["cuda_build"] else "a CPU build"
     return Finding("ok", "torch", f"{probe['torch']}, {build}")
 
@@ -73,9 +79,8 @@ def judge_cuda(probe: Mapping[str, Any], installed_gpus: int) -> Finding:
     if probe.get("cuda_build"):
         advice = "the driver is too old for this build of torch, or does not work: see nvidia-smi"
     else:
-        advice = "install a CUDA build: pip install --force-reinstall torch --index-url " + (
-            "https://download.pytorch.org/whl/cu130"
-        )
+        options = ("--force-reinstall", "--index-url", CUDA_INDEX)
+        advice = f"install a CUDA build: {install_command('worker', *options, only='torch')}"
     return Finding("warn", "CUDA", seen + ("it" if installed_gpus == 1 else "them"), advice)
 
 
@@ -96,7 +101,7 @@ def judge_ucx(probe: Mapping[str, Any]) -> Finding:
     """Judge whether KV blocks can cross over UCX, and how fast a way it takes."""
     over_zmq = "KV blocks cross over ZeroMQ instead, which is slower; for UCX: "
     if "error" in probe:
-        advice = f"{over_zmq}{INSTALL_WORKER} (Linux only)"
+        advice = f"{over_zmq}{install_command('ucx')}"
         return Finding("warn", "UCX", f"does not work: {probe['error']}", advice)
     lanes = ", ".join(
         f"{memory} memory by {lane or 'an unknown lane'}" for memory, lane in probe["lanes"].items()

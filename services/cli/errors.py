@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from pagewire.shared.errors import ConfigError, PagewireError
+from pagewire.shared.installing import install_command
 
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -38,5 +39,6 @@ def needs_worker_extra() -> Iterator[None]:
         if exc.name is None or exc.name.partition(".")[0] == "pagewire":
             raise
         raise ConfigError(
-            f"this installation has no {exc.name}; workers need: pip install 'pagewire[worker,ucx]'"
+            f"this installation has no {exc.name}; install what workers need: "
+            f"{install_command('worker')}"
         ) from exc

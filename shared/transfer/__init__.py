@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.installing import install_command
 from pagewire.shared.transfer.base import KvTransport, ReceivedPiece
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
@@ -65,7 +66,8 @@ def create_transport(
     if name == "ucx":
         if not ucx_available():
             raise ConfigError(
-                "KV transport 'ucx' needs ucxx: pip install 'pagewire[ucx]', or choose 'zmq'"
+                f"KV transport 'ucx' needs ucxx: choose 'zmq', or install it: "
+                f"{install_command('ucx')}"
             )
         from pagewire.shared.transfer.ucx import UcxTransport
 

@@ -300,7 +300,7 @@ def test_choice_of_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "find_spec", lambda name: None)
     assert available_transports() == ("zmq",)
     assert create_transport("auto", "w", staging).name == "zmq"
-    with pytest.raises(ConfigError, match=r"pip install 'pagewire\[ucx\]'"):
+    with pytest.raises(ConfigError, match=r"choose 'zmq'.*pip install .*ucxx-cu13"):
         create_transport("ucx", "w", staging)
     with pytest.raises(ConfigError, match="no KV transport 'nixl'"):
         create_transport("nixl", "w", staging)

@@ -126,7 +126,7 @@ def test_exit_code_tells_settings_from_other_failures(capsys: pytest.CaptureFixt
 
 
 def test_missing_package_of_a_worker_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match=r"no torch.*pagewire\[worker"), needs_worker_extra():
+    with pytest.raises(ConfigError, match=r"no torch.*pip install .*torch"), needs_worker_extra():
         raise ModuleNotFoundError(name="torch")
 
 
