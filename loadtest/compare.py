@@ -23,8 +23,10 @@ from pathlib import Path
 from types import FrameType
 
 from pagewire.loadtest.cluster import ClusterError, running_cluster, wait_idle
+from pagewire.loadtest.cpu import CpuSampler
+from pagewire.loadtest.records import BEGAN_FILE
 from pagewire.loadtest.report import write_report
-from pagewire.loadtest.results import Manifest, RunPlan, RunResult, load_results
+from pagewire.loadtest.results import CPU_FILE, Manifest, RunPlan, RunResult, load_results
 from pagewire.loadtest.shapes import SHAPES, schedule
 from pagewire.loadtest.slo import Slo
 
@@ -111,7 +113,11 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
     """
     directory.mkdir(parents=True)
     say(f"{plan.label}: {duration_s:.0f} s of load")
-    with _endpoint(plan, directory, host) as url, (directory / "locust.log").open("wb") as log:
+    with (
+        _endpoint(plan, directory, host) as url,
+        (directory / "locust.log").open("wb") as log,
+        CpuSampler() as cpu,
+    ):
         done = subprocess.run(
             load.locust_command(url, directory, plan.users),
             stdin=subprocess.DEVNULL,
@@ -124,6 +130,8 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
             wait_idle(url)
     if not (directory / "records.jsonl").exists():
         raise ClusterError(f"locust did not start; {directory / 'locust.log'} says why")
+    began = float((directory / BEGAN_FILE).read_text(encoding="utf-8"))
+    cpu.save(directory / CPU_FILE, began)
     return done.returncode == 0
 
 
@@ -165,11 +173,17 @@ def table(result: RunResult) -> list[str]:
             f"  {stage.rate:5g}  {stage.requests:8}  {stage.errors:6}  {ttft:>19}  {itl:>18}"
             f"  {stage.goodput:7.2f}  {stage.cached_share:6.0%}"
         )
+    few = [f"{stage.rate:g}" for stage in result.stages if stage.ttft.p99_is_largest]
+    if few:
+        lines.append(f"  p99 of TTFT at {', '.join(few)} req/s: the largest of fewer than 100")
+    busy = [f"{rate:g}" for rate in result.busy_generator_rates]
+    if busy:
+        lines.append(f"  at {', '.join(busy)} req/s the load generator was the bottleneck")
     return lines
 
 
 def say(text: str) -> None:
-    """Tell what happens next."""
+    """Report what happens next."""
     print(f"==> {text}", flush=True)
 
 

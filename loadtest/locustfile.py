@@ -31,7 +31,7 @@ from locust.env import Environment
 
 from pagewire.loadtest import workloads
 from pagewire.loadtest.client import ChatClient
-from pagewire.loadtest.records import RequestRecord
+from pagewire.loadtest.records import BEGAN_FILE, RequestRecord
 from pagewire.loadtest.sampler import parse_sample
 from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
 from pagewire.loadtest.slo import Slo
@@ -60,9 +60,10 @@ class LoadTest:
         self.model: str = options.model or _served_model(self.host)
         self.stages = schedule(options.load_shape, options.rates, options.stage_s)
         self.has_errors = False
-        self._began = time.perf_counter()
         out = Path(options.out)
         out.mkdir(parents=True, exist_ok=True)
+        self._began = time.perf_counter()
+        (out / BEGAN_FILE).write_text(repr(time.monotonic()), encoding="utf-8")
         self._records = (out / "records.jsonl").open("w", buffering=1, encoding="utf-8")
         self._samples = (out / "samples.jsonl").open("w", buffering=1, encoding="utf-8")
         self._session = requests.Session()

@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+BEGAN_FILE = "began"  # the load's beginning, by the machine's monotonic clock
+
 Outcome = Literal["ok", "cancelled", "error", "unfinished"]
 
 
@@ -99,6 +101,29 @@ class Sample:
 def read_samples(path: Path) -> list[Sample]:
     """Read what a run wrote."""
     return [Sample(**json.loads(line)) for line in _lines(path)]
+
+
+@dataclass(frozen=True)
+class CpuSample:
+    """Use of the processor during the second before a moment.
+
+    Attributes:
+        t: seconds since the beginning of the test.
+        cores: mean number of busy cores, by the name of a process, and of the whole machine.
+    """
+
+    t: float
+    cores: dict[str, float]
+
+    def to_json(self, began: float = 0.0) -> str:
+        """Return one line, with the time since `began`."""
+        cores = {name: round(value, 3) for name, value in self.cores.items()}
+        return json.dumps({"t": round(self.t - began, 3), "cores": cores})
+
+
+def read_cpu(path: Path) -> list[CpuSample]:
+    """Read what a run wrote; empty where the processor was not sampled."""
+    return [CpuSample(**json.loads(line)) for line in _lines(path)] if path.exists() else []
 
 
 def _lines(path: Path) -> Iterable[str]:

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pagewire.loadtest.plots import draw_all
 from pagewire.loadtest.results import Manifest, RunResult, load_results
-from pagewire.loadtest.slo import StageSummary
+from pagewire.loadtest.slo import FEWEST_FOR_P99, Percentiles, StageSummary
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 REPORT = "report.html"
@@ -37,7 +37,7 @@ class Ratio:
 
 
 def write_report(directory: Path) -> Path:
-    """Write the report beside the raw data; returns the page's path."""
+    """Write the report next to the raw data; returns the page's path."""
     manifest = Manifest.load(directory)
     results = load_results(directory, manifest)
     groups = [
@@ -47,9 +47,9 @@ def write_report(directory: Path) -> Path:
     summary = json.dumps(_without_nan(_summary(manifest, results)), indent=2)
     (directory / SUMMARY).write_text(summary + "\n", encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters.update(ms=_ms, number=_number, percent=_percent)
+    environment.filters.update(ms=_ms, number=_number, percent=_percent, p99=_p99)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    page = template.render(manifest=manifest, groups=groups)
+    page = template.render(manifest=manifest, groups=groups, fewest=FEWEST_FOR_P99)
     (directory / REPORT).write_text(page, encoding="utf-8")
     return directory / REPORT
 
@@ -100,7 +100,11 @@ def _summary(manifest: Manifest, results: Sequence[RunResult]) -> dict[str, Any]
             {
                 "name": result.plan.name,
                 "options": list(result.plan.options),
-                "stages": [asdict(stage) for stage in result.stages],
+                "stages": [
+                    asdict(stage)
+                    | {"cores": {n: result.mean_cores(n, stage.rate) for n in result.cpu_names}}
+                    for stage in result.stages
+                ],
                 "errors": result.errors,
             }
             for result in results
@@ -121,6 +125,11 @@ def _ms(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds * 1000:.{0 if seconds >= 0.1 else 1}f}"
 
 
+def _p99(values: Percentiles) -> str:
+    """Return the milliseconds, and where they are taken from few values, from how many."""
+    return f"{_ms(values.p99)} of {values.count}" if values.p99_is_largest else _ms(values.p99)
+
+
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
@@ -130,7 +139,7 @@ def _percent(share: float) -> str:
 
 
 def main() -> None:
-    """Make the report anew from the data of a run."""
+    """Write the report of a finished run again, from its data."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="that `compare` has written")
     print(write_report(parser.parse_args().directory))

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pagewire.loadtest.records import RequestRecord, Sample, read_records, read_samples
+from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
+from pagewire.loadtest.records import (
+    CpuSample,
+    RequestRecord,
+    Sample,
+    read_cpu,
+    read_records,
+    read_samples,
+)
 from pagewire.loadtest.shapes import Stage, durations
 from pagewire.loadtest.slo import Slo, StageSummary, summarize
 
 MANIFEST = "manifest.json"
+CPU_FILE = "cpu.jsonl"
+BUSY_GENERATOR_CORES = 0.8  # locust has one thread: its own delays count as the server's then
 
 
 @dataclass(frozen=True)
@@ -78,13 +89,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What was measured with one cluster."""
+    """What was measured with one cluster.
+
+    Attributes:
+        cpu: empty in reports of runs whose processes were not sampled.
+    """
 
     plan: RunPlan
     schedule: Sequence[Stage]
     stages: Sequence[StageSummary]
     records: Sequence[RequestRecord]
     samples: Sequence[Sample]
+    cpu: Sequence[CpuSample]
 
     @property
     def label(self) -> str:
@@ -95,6 +111,33 @@ class RunResult:
     def errors(self) -> list[str]:
         """What went wrong, each text once."""
         return sorted({record.error for record in self.records if record.error})
+
+    @property
+    def cpu_names(self) -> list[str]:
+        """Names of the processes whose use of the processor was sampled, in a fixed order."""
+        return sorted({name for sample in self.cpu for name in sample.cores}, key=_cpu_order)
+
+    def mean_cores(self, name: str, rate: float) -> float:
+        """Return the mean number of cores that a process used at an offered rate; NaN if none."""
+        spans = [(stage.start, stage.end) for stage in self.schedule if stage.rate == rate]
+        values = [
+            sample.cores.get(name, 0.0)
+            for sample in self.cpu
+            if any(start < sample.t <= end for start, end in spans)
+        ]
+        return sum(values) / len(values) if values else math.nan
+
+    @property
+    def busy_generator_rates(self) -> list[float]:
+        """Offered rates at which the load generator was close to the one core that it can use."""
+        rates = [stage.rate for stage in self.stages]
+        return [rate for rate in rates if self.mean_cores(GENERATOR, rate) > BUSY_GENERATOR_CORES]
+
+
+def _cpu_order(name: str) -> tuple[int, str]:
+    """The whole machine first, then what isn't a service, then the services by name."""
+    first = (MACHINE, OTHERS, GENERATOR)
+    return (first.index(name) if name in first else len(first), name)
 
 
 def load_results(directory: Path, manifest: Manifest) -> list[RunResult]:
@@ -110,4 +153,5 @@ def _load_result(directory: Path, plan: RunPlan, manifest: Manifest) -> RunResul
         stages=summarize(records, manifest.slo, durations(manifest.schedule)),
         records=records,
         samples=read_samples(directory / "samples.jsonl"),
+        cpu=read_cpu(directory / CPU_FILE),
     )

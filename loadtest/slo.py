@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from pagewire.loadtest.records import RequestRecord
 
+FEWEST_FOR_P99 = 100  # the p99 of fewer values is the largest of them
+
 
 @dataclass(frozen=True)
 class Slo:
@@ -36,11 +38,21 @@ class Slo:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of one quantity, in seconds; NaN when nothing was measured."""
+    """Of one quantity, in seconds; NaN when nothing was measured.
+
+    Attributes:
+        count: values that they are taken from.
+    """
 
     p50: float
     p90: float
     p99: float
+    count: int
+
+    @property
+    def p99_is_largest(self) -> bool:
+        """Whether the values are too few for a p99 below their largest one."""
+        return 0 < self.count < FEWEST_FOR_P99
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,8 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 def percentiles(values: Sequence[float]) -> Percentiles:
     """Return the three that the report shows."""
-    return Percentiles(*(percentile(values, q) for q in (50, 90, 99)))
+    p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
+    return Percentiles(p50, p90, p99, len(values))
 
 
 def summarize(

@@ -13,7 +13,7 @@ from pagewire.shared.errors import InvalidRequestError
 _OFF = (None, False)
 _ZERO = (None, 0)
 
-# What each field may be.
+# The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
@@ -40,14 +40,14 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _OFF,
 }
-_COMPLETION = _COMMON | {
+REFUSED_IN_COMPLETIONS = _COMMON | {
     "add_special_tokens": (None, True),
     "best_of": (None, 1),
     "logprobs": (None,),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
 }
-_CHAT = _COMMON | {
+REFUSED_IN_CHATS = _COMMON | {
     "add_generation_prompt": (None, True),
     "add_special_tokens": _OFF,
     "audio": (None,),
@@ -74,7 +74,7 @@ def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
     Raises:
         InvalidRequestError: it asks for something that is not supported, naming the field.
     """
-    for name, neutral in (_CHAT if chat else _COMPLETION).items():
+    for name, neutral in (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS).items():
         if name in body and not any(_same(body[name], value) for value in neutral):
             raise InvalidRequestError(f"{name} is not supported", name)
 

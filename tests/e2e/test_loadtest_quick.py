@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.loadtest.records import RequestRecord, read_records, read_samples
+from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
+from pagewire.loadtest.records import RequestRecord, read_cpu, read_records, read_samples
 from pagewire.loadtest.results import Manifest
 
 pytestmark = pytest.mark.timeout(180)
@@ -116,7 +117,23 @@ def test_router_counted_the_prompts_that_were_answered(
     assert any(max(sample.used.values(), default=0) > 0 for sample in samples)
 
 
+def test_the_processes_use_of_the_processor_was_sampled(
+    report: Path, summary: dict[str, Any]
+) -> None:
+    samples = read_cpu(report / "disaggregated" / "cpu.jsonl")
+    during = [sample for sample in samples if sample.t <= STAGE_S]
+    assert STAGE_S / 2 <= len(during) <= STAGE_S
+    services = {"pagewire up", "router", "redis", "prefill-0", "decode-0"}
+    for sample in during:
+        assert sample.cores.keys() == services | {GENERATOR, MACHINE, OTHERS}
+    [run] = summary["runs"]
+    [stage] = run["stages"]
+    assert 0 < stage["cores"][GENERATOR] < 1.2
+    assert 0 < stage["cores"]["decode-0"] < stage["cores"][MACHINE]
+    assert 'alt="Use of the processor' in (report / "report.html").read_text(encoding="utf-8")
+
+
 def test_report_and_plots_are_there(report: Path) -> None:
     assert (report / "report.html").stat().st_size > 2000
-    assert len(list(report.glob("*.png"))) == 5
+    assert len(list(report.glob("*.png"))) == 7
     assert (report / "disaggregated" / "locust.html").exists()

@@ -1,12 +1,14 @@
 """Health and metrics."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.documents import ROOT
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
 from pagewire.tests.support.live_router import (
     ANSWER,
@@ -86,6 +88,22 @@ def test_metrics_show_requests_and_workers(redis_url):
         assert await router.metric("pagewire_redis_up") == 1
         free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
         assert await router.metric(free) == 64
+
+    with_worker(redis_url, scenario)
+
+
+def test_the_readme_lists_the_metrics_that_have_vllms_names(redis_url):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    present, absent = re.search(
+        r"these of vLLM's, (.*?)\n\n.* stay empty, (.*?)\n\n", readme, re.DOTALL
+    ).groups()
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        page = (await router.http.get("/metrics")).text
+        names = re.findall(r"^# TYPE (vllm:\w+)", page, re.MULTILINE)
+        families = {name for name in names if not name.endswith("_created")}  # off in a process
+        assert set(re.findall(r"vllm:\w+", present)) == families
+        assert families.isdisjoint(re.findall(r"vllm:\w+", absent))
 
     with_worker(redis_url, scenario)
 

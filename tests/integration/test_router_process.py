@@ -111,6 +111,33 @@ def test_a_signal_lets_streams_finish(redis_url, name):
     run_async(scenario())
 
 
+def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
+    """It is answered 503 or finds no connection, and no worker sees it."""
+
+    async def scenario() -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        with router_process(redis_url, port) as process:
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 100, step_s=0.01) as worker,
+            ):
+                await health(http, 200)
+                asked = {"model": MODEL, "prompt": "Hi", "stream": True, "max_tokens": 100}
+                async with http.stream("POST", "/v1/completions", json=asked) as response:
+                    lines = response.aiter_lines()
+                    await anext(lines)
+                    process.send_signal(signal.SIGTERM)
+                    await asyncio.sleep(0.3)
+                    with contextlib.suppress(httpx.TransportError):
+                        late = await http.post("/v1/completions", json=asked)
+                        assert late.status_code == 503
+                    assert [line async for line in lines if line][-1] == "data: [DONE]"
+                assert len(worker.generated) == 1
+
+    run_async(scenario())
+
+
 def test_a_killed_router_leaves_its_workers_free(redis_url):
     async def scenario() -> None:
         port = free_port()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pagewire.loadtest import compare
+from pagewire.loadtest.cpu import GENERATOR, MACHINE
 from pagewire.loadtest.plots import hit_rates
-from pagewire.loadtest.records import RequestRecord, Sample
+from pagewire.loadtest.records import CpuSample, RequestRecord, Sample
 from pagewire.loadtest.report import ratios, write_report
 from pagewire.loadtest.results import Manifest, RunPlan, load_results
 from pagewire.loadtest.sampler import parse_sample
@@ -67,8 +69,8 @@ def stage(rate: float, ttft: float, itl: float, goodput: float) -> StageSummary:
         goodput=goodput,
         attainment=1,
         cached_share=0,
-        ttft=Percentiles(ttft, ttft, ttft),
-        itl=Percentiles(itl, itl, itl),
+        ttft=Percentiles(ttft, ttft, ttft, 10),
+        itl=Percentiles(itl, itl, itl, 90),
     )
 
 
@@ -106,6 +108,9 @@ def write_run(directory: Path, speed: float) -> None:
     ]
     lines = "".join(each.to_json() + "\n" for each in records)
     (directory / "records.jsonl").write_text(lines, encoding="utf-8")
+    busy = [CpuSample(float(t), {MACHINE: 1.9, GENERATOR: 0.05 * t}) for t in range(1, 16)]
+    lines = "".join(each.to_json() + "\n" for each in busy)
+    (directory / "cpu.jsonl").write_text(lines, encoding="utf-8")
     lines = "".join(each.to_json() + "\n" for each in samples)
     (directory / "samples.jsonl").write_text(lines, encoding="utf-8")
 
@@ -139,7 +144,7 @@ def test_report_has_tables_comparison_plots_and_escaped_errors(finished: Path) -
     assert "pagewire up --decode 2" in page
     assert "A &amp; B" in page
     assert "&lt;b&gt;refused&lt;/b&gt;" in page
-    for name in ("ttft", "itl", "goodput", "prefix_hits", "kv_use"):
+    for name in ("ttft", "itl", "goodput", "throughput", "prefix_hits", "kv_use", "cpu"):
         assert f'src="one-{name}.png"' in page
         content = (finished / f"one-{name}.png").read_bytes()
         assert content.startswith(b"\x89PNG")
@@ -164,6 +169,35 @@ def test_a_single_run_is_shown_without_comparison(finished: Path) -> None:
     page = write_report(finished).read_text(encoding="utf-8")
     assert "against" not in page
     assert 'src="all-ttft.png"' in page
+
+
+def test_report_states_how_many_values_a_p99_has(finished: Path) -> None:
+    page = write_report(finished).read_text(encoding="utf-8")
+    assert re.search(r"<td>[\d.]+ of 5</td>", page)
+    summary = json.loads((finished / "summary.json").read_text(encoding="utf-8"))
+    assert [each["ttft"]["count"] for each in summary["runs"][0]["stages"]] == [5, 5, 0]
+
+
+def test_report_shows_when_the_load_generator_was_the_bottleneck(finished: Path) -> None:
+    [one, _] = load_results(finished, Manifest.load(finished))
+    assert [one.mean_cores(GENERATOR, rate) for rate in (1, 2)] == pytest.approx([0.15, 0.4])
+    assert one.busy_generator_rates == []
+    faster = [CpuSample(s.t, {GENERATOR: 2 * s.cores[GENERATOR]}) for s in one.cpu]
+    lines = "".join(each.to_json() + "\n" for each in faster)
+    (finished / "one" / "cpu.jsonl").write_text(lines, encoding="utf-8")
+    [one, _] = load_results(finished, Manifest.load(finished))
+    assert one.busy_generator_rates == [3.0]
+    page = write_report(finished).read_text(encoding="utf-8")
+    assert "At 3 requests/s the load generator was the bottleneck" in page
+    assert "At 2 requests/s the load generator" not in page
+    assert any("load generator was the bottleneck" in line for line in compare.table(one))
+
+
+def test_a_run_without_processor_samples_can_still_be_shown(finished: Path) -> None:
+    for path in finished.glob("*/cpu.jsonl"):
+        path.unlink()
+    page = write_report(finished).read_text(encoding="utf-8")
+    assert "busy cores" not in page
 
 
 def test_results_name_each_error_once(finished: Path) -> None:

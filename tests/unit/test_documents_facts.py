@@ -1,0 +1,72 @@
+"""Facts in the documents that the code and the other documents must agree with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pagewire.services.router.main import DRAIN_TIMEOUT_S
+from pagewire.services.router.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
+from pagewire.tests.support.documents import DOCUMENTS, ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+HAPROXY = (ROOT / "services" / "gateway" / "haproxy.cfg").read_text(encoding="utf-8")
+COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+
+
+def table(heading: str) -> list[list[str]]:
+    """Return the cells of the first table of the README that has this heading in its head."""
+    found = re.search(rf"^\| {heading} \|.*\n\| ---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert found is not None, heading
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in found[1].splitlines()]
+
+
+def setting(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return found[1]
+
+
+def test_the_list_of_refused_fields_is_complete() -> None:
+    listed = [name for row in table("not supported") for name in re.findall(r"`(\w+)`", row[1])]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == REFUSED_IN_CHATS.keys() | REFUSED_IN_COMPLETIONS.keys()
+    [prompt] = [row[1] for row in table("not supported") if row[0] == "prompt"]
+    assert "`echo` in chats" in prompt
+    assert "echo" not in REFUSED_IN_COMPLETIONS
+
+
+def test_restarts_last_as_long_as_the_readme_says() -> None:
+    noticed = {row[0].split(",")[0]: row[1] for row in table("restarted")}
+    drain = setting(r"PAGEWIRE_DRAIN_TIMEOUT_S:-(\d+)", COMPOSE)
+    hard_stop = setting(r"hard-stop-after (\d+)s", HAPROXY)
+    assert f"{drain} s to finish (`PAGEWIRE_DRAIN_TIMEOUT_S`)" in noticed["decode worker"]
+    assert f"more than another {DRAIN_TIMEOUT_S} s breaks off" in noticed["router"]
+    assert f"more than another {hard_stop} s breaks off" in noticed["gateway"]
+
+
+@pytest.mark.parametrize("row", table("what"), ids=lambda row: row[0])
+def test_figures_of_the_readme_are_those_of_the_benchmarks(row: list[str]) -> None:
+    """Each number that was measured stands in docs/benchmarks.md."""
+    cells = re.sub(r"2 aggregated|1P1D|FlashAttention 3", "", " ".join(row[1:3]))
+    figures = re.findall(r"\d[\d,.]*%?", cells)
+    assert figures
+    for figure in figures:
+        assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d%])(?!\.\d)", BENCHMARKS), figure
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_vllm_is_shown_at_its_best(path: Path) -> None:
+    """Where its disaggregated servers are compared, its two aggregated ones are, too."""
+    paragraphs_and_tables = re.split(r"\n(?:\s*\n)+", path.read_text(encoding="utf-8"))
+    rows = [" ".join(row) for row in table("what")] if path.name == "README.md" else []
+    for text in (*paragraphs_and_tables, *rows):
+        if re.search("vLLM(?:'s|,) (?:1P1D|likewise)", text):
+            assert re.search("vLLM(?:'s|,) (?:two|2) aggregated", text), text
+
+
+def test_the_readme_says_that_disaggregation_loses_goodput_on_one_cpu_machine() -> None:
+    assert "On one CPU machine, disaggregation loses goodput" in README.replace("\n", " ")
