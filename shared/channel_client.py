@@ -13,7 +13,7 @@ import zmq
 
 from pagewire.shared.addresses import numeric_endpoint
 from pagewire.shared.channel_auth import ClusterKeys
-from pagewire.shared.errors import ChannelError, ProtocolError
+from pagewire.shared.errors import ChannelError, ProtocolError, VersionMismatchError
 from pagewire.shared.loop_socket import LoopSocket, Ticker, bound_queues, watch_connection
 from pagewire.shared.protocol import (
     FORGOTTEN_EPOCH,
@@ -93,7 +93,8 @@ class ControlClient:
         """Reach the server; return its first `Pong`, with worker id and epoch.
 
         Raises:
-            ChannelError: nobody listens or answers there, or the cluster secrets differ.
+            ChannelError: nobody listens or answers there, the cluster secrets differ, or the
+                server speaks another protocol version.
         """
         if self._link is not None:
             raise ChannelError(f"the connection to {self.endpoint} was used before")
@@ -159,6 +160,9 @@ class ControlClient:
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
             message = decode(frames[0])
+        except VersionMismatchError as exc:
+            self._fail(str(exc))
+            return
         except ProtocolError as exc:
             # Members of one cluster don't send nonsense: nothing after it can be trusted.
             self._fail(f"a malformed frame: {exc}")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pagewire.shared.background import end_task, start_task
 from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
-from pagewire.shared.errors import ChannelError, VersionMismatchError
+from pagewire.shared.errors import ChannelError
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, Refused, TokenBatch, TokenOutput
 from pagewire.shared.registry import WorkerCard
@@ -148,9 +148,8 @@ class DecodeLinks:
         delay = MIN_RETRY_S
         while True:
             try:
-                card.check_protocol()
                 link = await self._connect(card)
-            except (ChannelError, VersionMismatchError) as exc:
+            except ChannelError as exc:
                 text = f"no connection to {card.worker_id}: {exc}"
                 self._complaints.say(card.worker_id, card.epoch, text)
                 delay = min(2 * delay, MAX_RETRY_S)

@@ -30,6 +30,7 @@ from pagewire.shared.channel import ClusterKeys
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.prefix_index import PrefixIndex
+from pagewire.shared.protocol import PROTOCOL_VERSION
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import Registry, WorkerDirectory
 
@@ -177,7 +178,10 @@ class RouterService:
             "status": "draining" if self.is_draining else status,
             "model": self.model.name,
             "redis": "up" if self.directory.redis_ok else "down",
-            "services": describe_services(self.directory.workers(), reachable),
+            "protocol": PROTOCOL_VERSION,
+            "services": describe_services(
+                self.directory.workers(), self.directory.others, reachable
+            ),
         }
 
     async def metrics_text(self) -> bytes:
