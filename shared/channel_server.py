@@ -223,7 +223,7 @@ class ControlServer:
         # In a turn of its own: `post` may be in the middle of its caller's bookkeeping.
         asyncio.get_running_loop().call_soon(self._on_peer_lost, name)
 
-    def _on_disconnect(self, event: int) -> None:
+    def _on_disconnect(self, event: int, value: int) -> None:
         # libzmq does not say who left, and drops the route shortly after the event.
         if self._probe is None:
             loop = asyncio.get_running_loop()
