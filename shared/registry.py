@@ -181,11 +181,15 @@ class CardPublisher:
     Args:
         make_card: called before each renewal.
         heartbeat_s: how often; well below the registry's lease.
+
+    Attributes:
+        failed_renewals: renewals that Redis did not take.
     """
 
     def __init__(
         self, registry: Registry, make_card: Callable[[], WorkerCard], heartbeat_s: float
     ) -> None:
+        self.failed_renewals = 0
         self._registry, self._make_card, self._heartbeat_s = registry, make_card, heartbeat_s
         self._due = asyncio.Event()
         self._failing = False
@@ -233,6 +237,7 @@ class CardPublisher:
         try:
             await self._registry.publish(self._make_card())
         except RedisUnavailableError as exc:
+            self.failed_renewals += 1
             if not self._failing:
                 logger.warning("the worker card cannot be renewed: %s", exc)
             self._failing = True

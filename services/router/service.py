@@ -59,8 +59,9 @@ class RouterService:
             settings.heartbeat_s,
             settings.lease_s,
         )
+        workers = Registry(redis, tag, settings.lease_s)
         self.directory = WorkerDirectory(
-            Registry(redis, tag, settings.lease_s),
+            workers,
             settings.heartbeat_s / 2,
             grace_s=math.inf,  # the control channel tells who is alive where Redis cannot
             on_join=self._links.join,
@@ -82,7 +83,9 @@ class RouterService:
             settings.request_timeout_s,
         )
         registry = self.metrics.registry
-        registry.register(StateCollector(model.name, self.dispatcher, self.directory))
+        registry.register(
+            StateCollector(model.name, self.dispatcher, self.directory, workers, self._index)
+        )
         self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(model.name, self._http, registry)
