@@ -6,6 +6,7 @@ it as well, so a stranger gets no message in and none out; traffic is encrypted.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import logging
@@ -22,6 +23,12 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _ZAP_DOMAIN = b"pagewire"
 _HANDSHAKE_TIMEOUT_MS = 5000
+
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,34 @@ class ClusterKeys:
         socket.curve_secretkey = self.secret
         socket.curve_publickey = self.public
         socket.handshake_ivl = _HANDSHAKE_TIMEOUT_MS
+
+
+def explain_failure(event: int, value: int) -> str:
+    """Say why a connection failed before or in its handshake, as far as that is known.
+
+    Args:
+        event: a socket monitor's.
+        value: of the event.
+    """
+    # A server ends the connection of a client whose key is not its own, without a word. An end for
+    # another reason, such as the death of the process, has another errno.
+    is_refusal = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EPIPE
+    if is_refusal or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "authentication failed: is the cluster secret the same on both sides?"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return "the handshake failed: what listens there is not of this cluster"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.ECONNRESET:
+        return "the connection was lost in the handshake: the process has probably died"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return no_answer(_HANDSHAKE_TIMEOUT_MS / 1000)
+    if event == zmq.EVENT_DISCONNECTED:
+        return "the connection was closed before the handshake: is this a Pagewire service?"
+    return "nobody listens there"
+
+
+def no_answer(seconds: float) -> str:
+    """Say that a peer took the connection and then said nothing."""
+    return f"connected, but no answer within {seconds:g} s: the process is frozen or overloaded"
 
 
 class ZapHandler:

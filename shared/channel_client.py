@@ -12,8 +12,13 @@ from collections.abc import Callable
 import zmq
 
 from pagewire.shared.addresses import numeric_endpoint
-from pagewire.shared.channel_auth import ClusterKeys
-from pagewire.shared.errors import ChannelError, ProtocolError
+from pagewire.shared.channel_auth import (
+    HANDSHAKE_FAILURES,
+    ClusterKeys,
+    explain_failure,
+    no_answer,
+)
+from pagewire.shared.errors import ChannelError, ProtocolError, VersionMismatchError
 from pagewire.shared.loop_socket import LoopSocket, Ticker, bound_queues, watch_connection
 from pagewire.shared.protocol import (
     FORGOTTEN_EPOCH,
@@ -32,11 +37,7 @@ CLIENT_ID = re.compile(rb"[!-~]{1,64}")
 _MAX_ID_LENGTH = 64
 _CLOSE_LINGER_MS = 200
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-_REFUSED_EVENTS = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+_BEGIN_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def make_client_id(name: str) -> str:
@@ -78,6 +79,7 @@ class ControlClient:
         self._ping = encode(Ping())
         self._server: Pong | None = None
         self._first_pong: asyncio.Future[Pong] | None = None
+        self._reached = 0  # the last of `_BEGIN_EVENTS`
         self._last_seen = 0.0
         self._link: LoopSocket | None = None
         self._monitor: LoopSocket | None = None
@@ -93,7 +95,8 @@ class ControlClient:
         """Reach the server; return its first `Pong`, with worker id and epoch.
 
         Raises:
-            ChannelError: nobody listens or answers there, or the cluster secrets differ.
+            ChannelError: nobody listens or answers there, the cluster secrets differ, or the
+                server speaks another protocol version.
         """
         if self._link is not None:
             raise ChannelError(f"the connection to {self.endpoint} was used before")
@@ -104,7 +107,8 @@ class ControlClient:
                 pong = await self._first_pong
         except TimeoutError as exc:
             self._end()
-            raise ChannelError(f"{self.endpoint} did not answer within {timeout:g} s") from exc
+            problem = no_answer(timeout) if self._reached else f"no connection in {timeout:g} s"
+            raise ChannelError(f"{self.endpoint}: {problem}") from exc
         except OSError as exc:
             self._end()
             raise ChannelError(f"{self.endpoint} has no address: {exc.strerror}") from exc
@@ -141,7 +145,7 @@ class ControlClient:
         socket.ipv6 = "[" in address
         socket.routing_id = self.client_id.encode()
         socket.reconnect_ivl = -1  # a second connection would hide what the first one lost
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED_EVENTS | _LOST_EVENTS
+        events = _BEGIN_EVENTS | HANDSHAKE_FAILURES | _LOST_EVENTS
         self._monitor = watch_connection(socket, events, self._on_event)
         try:
             socket.connect(address)
@@ -159,6 +163,9 @@ class ControlClient:
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
             message = decode(frames[0])
+        except VersionMismatchError as exc:
+            self._fail(str(exc))
+            return
         except ProtocolError as exc:
             # Members of one cluster don't send nonsense: nothing after it can be trusted.
             self._fail(f"a malformed frame: {exc}")
@@ -179,18 +186,18 @@ class ControlClient:
         elif pong != self._server:
             self._fail("the server was restarted")
 
-    def _on_event(self, event: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._send(self._ping)
+    def _on_event(self, event: int, value: int) -> None:
+        if event & _BEGIN_EVENTS:
+            self._reached = event
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._send(self._ping)
             return
         if self._link is not None:
             self._link.drain()  # what came before the end
-        if event & _REFUSED_EVENTS:
-            self._fail("authentication failed: is the cluster secret the same on both sides?")
-        elif self._server is None:
-            self._fail("nobody listens there, or the cluster secrets differ")
-        else:
+        if self._reached == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fail("the connection was closed")
+        else:
+            self._fail(explain_failure(event, value))
 
     def _on_tick(self) -> None:
         if self._link is None:

@@ -13,7 +13,7 @@ import zmq
 
 from pagewire.shared.channel_auth import ClusterKeys, ZapHandler
 from pagewire.shared.channel_client import CLIENT_ID
-from pagewire.shared.errors import ConfigError, ProtocolError
+from pagewire.shared.errors import ConfigError, ProtocolError, VersionMismatchError
 from pagewire.shared.loop_socket import LoopSocket, Ticker, bound_queues, watch_connection
 from pagewire.shared.protocol import (
     FORGOTTEN_EPOCH,
@@ -48,7 +48,8 @@ class ControlServer:
         heartbeat_s: how often silence is looked for.
 
     Attributes:
-        malformed_frames: frames dropped because they were no message.
+        malformed_frames: frames dropped because they are not messages.
+        other_version_frames: frames dropped because their sender speaks another protocol version.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ControlServer:
         if epoch <= FORGOTTEN_EPOCH:
             raise ValueError(f"an epoch is at least {FORGOTTEN_EPOCH + 1}, not {epoch}")
         self.malformed_frames = 0
+        self.other_version_frames = 0
         self._bind_host, self._port, self._keys = bind_host, port, keys
         self._on_message, self._on_peer_lost = on_message, on_peer_lost
         self._lease_s, self._heartbeat_s = lease_s, heartbeat_s
@@ -75,6 +77,7 @@ class ControlServer:
         self._last_seen: dict[bytes, float] = {}
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
         self._next_warning = 0.0
+        self._next_version_warning = 0.0
         self._probe: asyncio.TimerHandle | None = None
         # libzmq has one authentication endpoint a context: each server has a context of its own.
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -170,6 +173,9 @@ class ControlServer:
             return
         try:
             message = decode(frames[1])
+        except VersionMismatchError as exc:
+            self._on_other_version(peer, exc)
+            return
         except ProtocolError as exc:
             self._count_malformed(peer, str(exc))
             return
@@ -217,7 +223,7 @@ class ControlServer:
         # In a turn of its own: `post` may be in the middle of its caller's bookkeeping.
         asyncio.get_running_loop().call_soon(self._on_peer_lost, name)
 
-    def _on_disconnect(self, event: int) -> None:
+    def _on_disconnect(self, event: int, value: int) -> None:
         # libzmq does not say who left, and drops the route shortly after the event.
         if self._probe is None:
             loop = asyncio.get_running_loop()
@@ -236,6 +242,15 @@ class ControlServer:
         for peer, seen in list(self._last_seen.items()):
             if seen < deadline:
                 self._forget(peer, f"silent for {self._lease_s:g} s")
+
+    def _on_other_version(self, peer: bytes, exc: VersionMismatchError) -> None:
+        """Answer, so that the client learns our version from the frame's first byte."""
+        self.other_version_frames += 1
+        self._try_send(peer, self._goodbye)
+        now = time.monotonic()
+        if now >= self._next_version_warning:
+            self._next_version_warning = now + _WARN_INTERVAL_S
+            logger.warning("turned away %r: %s", peer.decode(), exc)
 
     def _count_malformed(self, peer: bytes, reason: str) -> None:
         self.malformed_frames += 1

@@ -77,7 +77,15 @@ class OverloadedError(PagewireError):
 
 
 class NoWorkerError(PagewireError):
-    """No worker is alive that could do the work."""
+    """No worker is alive that could do the work.
+
+    Attributes:
+        waited_s: seconds that the request waited for one.
+    """
+
+    def __init__(self, message: str, waited_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.waited_s = waited_s
 
 
 class RequestFailedError(PagewireError):

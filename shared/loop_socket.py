@@ -130,14 +130,20 @@ def bound_queues(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
 
 
 def watch_connection(
-    socket: zmq.Socket[bytes], events: int, on_event: Callable[[int], None]
+    socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]
 ) -> LoopSocket:
-    """Report a socket's connection events; the caller closes what is returned, then the socket."""
+    """Report a socket's connection events; the caller closes what is returned, then the socket.
+
+    Args:
+        socket: to be watched.
+        events: which ones.
+        on_event: gets an event and its value, see zmq_socket_monitor(3).
+    """
     monitor = socket.get_monitor_socket(events)
 
     def on_frames(frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        if event & events:
-            on_event(event)
+        message = parse_monitor_message(frames)
+        if message["event"] & events:
+            on_event(message["event"], message["value"])
 
     return LoopSocket(monitor, on_frames)

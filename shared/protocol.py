@@ -5,10 +5,11 @@
     prefill --KvWelcome, PrefillDone, PrefillFailed--> decode
     any client --Ping--> server --Pong--> client
 
-A frame is one byte of protocol version and a msgpack map with the message's tag. Decoding is
-strict: unknown tags, wrong types and oversized fields are `ProtocolError`s. A request id names a
-request between a router and a decode worker; a job id, random and made by the decode worker,
-names one prefill of it.
+A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
+the version in every release; a server answers a client of another version with a `Pong` of its own,
+so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
+are `ProtocolError`s. A request id names a request between a router and a decode worker; a job id,
+random and made by the decode worker, names one prefill of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MAX_POSITIONS = 4096  # blocks in a piece
 MAX_PARTS = 8  # of a block; each is some of its layers. Decode workers keep a byte a block.
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
-Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+MAX_EPOCH = 2**63 - 1
+Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Role = Literal["prefill", "decode"]
 
@@ -323,7 +325,8 @@ def decode(frame: bytes | memoryview) -> ControlMessage:
         raise ProtocolError(f"a frame of {len(frame)} bytes is not between 2 and {MAX_FRAME_BYTES}")
     if frame[0] != PROTOCOL_VERSION:
         raise VersionMismatchError(
-            f"the peer speaks protocol version {frame[0]}, this side {PROTOCOL_VERSION}"
+            f"the peer speaks protocol version {frame[0]}, this side {PROTOCOL_VERSION}: "
+            "run the same release of Pagewire everywhere"
         )
     try:
         message: ControlMessage = _control_decoder.decode(memoryview(frame)[1:])

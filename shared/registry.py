@@ -20,14 +20,22 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pagewire.shared.background import end_task, start_task
-from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError
-from pagewire.shared.protocol import Role
+from pagewire.shared.errors import ProtocolError, RedisUnavailableError
+from pagewire.shared.protocol import MAX_EPOCH, PROTOCOL_VERSION, Role
 from pagewire.shared.redis_client import redis_call
-from pagewire.shared.worker_card import LinkInfo, WorkerCard, WorkerLoad
+from pagewire.shared.worker_card import (
+    LinkInfo,
+    OtherVersion,
+    WorkerCard,
+    WorkerLoad,
+    decode_head,
+    decode_record,
+)
 
 __all__ = [
     "CardPublisher",
     "LinkInfo",
+    "OtherVersion",
     "Registry",
     "WorkerCard",
     "WorkerDirectory",
@@ -35,8 +43,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-MAX_CARD_BYTES = 64 << 10
 
 _MAX_LOGGED_IDS = 256
 
@@ -51,18 +57,19 @@ class Registry:
         timeout_s: for each call.
 
     Attributes:
-        malformed_cards: entries ignored because they were no card.
+        malformed_cards: reads of an entry that is not a worker record.
+        other_version_cards: reads of a record whose worker speaks another protocol version.
     """
 
     def __init__(self, redis: Redis, tag: str, lease_s: float, timeout_s: float = 1.0) -> None:
         self.lease_s = lease_s
         self.malformed_cards = 0
+        self.other_version_cards = 0
         self._redis, self._timeout_s = redis, timeout_s
         self._ids_key = f"pagewire:{tag}:workers"
         self._card_prefix = f"pagewire:{tag}:worker:"
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(WorkerCard)
-        self._logged_ids: set[str] = set()
+        self._logged: set[tuple[str, int | str]] = set()
 
     async def publish(self, card: WorkerCard) -> None:
         """Write or renew a card.
@@ -80,8 +87,8 @@ class Registry:
         """
         await redis_call(self._redis.delete(self._card_prefix + worker_id), self._timeout_s)
 
-    async def list_workers(self) -> list[WorkerCard]:
-        """Return the cards of all workers that are alive, in no particular order.
+    async def list_workers(self) -> list[WorkerCard | OtherVersion]:
+        """Return the records of all workers that are alive, in no particular order.
 
         Raises:
             RedisUnavailableError: Redis does not answer.
@@ -101,8 +108,8 @@ class Registry:
         except RedisUnavailableError as exc:
             logger.warning("no look at the earlier card of %s: %s", worker_id, exc)
             return now
-        earlier = self._decode(worker_id, raw) if raw is not None else None
-        return now if earlier is None else max(now, earlier.epoch + 1)
+        earlier = None if raw is None else _epoch_in(raw)
+        return now if earlier is None or earlier == MAX_EPOCH else max(now, earlier + 1)
 
     async def _publish(self, card: WorkerCard) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -120,7 +127,7 @@ class Registry:
         elif isinstance(added, Exception):
             raise added
 
-    async def _list_workers(self) -> list[WorkerCard]:
+    async def _list_workers(self) -> list[WorkerCard | OtherVersion]:
         raw_ids = list(await cast("Awaitable[set[bytes]]", self._redis.smembers(self._ids_key)))
         if not raw_ids:
             return []
@@ -130,32 +137,42 @@ class Registry:
         dead = [raw_id for raw_id, raw in entries if raw is None]
         if dead:
             await self._redis.srem(self._ids_key, *dead)
-        cards = (
+        records = (
             self._decode(raw_id.decode(errors="replace"), raw)
             for raw_id, raw in entries
             if raw is not None
         )
-        return [card for card in cards if card is not None]
+        return [record for record in records if record is not None]
 
-    def _decode(self, worker_id: str, raw: bytes) -> WorkerCard | None:
-        problem = f"{len(raw)} bytes are more than {MAX_CARD_BYTES}"
-        if len(raw) <= MAX_CARD_BYTES:
-            try:
-                card = self._decoder.decode(raw)
-            except UNDECODABLE as exc:
-                problem = str(exc)
-            else:
-                if card.worker_id == worker_id:
-                    return card
-                problem = f"the card names {card.worker_id!r}"
-        self._count_malformed(worker_id, problem)
-        return None
+    def _decode(self, worker_id: str, raw: bytes) -> WorkerCard | OtherVersion | None:
+        try:
+            record = decode_record(raw, worker_id)
+        except ProtocolError as exc:
+            self.malformed_cards += 1
+            text = f"ignored a malformed worker record of {worker_id[:64]!r}: {exc}"
+            self._warn_once(worker_id, "malformed", text)
+            return None
+        if isinstance(record, OtherVersion):
+            self.other_version_cards += 1
+            text = (
+                f"left out {worker_id[:64]!r}, which speaks protocol version {record.protocol}, "
+                f"this side {PROTOCOL_VERSION}: run the same release of Pagewire everywhere"
+            )
+            self._warn_once(worker_id, record.protocol, text)
+        return record
 
-    def _count_malformed(self, worker_id: str, problem: str) -> None:
-        self.malformed_cards += 1
-        if worker_id not in self._logged_ids and len(self._logged_ids) < _MAX_LOGGED_IDS:
-            self._logged_ids.add(worker_id)
-            logger.warning("ignored a malformed worker card of %r: %s", worker_id[:64], problem)
+    def _warn_once(self, worker_id: str, problem: int | str, text: str) -> None:
+        if (worker_id, problem) not in self._logged and len(self._logged) < _MAX_LOGGED_IDS:
+            self._logged.add((worker_id, problem))
+            logger.warning("%s", text)
+
+
+def _epoch_in(raw: bytes) -> int | None:
+    """Return the epoch of a record of any version; None if it has none."""
+    try:
+        return decode_head(raw).known_epoch
+    except ProtocolError:
+        return None  # whoever lists the workers reports it
 
 
 class CardPublisher:
@@ -164,11 +181,15 @@ class CardPublisher:
     Args:
         make_card: called before each renewal.
         heartbeat_s: how often; well below the registry's lease.
+
+    Attributes:
+        failed_renewals: renewals that Redis did not take.
     """
 
     def __init__(
         self, registry: Registry, make_card: Callable[[], WorkerCard], heartbeat_s: float
     ) -> None:
+        self.failed_renewals = 0
         self._registry, self._make_card, self._heartbeat_s = registry, make_card, heartbeat_s
         self._due = asyncio.Event()
         self._failing = False
@@ -216,6 +237,7 @@ class CardPublisher:
         try:
             await self._registry.publish(self._make_card())
         except RedisUnavailableError as exc:
+            self.failed_renewals += 1
             if not self._failing:
                 logger.warning("the worker card cannot be renewed: %s", exc)
             self._failing = True
@@ -241,6 +263,8 @@ class WorkerDirectory:
 
     Attributes:
         redis_ok: whether the last read succeeded.
+        others: live workers of another release, as of the last read that succeeded. They can't be
+            used, and are not in `workers`.
     """
 
     def __init__(
@@ -253,6 +277,7 @@ class WorkerDirectory:
         on_leave: Callable[[WorkerCard], None] | None = None,
     ) -> None:
         self.redis_ok = False
+        self.others: tuple[OtherVersion, ...] = ()
         self._registry, self._poll_s, self._grace_s = registry, poll_s, grace_s
         self._on_join, self._on_leave = on_join, on_leave
         self._cards: dict[str, WorkerCard] = {}
@@ -281,15 +306,20 @@ class WorkerDirectory:
     async def refresh(self) -> None:
         """Read the registry now."""
         try:
-            cards = await self._registry.list_workers()
+            records = await self._registry.list_workers()
         except RedisUnavailableError as exc:
             self._on_failure(exc)
             return
         if not self.redis_ok:
-            logger.info("the worker registry answers: %d workers", len(cards))
+            logger.info("the worker registry answers: %d workers", len(records))
         self.redis_ok = True
         self._last_success = time.monotonic()
-        self._merge({card.worker_id: card for card in cards if not self._is_outdated(card)})
+        current = [record for record in records if not self._is_outdated(record)]
+        self.others = tuple(each for each in current if isinstance(each, OtherVersion))
+        for other in self.others:
+            if other.worker_id in self._cards:
+                self._drop(other.worker_id)
+        self._merge({each.worker_id: each for each in current if isinstance(each, WorkerCard)})
 
     async def _run(self) -> None:
         while True:
@@ -301,13 +331,14 @@ class WorkerDirectory:
             logger.warning("the worker registry does not answer, the last view stays: %s", exc)
         self.redis_ok = False
         if time.monotonic() - self._last_success > self._grace_s:
+            self.others = ()
             for worker_id in list(self._cards):
                 self._drop(worker_id)
 
-    def _is_outdated(self, card: WorkerCard) -> bool:
-        """Whether an earlier run of a worker, which has not ended yet, wrote the card."""
-        known = self._cards.get(card.worker_id)
-        return known is not None and card.epoch < known.epoch
+    def _is_outdated(self, record: WorkerCard | OtherVersion) -> bool:
+        """Whether an earlier run of a worker, which has not ended yet, wrote the record."""
+        known = self._cards.get(record.worker_id)
+        return known is not None and record.epoch is not None and record.epoch < known.epoch
 
     def _merge(self, fresh: dict[str, WorkerCard]) -> None:
         now = time.monotonic()

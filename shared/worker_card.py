@@ -1,20 +1,28 @@
-"""What a worker tells of itself, to routers and to other workers."""
+"""The record that a worker publishes of itself, for routers and for other workers.
+
+A record of this protocol version may have fields that this release does not know. Of a record of
+another version only `RecordHead` is read: a later release may change everything else.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import VersionMismatchError
+from pagewire.shared.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
+
+MAX_CARD_BYTES = 64 << 10
+MAX_RECORD_BYTES = 1 << 20  # of any version
 
 _Endpoint = Annotated[str, Meta(max_length=512)]
 _Name = Annotated[str, Meta(max_length=64)]
+_T = TypeVar("_T")
 
 
-class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a worker is.
 
     Attributes:
@@ -36,7 +44,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_num_seqs: Count = 0
 
 
-class LinkInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's KV way to a peer: transport, lane and measured GB/s."""
 
     peer: Id
@@ -45,7 +53,7 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gbps: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class WorkerCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker tells of itself.
 
     Attributes:
@@ -55,7 +63,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         model: the name it is served under.
         state: a draining worker takes nothing new.
         kv_transports: in its order of preference.
-        protocol: version of the control messages that it speaks.
+        protocol: version of the control messages that it speaks, see `RecordHead`.
     """
 
     worker_id: Id
@@ -70,16 +78,88 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_transports: Annotated[list[Id], Meta(max_length=8)] = []
     load: WorkerLoad = WorkerLoad()
     links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
-    protocol: Count = 0  # of cards that are older than this field
+    protocol: Count = 0
 
-    def check_protocol(self) -> None:
-        """Check, before a connection that could only stay silent, that both speak the same.
 
-        Raises:
-            VersionMismatchError: they do not.
-        """
-        if self.protocol != PROTOCOL_VERSION:
-            raise VersionMismatchError(
-                f"{self.worker_id} speaks protocol version {self.protocol}, this side "
-                f"{PROTOCOL_VERSION}: run the same release of Pagewire everywhere"
-            )
+class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a worker record that keep their names in every release.
+
+    Attributes:
+        protocol: a number in all releases so far; 0 if the record is older than the field.
+        epoch, role: in all releases so far as in `WorkerCard`, but not to be relied on.
+    """
+
+    worker_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    protocol: int | Annotated[str, Meta(max_length=64)] = 0
+    epoch: msgspec.Raw = msgspec.Raw()
+    role: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def known_epoch(self) -> int | None:
+        """The epoch, if it is one that this release could have written."""
+        return _decoded(self.epoch, _epoch_decoder)
+
+    @property
+    def known_role(self) -> str | None:
+        """The role's name, if it has one."""
+        return _decoded(self.role, _name_decoder)
+
+
+class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A live worker of another release: what is known of it."""
+
+    worker_id: str
+    protocol: int | str
+    epoch: int | None
+    role: str | None
+
+
+_head_decoder = msgspec.msgpack.Decoder(RecordHead)
+_card_decoder = msgspec.msgpack.Decoder(WorkerCard)
+_epoch_decoder: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(Epoch)
+_name_decoder: msgspec.msgpack.Decoder[str] = msgspec.msgpack.Decoder(_Name)
+
+
+def decode_head(raw: bytes) -> RecordHead:
+    """Return what every release's record has.
+
+    Raises:
+        ProtocolError: the bytes are not a worker record of any release.
+    """
+    if len(raw) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"{len(raw)} bytes are more than {MAX_RECORD_BYTES}")
+    try:
+        return _head_decoder.decode(raw)
+    except UNDECODABLE as exc:
+        raise ProtocolError(str(exc)) from exc
+
+
+def decode_record(raw: bytes, worker_id: str) -> WorkerCard | OtherVersion:
+    """Return a worker's record. The protocol version is looked at before anything else.
+
+    Raises:
+        ProtocolError: the bytes are not a worker record, or that of another worker.
+    """
+    head = decode_head(raw)
+    if head.worker_id != worker_id:
+        raise ProtocolError(f"the record names {head.worker_id[:64]!r}")
+    if head.protocol != PROTOCOL_VERSION:
+        return OtherVersion(
+            worker_id=head.worker_id,
+            protocol=head.protocol,
+            epoch=head.known_epoch,
+            role=head.known_role,
+        )
+    if len(raw) > MAX_CARD_BYTES:
+        raise ProtocolError(f"{len(raw)} bytes are more than {MAX_CARD_BYTES}")
+    try:
+        return _card_decoder.decode(raw)
+    except UNDECODABLE as exc:
+        raise ProtocolError(str(exc)) from exc
+
+
+def _decoded(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
+    try:
+        return decoder.decode(raw)
+    except UNDECODABLE:  # missing, or something that this release does not know
+        return None

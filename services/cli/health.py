@@ -49,10 +49,11 @@ class Health(msgspec.Struct, frozen=True):
     @property
     def missing_links(self) -> int:
         """How many pairs of a decode and a prefill worker have not measured their KV way."""
-        prefills = {service.id for service in self.services if service.role == "prefill"}
+        usable = [service for service in self.services if service.state != "another version"]
+        prefills = {service.id for service in usable if service.role == "prefill"}
         return sum(
             len(prefills - {link.peer for link in service.links})
-            for service in self.services
+            for service in usable
             if service.role == "decode"
         )
 

@@ -25,7 +25,12 @@ from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.openai_client import may_use_proxy, root_url
 from pagewire.services.cli.terminal import print_whole
 
-STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red"}
+STATE_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "unreachable": "red",
+    "another version": "red",
+}
 
 
 def status(

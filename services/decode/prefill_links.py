@@ -118,7 +118,6 @@ class PrefillLinks:
 
     async def _open(self, card: WorkerCard) -> None:
         """Connect, agree on layout and transport, open the KV way."""
-        card.check_protocol()
         timeout = self._runtime.settings.transfer_timeout_s
         link, welcome = self._new_link(card)
         try:

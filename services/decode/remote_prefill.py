@@ -33,6 +33,7 @@ from pagewire.shared.protocol import (
 )
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.base import KvTransport, ReceivedPiece
+from pagewire.shared.worker.metrics import LocalPrefill
 from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class RemotePrefills:
                 self._vigil.begin()
                 self._watch(request, request.remote)
                 return
-        self._prefill_here(request, "no_worker")
+        self._prefill_here(request, "failed" if request.tried else "no_link")
 
     def _next_link(self, request: DecodeRequest) -> PrefillLink | None:
         """The first of the router's choices that is alive and untried, else any such worker."""
@@ -174,14 +175,15 @@ class RemotePrefills:
             self._by_job.pop(remote.job_id, None)
             remote.link.post(CancelPrefill(job_id=remote.job_id))
 
-    def _prefill_here(self, request: DecodeRequest, reason: str) -> None:
-        self._runtime.transfer_metrics.local_prefills.labels(reason).inc()
+    def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
+        counter = self._runtime.transfer_metrics.local_prefills.labels(reason)
         first_token = request.first_token
 
         def fall_back(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
                 core.fall_back(sequence, first_token)
+                counter.inc()
 
         self._runtime.engine.submit(fall_back, admitted=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pagewire.services.decode.prefill_links import PrefillLink
 from pagewire.shared.protocol import Generate, Prefill, Timings
+from pagewire.shared.worker.metrics import LocalPrefill
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class DecodeRequest:
     Attributes:
         engine_id: its name in the engine, unique whatever routers call it.
         tried: prefill workers that failed it.
+        num_blocks: reserved for blocks of another worker; 0 if none are.
     """
 
     peer_id: str
@@ -50,6 +52,13 @@ class DecodeRequest:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+
+    @property
+    def chosen_here(self) -> LocalPrefill | None:
+        """Why no other worker was to compute the prompt; None if one was."""
+        if self.num_blocks:
+            return None
+        return "short" if self.message.prefill_workers else "no_worker"
 
     @property
     def token_ids(self) -> list[int]:

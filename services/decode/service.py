@@ -46,6 +46,7 @@ class DecodeService:
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
         self._remote = RemotePrefills(runtime, self._on_first_token)
         runtime.built.core.scheduler.on_reserved = self._announce_reservation
+        runtime.transfer_metrics.show_local_prefills()
 
     @property
     def num_active(self) -> int:
@@ -203,6 +204,8 @@ class DecodeService:
         cached_tokens = output.cached_tokens
         if cached_tokens is not None and request.first_token is None:
             request.queue_s, request.prefill_s = output.queue_s, output.prefill_s
+            if (reason := request.chosen_here) is not None:
+                self._runtime.transfer_metrics.local_prefills.labels(reason).inc()
         elif request.first_token is not None:
             cached_tokens = None
         return TokenOutput(

@@ -35,6 +35,7 @@ from pagewire.shared.protocol import (
     ProbeDone,
     clip_text,
 )
+from pagewire.shared.worker.metrics import SentFate
 from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class PrefillService:
         runtime.built.core.hooks.append(self._packer)
         self._vigil = runtime.vigil(lambda: bool(self._jobs))
         self._post = runtime.server.post
+        runtime.transfer_metrics.show_sent()
 
     @property
     def num_active(self) -> int:
@@ -205,6 +207,7 @@ class PrefillService:
             await self._peers.send(job.peer_id, header, payload, timeout, until_packed)
         except TransferError as exc:
             if announced is None or announced.is_packed:
+                self._count_sent("failed")
                 self._fail(job, f"piece {piece.piece} was not sent: {exc}")
             return
         finally:
@@ -214,19 +217,29 @@ class PrefillService:
         if self._is_live(job) and piece.piece not in job.acked:
             job.stop_timer(piece.piece)  # of a copy that was sent meanwhile
             job.timers[piece.piece] = asyncio.get_running_loop().call_later(
-                timeout, self._send_again, job, piece.piece, "was not acknowledged in time"
+                timeout, self._on_silence, job, piece.piece
             )
+
+    def _on_silence(self, job: PrefillJob, piece: int) -> None:
+        self._count_sent("unacknowledged")
+        self._send_again(job, piece, "was not acknowledged in time")
+
+    def _count_sent(self, fate: SentFate) -> None:
+        self._runtime.transfer_metrics.pieces.labels("sent", fate).inc()
 
     def _on_ack(self, peer_id: str, ack: PieceAck) -> None:
         job = self._jobs.get(ack.job_id)
         if job is None or job.peer_id != peer_id or ack.piece not in job.spans:
             return
+        if ack.piece not in job.acked:
+            self._count_sent("acknowledged")
         job.note_acked(ack.piece)
         self._end_if_complete(job)
 
     def _on_nack(self, peer_id: str, nack: PieceNack) -> None:
         job = self._jobs.get(nack.job_id)
         if job is not None and job.peer_id == peer_id and nack.piece in job.spans:
+            self._count_sent("damaged")
             self._send_again(job, nack.piece, "arrived damaged")
 
     def _send_again(self, job: PrefillJob, piece: int, reason: str) -> None:
@@ -237,6 +250,7 @@ class PrefillService:
             self._fail(job, f"piece {piece} {reason}, {job.sends[piece]} times")
             return
         logger.warning("job %s: piece %d %s; sending it again", job.job_id, piece, reason)
+        self._runtime.transfer_metrics.resends.inc()
         span = job.spans[piece]
         self._runtime.engine.submit(
             lambda _core: self._packer.send_again(job.job_id, piece, span), admitted=True

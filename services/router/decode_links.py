@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pagewire.shared.background import end_task, start_task
 from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
-from pagewire.shared.errors import ChannelError, VersionMismatchError
+from pagewire.shared.errors import ChannelError
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, Refused, TokenBatch, TokenOutput
 from pagewire.shared.registry import WorkerCard
@@ -95,6 +95,7 @@ class DecodeLinks:
         self._keys, self._name = keys, name
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
         self._links: dict[str, DecodeLink] = {}
+        self._has_linked = False
         self._complaints = Complaints(logger)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -109,9 +110,9 @@ class DecodeLinks:
         return None if link is None or link.lost.is_set() else link
 
     @property
-    def is_linking(self) -> bool:
-        """Whether a connection to a known worker is being made, for the first time or anew."""
-        return any(self.get(worker_id) is None for worker_id in self._keepers)
+    def expects_worker(self) -> bool:
+        """Whether a decode worker is known, or there was one that may come back."""
+        return self._has_linked or bool(self._keepers)
 
     def join(self, card: WorkerCard) -> None:
         """Begin to keep a link to a run of a worker."""
@@ -148,9 +149,8 @@ class DecodeLinks:
         delay = MIN_RETRY_S
         while True:
             try:
-                card.check_protocol()
                 link = await self._connect(card)
-            except (ChannelError, VersionMismatchError) as exc:
+            except ChannelError as exc:
                 text = f"no connection to {card.worker_id}: {exc}"
                 self._complaints.say(card.worker_id, card.epoch, text)
                 delay = min(2 * delay, MAX_RETRY_S)
@@ -158,6 +158,7 @@ class DecodeLinks:
                 self._complaints.forget(card.worker_id, card.epoch)
                 logger.info("connected to %s", card.worker_id)
                 self._links[card.worker_id] = link
+                self._has_linked = True
                 await link.lost.wait()
                 if self._links.get(card.worker_id) is link:
                     del self._links[card.worker_id]

@@ -38,8 +38,7 @@ from pagewire.shared.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_MOVES = 3  # a request that kills its workers must not kill all
-MOVE_WAIT_S = 30.0  # for a worker to come back, if there is no other
-LINK_WAIT_S = 3.0  # of a new request, for connections to workers that are known
+WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if there is no other
 RETRY_S = 0.1
 
 
@@ -63,7 +62,7 @@ class TokenStream:
         self._refused_by: set[str] = set()
         self._overloaded = False
         self._moves = 0
-        self._move_deadline = 0.0
+        self._wait_until: float | None = None
         self._ended = False
 
     @property
@@ -80,7 +79,7 @@ class TokenStream:
         Raises:
             InvalidRequestError: a worker finds the request impossible.
             OverloadedError: every worker's queue is full.
-            NoWorkerError: no worker is alive.
+            NoWorkerError: no worker has come so far, or none came back in time.
             RequestFailedError: it failed, or no token came in time.
         """
         try:
@@ -150,7 +149,7 @@ class TokenStream:
     def _on_lost(self, lost: Lost) -> TokenOutput | None:
         """Prepare a move, unless the answer is complete as it is."""
         self._moves += 1
-        self._move_deadline = time.monotonic() + MOVE_WAIT_S
+        self._wait_until = None
         logger.warning(
             "a request lost its decode worker after %d tokens: %s",
             len(self._output_ids),
@@ -165,16 +164,20 @@ class TokenStream:
         return None
 
     async def _start(self) -> None:
-        """Send the request to a worker; one that is being moved waits for a worker to come."""
-        link_deadline = time.monotonic() + LINK_WAIT_S
+        """Send the request to a worker; if there is none, wait for one to come back."""
+        wait_s = min(WORKER_WAIT_S, self._dispatcher.request_timeout_s)
+        if self._wait_until is None:
+            self._wait_until = time.monotonic() + wait_s
         while True:
             try:
                 attempt = await self._try_workers()
             except (NoWorkerError, OverloadedError) as exc:
-                now = time.monotonic()
-                is_linking = isinstance(exc, NoWorkerError) and self._dispatcher.links.is_linking
-                if now >= self._move_deadline and not (is_linking and now < link_deadline):
+                if not self._may_wait(exc):
                     raise
+                if time.monotonic() >= self._wait_until:
+                    if isinstance(exc, OverloadedError):
+                        raise
+                    raise NoWorkerError(f"no worker within {wait_s:g} s", wait_s) from exc
             else:
                 self._attempt = attempt
                 if self._ended:  # closed while it was being placed
@@ -183,6 +186,12 @@ class TokenStream:
             self._refused_by.clear()
             self._overloaded = False
             await asyncio.sleep(RETRY_S)
+
+    def _may_wait(self, exc: NoWorkerError | OverloadedError) -> bool:
+        """Whether to wait for a worker: not for room in a queue, unless the request has begun."""
+        if self._moves:
+            return True
+        return isinstance(exc, NoWorkerError) and self._dispatcher.links.expects_worker
 
     async def _try_workers(self) -> Attempt:
         try:

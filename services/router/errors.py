@@ -95,7 +95,10 @@ def describe(exc: Exception) -> ApiError:
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", headers)
         case NoWorkerError():
             headers = _retry_after(NO_WORKER_RETRY_S)
-            message = "No worker is alive that could answer. Try again in a moment."
+            problem = "is alive that could answer"
+            if exc.waited_s:
+                problem = f"came back within {exc.waited_s:g} s"
+            message = f"No worker {problem}. Try again in a moment."
             return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
         case ClientGoneError():
             return ApiError(CLIENT_CLOSED_REQUEST, "The client closed the connection.", _INVALID)

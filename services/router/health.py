@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pagewire.shared.registry import LinkInfo, WorkerCard
+from pagewire.shared.registry import LinkInfo, OtherVersion, WorkerCard
+
+OTHER_VERSION = "another version"
 
 
 def describe_services(
-    cards: Sequence[WorkerCard], reachable: Collection[str]
+    cards: Sequence[WorkerCard], others: Sequence[OtherVersion], reachable: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return an object for each worker, prefill workers first.
+    """Return an object for each worker, prefill workers first, those of other releases last.
 
     Args:
         cards: of all workers that are alive.
+        others: live workers that speak another protocol version.
         reachable: ids of the decode workers that this router is connected to.
     """
     links = _links_by_decode_worker(cards)
@@ -33,7 +36,19 @@ def describe_services(
                 "links": links.get(card.worker_id, []),
             }
         )
-    return services
+    return services + [_other_version(other) for other in others]
+
+
+def _other_version(other: OtherVersion) -> dict[str, Any]:
+    return {
+        "id": other.worker_id,
+        "role": other.role or "unknown",
+        "epoch": other.epoch,
+        "state": OTHER_VERSION,
+        "protocol": other.protocol,
+        "kv_transports": [],
+        "links": [],
+    }
 
 
 def _links_by_decode_worker(cards: Sequence[WorkerCard]) -> dict[str, list[dict[str, Any]]]:

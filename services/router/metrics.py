@@ -34,7 +34,7 @@ class RouterMetrics:
 
     Attributes:
         registry: of this router alone.
-        moves: requests that went on at another worker.
+        moves: requests that lost their worker and are to go on.
         request_errors: answers with a status of 400 or more.
     """
 
@@ -77,12 +77,12 @@ class RouterMetrics:
         )
         self.moves = Counter(
             "pagewire_request_moves",
-            "Requests that lost their decode worker and went on at another",
+            "Requests taken from a lost decode worker, to go on at another or at its next run",
             registry=self.registry,
         )
         self.request_errors = Counter(
             "pagewire_request_errors",
-            "HTTP requests that were answered with an error",
+            "HTTP requests that were answered with an error status",
             ["status"],
             registry=self.registry,
         )

@@ -30,6 +30,7 @@ from pagewire.shared.channel import ClusterKeys
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.prefix_index import PrefixIndex
+from pagewire.shared.protocol import PROTOCOL_VERSION
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import Registry, WorkerDirectory
 
@@ -58,8 +59,9 @@ class RouterService:
             settings.heartbeat_s,
             settings.lease_s,
         )
+        workers = Registry(redis, tag, settings.lease_s)
         self.directory = WorkerDirectory(
-            Registry(redis, tag, settings.lease_s),
+            workers,
             settings.heartbeat_s / 2,
             grace_s=math.inf,  # the control channel tells who is alive where Redis cannot
             on_join=self._links.join,
@@ -81,7 +83,9 @@ class RouterService:
             settings.request_timeout_s,
         )
         registry = self.metrics.registry
-        registry.register(StateCollector(model.name, self.dispatcher, self.directory))
+        registry.register(
+            StateCollector(model.name, self.dispatcher, self.directory, workers, self._index)
+        )
         self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(model.name, self._http, registry)
@@ -177,7 +181,10 @@ class RouterService:
             "status": "draining" if self.is_draining else status,
             "model": self.model.name,
             "redis": "up" if self.directory.redis_ok else "down",
-            "services": describe_services(self.directory.workers(), reachable),
+            "protocol": PROTOCOL_VERSION,
+            "services": describe_services(
+                self.directory.workers(), self.directory.others, reachable
+            ),
         }
 
     async def metrics_text(self) -> bytes:

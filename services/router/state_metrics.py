@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.services.router.dispatch import Dispatcher
-from pagewire.shared.registry import WorkerDirectory
+from pagewire.shared.fault_metrics import ignored_records
+from pagewire.shared.prefix_index import PrefixIndex
+from pagewire.shared.registry import Registry, WorkerDirectory
 
 
 class StateCollector:
-    """Reads the requests in the system and whether Redis answers."""
+    """Reads the requests in the system, whether Redis answers, and what it failed to."""
 
-    def __init__(self, model_name: str, dispatcher: Dispatcher, directory: WorkerDirectory) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        dispatcher: Dispatcher,
+        directory: WorkerDirectory,
+        registry: Registry,
+        index: PrefixIndex,
+    ) -> None:
         self._model_name = model_name
         self._dispatcher, self._directory = dispatcher, directory
+        self._registry, self._index = registry, index
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
@@ -28,6 +38,14 @@ class StateCollector:
             "pagewire_redis_up",
             "Whether the worker registry answers",
             value=float(self._directory.redis_ok),
+        )
+        # Not by the name that the workers use: a router's family hides a worker's of that name.
+        yield ignored_records("pagewire_router_ignored_worker_records", self._registry)
+        yield CounterMetricFamily(
+            "pagewire_index_failed_lookups",
+            "Lookups in the prefix index that Redis did not answer, or was not asked for after "
+            "failures in a row",
+            value=self._index.failed_lookups,
         )
 
 

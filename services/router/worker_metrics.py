@@ -40,7 +40,7 @@ class WorkerScraper:
         self._model_name, self._client = model_name, client
         self._failures = Counter(
             "pagewire_worker_scrape_failures",
-            "Workers that did not show their metrics",
+            "Attempts to read a worker's metrics that failed",
             ["worker"],
             registry=registry,
         )

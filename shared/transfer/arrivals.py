@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from pagewire.shared.background import start_task
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.protocol import PieceHeader, decode_header
-from pagewire.shared.transfer.base import ReceivedPiece
+from pagewire.shared.transfer.base import ReceivedPiece, TransportStats
 from pagewire.shared.transfer.peer import Landing, Offered, Peer
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 from pagewire.shared.transfer.wire import Credit, Grant, Offer, Refusal, SessionMessage
@@ -22,29 +21,6 @@ logger = logging.getLogger(__name__)
 _MAX_OFFERS = 1024  # of one peer in line; more are refused
 _MAX_REASON_LENGTH = 200
 _GRANT_SLACK_S = 0.5  # a granted slot is held this long after the sender's patience has ended
-
-
-@dataclass(slots=True)
-class SessionStats:
-    """What went wrong so far.
-
-    Attributes:
-        malformed: messages that made no sense, and headers that were refused.
-        strays: messages and payloads that nobody was waiting for.
-        expired: granted slots whose payload never came.
-        broken: connections that were broken off.
-    """
-
-    malformed: int = 0
-    strays: int = 0
-    expired: int = 0
-    broken: int = 0
-
-    def note_malformed(self, what: str) -> None:
-        """Count something that makes no sense; only the first is worth everybody's attention."""
-        self.malformed += 1
-        level = logging.WARNING if self.malformed == 1 else logging.DEBUG
-        logger.log(level, "malformed KV transfer message: %s", what)
 
 
 class Arrivals:
@@ -63,7 +39,7 @@ class Arrivals:
     def __init__(
         self,
         staging: StagingPool,
-        stats: SessionStats,
+        stats: TransportStats,
         post: Callable[[Peer, SessionMessage], None],
     ) -> None:
         self._staging = staging

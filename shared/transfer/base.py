@@ -8,9 +8,10 @@ takes a free slot before it takes a payload, so that slots are the flow control.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,29 @@ class ReceivedPiece:
     slot: StagingSlot
 
 
+@dataclass(slots=True)
+class TransportStats:
+    """What went wrong so far.
+
+    Attributes:
+        malformed: messages that made no sense, and headers that were refused.
+        strays: messages and payloads that nobody was waiting for.
+        expired: granted slots whose payload never came.
+        broken: connections that were broken off.
+    """
+
+    malformed: int = 0
+    strays: int = 0
+    expired: int = 0
+    broken: int = 0
+
+    def note_malformed(self, what: str) -> None:
+        """Count something that makes no sense; only the first is worth everybody's attention."""
+        self.malformed += 1
+        level = logging.WARNING if self.malformed == 1 else logging.DEBUG
+        logger.log(level, "malformed KV transfer message: %s", what)
+
+
 # Returns when a payload is there; raises if it never will be.
 UntilPacked = Callable[[], Awaitable[None]]
 
@@ -43,6 +69,7 @@ class KvTransport(ABC):
 
     Attributes:
         name: as it appears in configuration, worker cards and metrics, e.g. "ucx".
+        stats: what went wrong so far.
     """
 
     name: ClassVar[str]
@@ -50,6 +77,7 @@ class KvTransport(ABC):
     def __init__(self, worker_id: str, staging: StagingPool) -> None:
         self.worker_id = worker_id
         self.staging = staging
+        self.stats = TransportStats()
 
     @abstractmethod
     def hold_slots(self, count: int) -> None:
@@ -109,6 +137,10 @@ class KvTransport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Disconnect all peers and free everything. Safe to call twice."""
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return how often things went wrong so far, by kind; always the same kinds."""
+        return asdict(self.stats)
 
     def lane(self, peer_id: str) -> str:
         """Name the hardware way to a peer, e.g. "cuda_ipc", "cma", "tcp", for people to read."""

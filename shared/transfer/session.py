@@ -32,7 +32,7 @@ import torch
 from pagewire.shared.background import start_task
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.protocol import PieceHeader
-from pagewire.shared.transfer.arrivals import Arrivals, SessionStats
+from pagewire.shared.transfer.arrivals import Arrivals
 from pagewire.shared.transfer.base import KvTransport, ReceivedPiece, UntilPacked, check_payload
 from pagewire.shared.transfer.departures import Departures
 from pagewire.shared.transfer.peer import Landing, Peer
@@ -65,15 +65,10 @@ _ARRIVAL_END_S = 5.0  # for them to notice that the way was given up
 
 
 class SessionTransport(KvTransport):
-    """A transport by offer and grant, over a carrier that a subclass provides.
-
-    Attributes:
-        stats: what went wrong so far.
-    """
+    """A transport by offer and grant, over a carrier that a subclass provides."""
 
     def __init__(self, worker_id: str, staging: StagingPool) -> None:
         super().__init__(worker_id, staging)
-        self.stats = SessionStats()
         self._nonce = b""
         self._peers: dict[str, Peer] = {}
         self._by_channel: dict[int, Peer] = {}

@@ -73,6 +73,11 @@ class ZmqTransport(SessionTransport):
         self._writers: dict[Peer, FrameWriter] = {}
         self._pushes: dict[FrameWriter, set[asyncio.Future[None]]] = {}
 
+    def fault_counts(self) -> dict[str, int]:
+        """Return how often things went wrong so far, by kind."""
+        denied = 0 if self._zap is None else self._zap.denied
+        return {**super().fault_counts(), "denied": denied}
+
     def lane(self, peer_id: str) -> str:
         """Name the way to a peer."""
         return "tcp"

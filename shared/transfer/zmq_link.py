@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from pagewire.shared.channel_auth import HANDSHAKE_FAILURES, explain_failure
 from pagewire.shared.errors import TransferError
 from pagewire.shared.loop_socket import watch_connection
 
@@ -22,14 +23,7 @@ _RETRY_S = 0.002  # while libzmq's queue to a peer is full
 _TRACKER_PERIOD_S = 0.0005
 
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-_LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILURES
 
 
 class FrameReader:
@@ -185,12 +179,12 @@ class FrameWriter:
             if tracker is not None and not outgoing.taken.done():
                 outgoing.taken.set_result(tracker)
 
-    def _on_event(self, event: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
         if event == _CONNECTED:
             if not self._connected.done():
                 self._connected.set_result(None)
         elif not self._connected.done():
-            self._connected.set_exception(_refusal(event))
+            self._connected.set_exception(TransferError(explain_failure(event, value)))
         else:
             self._lose("the connection was lost")
 
@@ -198,9 +192,3 @@ class FrameWriter:
         if not self._lost and not self.closed:
             self._lost = True
             self._on_lost(reason)
-
-
-def _refusal(event: int) -> TransferError:
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return TransferError("the peer refuses our key: the cluster secrets differ")
-    return TransferError("nobody answers there, or the cluster secrets differ")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from typing import Literal, get_args
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -25,6 +26,9 @@ from pagewire.shared.worker_card import WorkerLoad
 
 STOP_TIMEOUT_S = 5.0
 
+SentFate = Literal["acknowledged", "unacknowledged", "damaged", "failed"]
+LocalPrefill = Literal["short", "no_worker", "no_link", "failed"]
+
 
 class TransferMetrics:
     """What crossed between this worker and its peers."""
@@ -38,16 +42,30 @@ class TransferMetrics:
         )
         self.pieces = Counter(
             "pagewire_kv_transfer_pieces",
-            "KV pieces, by what became of them",
+            "KV pieces sent and received, by what became of them",
             ["direction", "fate"],
             registry=registry,
         )
+        self.resends = Counter(
+            "pagewire_kv_transfer_resends", "KV pieces that were sent again", registry=registry
+        )
         self.local_prefills = Counter(
             "pagewire_local_prefills",
-            "Prompts that a decode worker computed itself, by reason",
+            "Prompts that a decode worker computed itself: they were short, the router knew no "
+            "prefill worker, this worker was linked to none, or those that it asked failed",
             ["reason"],
             registry=registry,
         )
+
+    def show_local_prefills(self) -> None:
+        """Show all reasons for local prefills from the start, with 0."""
+        for reason in get_args(LocalPrefill):
+            self.local_prefills.labels(reason)
+
+    def show_sent(self) -> None:
+        """Show all that can become of a piece that is sent from the start, with 0."""
+        for fate in get_args(SentFate):
+            self.pieces.labels("sent", fate)
 
 
 class EngineCollector:
@@ -68,7 +86,11 @@ class EngineCollector:
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
             ("preemptions", "Sequences preempted", snapshot.num_preemptions),
-            ("kv_integrity_errors", "Books that did not add up", engine.integrity_errors),
+            (
+                "kv_integrity_errors",
+                "Checks of the KV pool that found its block counts wrong",
+                engine.integrity_errors,
+            ),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
 

@@ -44,6 +44,7 @@ from pagewire.shared.transfer import available_transports, create_transport
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
+from pagewire.shared.worker.faults import TransportFaults, WorkerFaults
 from pagewire.shared.worker.metrics import (
     EngineCollector,
     MetricsServer,
@@ -205,6 +206,10 @@ class WorkerRuntime:
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
+        self.metrics_registry.register(TransportFaults(self.transports.values()))
+        self.metrics_registry.register(
+            WorkerFaults(self.server, self._registry, self._publisher, index)
+        )
 
     def _cached_hashes(self) -> list[BlockHash]:
         # One call into C under the interpreter's lock: safe beside the engine's thread.

@@ -103,7 +103,7 @@ def test_nobody_there_is_told_at_once() -> None:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         start = time.monotonic()
-        with pytest.raises(ChannelError, match="nobody listens"):
+        with pytest.raises(ChannelError, match=r"nobody listens there$"):
             run_async(lone_client(endpoint).connect(WAIT_S))
         assert time.monotonic() - start < 2
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pagewire.shared.channel import ClusterKeys
 from pagewire.shared.errors import ChannelError
 from pagewire.shared.protocol import (
     Cancel,
@@ -45,6 +46,58 @@ def test_a_failing_handler_is_logged_and_the_next_message_handled(
     with caplog.at_level(logging.ERROR):
         run_async(scenario())
     assert "a bug in the handler" in caplog.text
+
+
+@pytest.mark.parametrize(("waits_s", "said_s"), [(0.5, "0.5"), (8.0, "5")], ids=["ours", "zmq's"])
+def test_a_frozen_server_is_not_taken_for_one_with_another_secret(
+    waits_s: float, said_s: str
+) -> None:
+    """Whether we lose patience with the handshake, or ZeroMQ does."""
+
+    async def scenario() -> None:
+        with remote_peer("server", "the cluster's secret", "7") as server:
+            endpoint = await asyncio.to_thread(server.read_line)
+            server.freeze()
+            with pytest.raises(ChannelError) as caught:
+                await lone_client(endpoint).connect(waits_s)
+            assert str(caught.value) == (
+                f"{endpoint}: connected, but no answer within {said_s} s: "
+                "the process is frozen or overloaded"
+            )
+            server.thaw()
+            await lone_client(endpoint).connect(WAIT_S)
+            with pytest.raises(ChannelError, match="authentication failed"):
+                await lone_client(endpoint, ClusterKeys.derive("another")).connect(WAIT_S)
+
+    run_async(scenario())
+
+
+def test_a_server_that_dies_in_the_handshake_did_not_refuse_it() -> None:
+    async def scenario() -> None:
+        with remote_peer("server", "the cluster's secret", "7") as server:
+            endpoint = await asyncio.to_thread(server.read_line)
+            server.freeze()
+            connecting = asyncio.create_task(lone_client(endpoint).connect(WAIT_S))
+            await asyncio.sleep(0.2)
+            server.kill()
+            with pytest.raises(ChannelError, match="lost in the handshake"):
+                await connecting
+
+    run_async(scenario())
+
+
+def test_something_else_on_the_port_is_named() -> None:
+    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ChannelError, match="is this a Pagewire service"):
+                await lone_client(f"tcp://127.0.0.1:{port}").connect(WAIT_S)
+
+    run_async(scenario())
 
 
 def test_a_client_that_leaves_is_reported_once_and_soon() -> None:

@@ -11,7 +11,9 @@ import pytest
 import zmq
 
 from pagewire.shared.channel import ClusterKeys, ControlClient
+from pagewire.shared.channel_auth import ZapHandler
 from pagewire.shared.errors import ChannelError
+from pagewire.shared.loop_socket import LoopSocket
 from pagewire.shared.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -31,12 +33,16 @@ from pagewire.tests.support.control import (
     serving,
 )
 
+LATER_FRAME = bytes([PROTOCOL_VERSION + 1]) + b"whatever it says"
+
 
 def test_another_secret_is_refused_at_once() -> None:
     async def scenario() -> None:
         async with serving() as server:
             start = time.monotonic()
-            with pytest.raises(ChannelError, match="secret"):
+            with pytest.raises(
+                ChannelError, match="authentication failed: is the cluster secret the same"
+            ):
                 await lone_client(server.endpoint, ClusterKeys.derive("another")).connect(WAIT_S)
             assert time.monotonic() - start < 2
             assert server.control.peers == ()
@@ -137,8 +143,13 @@ def test_malformed_frames_are_counted_and_leave_the_server_alive(
                     for parts in frames():
                         member.send_multipart(parts)
                 await asyncio.sleep(0.001)
-            seen = lambda: server.control.malformed_frames + len(server.received)  # noqa: E731
-            await eventually(lambda: seen() == count, timeout=20)
+            control, received = server.control, server.received
+            await eventually(
+                lambda: (
+                    control.malformed_frames + control.other_version_frames + len(received) == count
+                ),
+                timeout=20,
+            )
             assert server.control.malformed_frames > count // 2
             await check_service(server)
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -148,6 +159,46 @@ def test_malformed_frames_are_counted_and_leave_the_server_alive(
     assert grown_kib < 50 * 1024
     warnings = [r for r in caplog.records if "malformed" in r.message]
     assert 1 <= len(warnings) <= 10
+
+
+def test_a_client_of_another_release_learns_the_servers_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+
+    async def scenario() -> None:
+        async with serving() as server:
+            async with raw_peer(server.endpoint) as member:  # of a later release
+                await asyncio.to_thread(member.send, LATER_FRAME)
+                assert await asyncio.to_thread(member.poll, 5000)
+                assert member.recv()[0] == PROTOCOL_VERSION
+            control = server.control
+            assert (control.malformed_frames, control.other_version_frames) == (0, 1)
+            assert control.peers == ()
+
+    with caplog.at_level(logging.WARNING):
+        run_async(scenario())
+    [warning] = caplog.messages
+    assert f"turned away 'raw': the peer speaks protocol version {PROTOCOL_VERSION + 1}" in warning
+
+
+def test_a_server_of_another_release_is_named_as_such() -> None:
+    mismatch = f"speaks protocol version {PROTOCOL_VERSION + 1}, this side {PROTOCOL_VERSION}: run"
+
+    async def scenario() -> None:
+        with zmq.Context() as context:
+            gate = ZapHandler(context, KEYS)
+            socket = context.socket(zmq.ROUTER)
+            KEYS.secure_server(socket)
+            link = LoopSocket(socket, lambda frames: link.send([frames[0], LATER_FRAME]))
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            start = time.monotonic()
+            with pytest.raises(ChannelError, match=mismatch):
+                await lone_client(f"tcp://127.0.0.1:{port}").connect(WAIT_S)
+            assert time.monotonic() - start < 2
+            link.close()
+            gate.close()
+
+    run_async(scenario())
 
 
 @pytest.mark.parametrize("client_id", [b"with space", b"\xff\xfe", b"x" * 65], ids=repr)

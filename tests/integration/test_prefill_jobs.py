@@ -159,6 +159,36 @@ def test_a_piece_goes_again_though_the_queue_is_full(monkeypatch: pytest.MonkeyP
     run_async(scenario())
 
 
+def sent(runtime: ServiceRuntime) -> dict[str, float | None]:
+    """What /metrics has of pieces sent."""
+    name = "pagewire_kv_transfer_pieces_total"
+    fates = ("acknowledged", "damaged", "unacknowledged", "failed")
+    found = {fate: runtime.metric(name, direction="sent", fate=fate) for fate in fates}
+    return found | {"again": runtime.metric("pagewire_kv_transfer_resends_total")}
+
+
+def test_pieces_are_counted_by_their_fate_and_resends_apart() -> None:
+    async def scenario() -> None:
+        async with prefilling() as (runtime, service, peers):
+            assert set(sent(runtime).values()) == {0}
+            peers.arrive.set()
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: peers.sent)
+            service.on_message(DECODE, PieceNack(job_id="job", piece=0))
+            await eventually(lambda: len(peers.sent) == 3)  # nobody has acknowledged the second
+            for _ in range(2):
+                service.on_message(DECODE, PieceAck(job_id="job", piece=0))
+            await eventually(lambda: not service.num_active)
+            counts = {"acknowledged": 1, "damaged": 1, "unacknowledged": 1, "failed": 0}
+            assert sent(runtime) == counts | {"again": 2}
+            peers.error = TransferError("the way broke")
+            service.on_message(DECODE, TICKET)
+            await eventually(lambda: not service.num_active)
+            assert sent(runtime) == counts | {"failed": 1, "again": 2}
+
+    run_async(scenario())
+
+
 def test_a_nack_that_overtakes_the_sending_leaves_no_timer_behind() -> None:
     async def scenario() -> None:
         async with prefilling() as (_, service, peers):

@@ -1,15 +1,19 @@
 import asyncio
 import logging
 import time
+from typing import Any
 
 import msgspec
 import pytest
+from redis.asyncio import Redis
 
 from pagewire.shared.errors import RedisUnavailableError
+from pagewire.shared.protocol import MAX_EPOCH, PROTOCOL_VERSION
 from pagewire.shared.redis_client import cluster_tag
 from pagewire.shared.registry import (
     CardPublisher,
     LinkInfo,
+    OtherVersion,
     Registry,
     WorkerLoad,
 )
@@ -71,13 +75,13 @@ def test_two_clusters_on_one_redis_never_mix(any_redis_url: str) -> None:
 
 def garbage() -> dict[str, bytes]:
     good = msgspec.msgpack.encode(card("wrong-id"))
-    unknown = msgspec.to_builtins(card("unknown-field")) | {"extra": 1}
+    wrong_type = msgspec.to_builtins(card("wrong-type")) | {"role": 7}
     return {
         "noise": b"\xc1\x00\xff",
         "empty": b"",
         "wrong-id": msgspec.msgpack.encode(card("somebody-else")),
         "truncated": good[:-3],
-        "unknown-field": msgspec.msgpack.encode(unknown),
+        "wrong-type": msgspec.msgpack.encode(wrong_type),
         "no-utf8": b"\x81\xa2\xff\xfe\x01",
         "deep": b"\x91" * 5000,
         "huge": bytes(1 << 20),
@@ -101,7 +105,120 @@ def test_garbage_is_ignored_counted_and_logged_once(
 
     with caplog.at_level(logging.WARNING):
         assert run_async(scenario()) == 3 * len(garbage())
-    assert caplog.text.count("malformed worker card") == len(garbage())
+    assert caplog.text.count("malformed worker record") == len(garbage())
+
+
+async def put_raw(client: Redis, worker_id: str, record: dict[str, Any]) -> None:
+    """Publish what another release might."""
+    await client.set(f"pagewire:{TAG}:worker:{worker_id}", msgspec.msgpack.encode(record))
+    await client.sadd(f"pagewire:{TAG}:workers", worker_id)
+
+
+def record(worker_id: str, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(card(worker_id))
+    return fields | changes
+
+
+def test_fields_that_this_release_does_not_know_are_passed_over(any_redis_url: str) -> None:
+    extended = record("decode-0", zone="eu", parts=[1, {2: 3}])
+    extended["load"] |= {"temperature": 60.5}
+    extended["layout"] |= {"num_groups": 2}
+    extended["links"] = [{"peer": "prefill-0", "transport": "zmq", "hops": 3}]
+
+    async def scenario() -> None:
+        async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
+            await put_raw(client, "decode-0", extended)
+            link = LinkInfo(peer="prefill-0", transport="zmq")
+            assert await registry.list_workers() == [card(links=[link])]
+            assert (registry.malformed_cards, registry.other_version_cards) == (0, 0)
+
+    run_async(scenario())
+
+
+LATER = PROTOCOL_VERSION + 1
+OTHER_RELEASES: dict[str, tuple[dict[str, Any], OtherVersion]] = {
+    name: (
+        {"worker_id": "w", "protocol": LATER} | fields,
+        OtherVersion(**({"worker_id": "w", "protocol": LATER, "epoch": None, "role": None} | seen)),
+    )
+    for name, fields, seen in [
+        ("further fields", record("w", protocol=LATER, zone="eu"), {"epoch": 1, "role": "decode"}),
+        (
+            "an unknown role",
+            record("w", protocol=LATER, role="encode"),
+            {"epoch": 1, "role": "encode"},
+        ),
+        (
+            "an unknown state",
+            record("w", protocol=LATER, state="asleep"),
+            {"epoch": 1, "role": "decode"},
+        ),
+        (
+            "another layout",
+            record("w", protocol=LATER, layout=[1, [2]]),
+            {"epoch": 1, "role": "decode"},
+        ),
+        (
+            "larger lists",
+            record("w", protocol=LATER, kv_transports=["t"] * 50_000),
+            {"epoch": 1, "role": "decode"},
+        ),
+        (
+            "other types",
+            record("w", protocol=LATER, epoch="7-b", role=["decode"], load=3, links={}),
+            {},
+        ),
+        ("almost nothing", {}, {}),
+        (
+            "a named version",
+            record("w", protocol="6.1"),
+            {"protocol": "6.1", "epoch": 1, "role": "decode"},
+        ),
+        (
+            "an old release",
+            record("w", protocol=0, epoch=9),
+            {"protocol": 0, "epoch": 9, "role": "decode"},
+        ),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RELEASES)
+def test_a_record_of_another_release_is_not_malformed(
+    any_redis_url: str, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    written, seen = OTHER_RELEASES[name]
+
+    async def scenario() -> None:
+        async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
+            await put_raw(client, "w", written)
+            for _ in range(3):
+                assert await registry.list_workers() == [seen]
+            assert (registry.malformed_cards, registry.other_version_cards) == (0, 3)
+
+    with caplog.at_level(logging.WARNING):
+        run_async(scenario())
+    [warning] = caplog.messages
+    assert (
+        f"'w', which speaks protocol version {seen.protocol}, this side {PROTOCOL_VERSION}"
+        in warning
+    )
+
+
+@pytest.mark.parametrize("written", [record("w", role="encode"), record("w", protocol=LATER)])
+def test_epochs_grow_whichever_release_wrote_the_earlier_one(
+    any_redis_url: str, written: dict[str, Any]
+) -> None:
+    future = time.time_ns() + 10**18
+
+    async def scenario() -> None:
+        async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
+            for epoch, expected in ((future, future + 1), (MAX_EPOCH, None), ("x", None)):
+                await put_raw(client, "w", written | {"epoch": epoch})
+                given = await registry.new_epoch("w")
+                assert given == expected or (expected is None and 0 < given < future)
+
+    run_async(scenario())
 
 
 def test_a_publisher_repairs_keys_of_a_wrong_type(redis_server: RedisServer) -> None:

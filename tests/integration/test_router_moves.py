@@ -171,7 +171,7 @@ def test_a_request_that_comes_while_connections_are_made_anew_waits_for_them(red
 
 
 def test_a_request_does_not_wait_long_for_a_worker_that_cannot_be_reached(redis_url, monkeypatch):
-    monkeypatch.setattr(dispatch, "LINK_WAIT_S", 0.3)
+    monkeypatch.setattr(dispatch, "WORKER_WAIT_S", 0.3)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         await workers[0].die()
@@ -184,7 +184,7 @@ def test_a_request_does_not_wait_long_for_a_worker_that_cannot_be_reached(redis_
 
 
 def test_a_worker_of_another_release_is_named_and_gets_nothing(redis_url, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "LINK_WAIT_S", 0.3)
+    monkeypatch.setattr(dispatch, "WORKER_WAIT_S", 0.3)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         workers[0].put_card(protocol=1, epoch=2)
@@ -196,7 +196,7 @@ def test_a_worker_of_another_release_is_named_and_gets_nothing(redis_url, monkey
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_worker_that_does_not_come_back_is_a_503(redis_url, monkeypatch, stream):
-    monkeypatch.setattr(dispatch, "MOVE_WAIT_S", 0.3)
+    monkeypatch.setattr(dispatch, "WORKER_WAIT_S", 0.3)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         workers[0].hold.clear()
@@ -256,7 +256,9 @@ def test_what_a_worker_finds_impossible_is_a_400(redis_url):
     with_workers(redis_url, 1, scenario)
 
 
-def test_a_draining_worker_finishes_but_gets_nothing_new(redis_url):
+def test_a_draining_worker_finishes_but_gets_nothing_new(redis_url, monkeypatch):
+    monkeypatch.setattr(dispatch, "WORKER_WAIT_S", 0.3)
+
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=200))
         await eventually(lambda: any(w.active for w in workers))

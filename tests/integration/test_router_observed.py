@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pagewire.services.cli.cluster_status import fetch_status
+from pagewire.shared.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.documents import ROOT
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
@@ -68,6 +70,33 @@ def test_health_names_workers_and_their_ways(redis_url):
         assert decode["links"] == [
             {"peer": "prefill-0", "transport": "zmq", "lane": "tcp", "gb_per_s": 1.5}
         ]
+
+    run_async(main())
+
+
+def test_health_names_workers_of_another_release(redis_url):
+    later = PROTOCOL_VERSION + 1
+
+    async def main() -> None:
+        async with (
+            live_router(redis_url) as router,
+            FakeDecodeWorker(redis_url, SECRET, "decode-0", protocol=later, epoch=7),
+            prefill_card(redis_url, SECRET, "prefill-0"),
+        ):
+            await eventually(lambda: router.service.directory.others)
+            await eventually(lambda: router.service.directory.workers())
+            response = await router.http.get("/health")
+            assert response.status_code == 503
+            body = response.json()
+            assert body["protocol"] == PROTOCOL_VERSION
+            [prefill, decode] = body["services"]
+            assert prefill["state"] == "ready"
+            assert (decode["id"], decode["role"], decode["epoch"]) == ("decode-0", "decode", 7)
+            assert (decode["state"], decode["protocol"]) == ("another version", later)
+            assert (await router.complete(prompt="Hi")).status_code == 503
+            shown = await fetch_status(router.http, router.url)
+            assert not shown.ok
+            assert [w.service.state for w in shown.workers] == ["ready", "another version"]
 
     run_async(main())
 

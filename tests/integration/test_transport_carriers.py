@@ -133,7 +133,7 @@ def test_zmq_transport_of_another_cluster_cannot_connect(ours: str) -> None:
             intruder = Node(ZmqTransport("intruder", staging, keys=keys), staging)
             net.nodes.append(intruder)
             await intruder.transport.start(PATIENCE_S)
-            with pytest.raises(TransferError, match=r"cluster secrets differ|did not answer"):
+            with pytest.raises(TransferError, match=r"cluster secret the same|did not answer"):
                 await intruder.transport.connect("a", a.address, 2.0)
 
     run_async(scenario())
@@ -144,7 +144,7 @@ def test_zmq_connect_tells_when_nobody_listens() -> None:
         async with network("zmq") as net:
             a, b = await net.pair()
             await b.transport.close()
-            with pytest.raises(TransferError, match="nobody answers"):
+            with pytest.raises(TransferError, match=r"nobody listens there$"):
                 await a.transport.connect("b", b.address, PATIENCE_S)
 
     run_async(scenario())

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.shared.protocol import PROTOCOL_VERSION
 from pagewire.shared.registry import (
     CardPublisher,
     Registry,
@@ -70,6 +71,30 @@ def test_the_directory_follows_joins_restarts_and_deaths(redis_server: RedisServ
                     ("leave", "a", 2),
                     ("leave", "p", 1),
                 ]
+
+    run_async(scenario())
+
+
+def test_a_worker_that_goes_on_with_another_release_leaves_at_once(
+    redis_server: RedisServer,
+) -> None:
+    async def scenario() -> None:
+        async with registry_at(redis_server.url, lease_s=5.0) as registry:
+            await registry.publish(card("a"))
+            async with watching(registry) as watched:
+                await registry.publish(card("a", epoch=2, protocol=PROTOCOL_VERSION + 1))
+                await eventually(lambda: watched.events == [("join", "a", 1), ("leave", "a", 1)])
+                [other] = watched.directory.others
+                assert (other.worker_id, other.protocol) == ("a", PROTOCOL_VERSION + 1)
+                assert watched.ids() == []
+                await registry.publish(card("a", epoch=3))
+                await eventually(lambda: watched.ids() == ["a"])
+                assert watched.directory.others == ()
+                zombie = card("a", epoch=2, protocol=PROTOCOL_VERSION + 1)
+                await registry.publish(zombie)
+                await asyncio.sleep(0.15)
+                assert watched.ids() == ["a"]
+                assert watched.directory.others == ()
 
     run_async(scenario())
 

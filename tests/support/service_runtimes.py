@@ -77,7 +77,8 @@ class ServiceRuntime:
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.transfer_metrics = TransferMetrics(CollectorRegistry())
+        self.metrics_registry = CollectorRegistry()
+        self.transfer_metrics = TransferMetrics(self.metrics_registry)
         self.built = SimpleNamespace(
             core=self.core,
             runner=self.device,
@@ -103,6 +104,10 @@ class ServiceRuntime:
     def posted(self, kind: type[Any]) -> list[Any]:
         """Messages of one type that the service has posted."""
         return [message for message in self.server.posted if isinstance(message, kind)]
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """The value of a sample in `/metrics`; None if it is not there."""
+        return self.metrics_registry.get_sample_value(name, labels)
 
     @property
     def used_blocks(self) -> int:

@@ -1,0 +1,85 @@
+"""What goes wrong around a worker's engine, as Prometheus' counters.
+
+Their owners count in attributes; a collector reads these when somebody asks. All of a family's
+labels are there from the start, with 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from pagewire.shared.channel import ControlServer
+from pagewire.shared.fault_metrics import ignored_records, labelled
+from pagewire.shared.prefix_index import IndexPublisher
+from pagewire.shared.registry import CardPublisher, Registry
+from pagewire.shared.transfer.base import KvTransport
+
+
+class WorkerFaults:
+    """Reads the counters of a worker's sockets and of its entries in Redis."""
+
+    def __init__(
+        self,
+        server: ControlServer,
+        registry: Registry,
+        publisher: CardPublisher,
+        index: IndexPublisher,
+    ) -> None:
+        self._server, self._registry = server, registry
+        self._publisher, self._index = publisher, index
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after another."""
+        server = self._server
+        yield labelled(
+            "pagewire_control_faults",
+            "Frames and clients that the control server turned away, by kind",
+            "kind",
+            {
+                "malformed": server.malformed_frames,
+                "other_version": server.other_version_frames,
+                "denied": server.denied_clients,
+            },
+        )
+        yield ignored_records("pagewire_ignored_worker_records", self._registry)
+        for name, text, value in (
+            (
+                "worker_record_failed_renewals",
+                "Renewals of this worker's record that Redis did not take",
+                self._publisher.failed_renewals,
+            ),
+            (
+                "index_failed_flushes",
+                "Batches of prefix index entries that Redis did not take",
+                self._index.failed_flushes,
+            ),
+            (
+                "index_resyncs",
+                "Times that all prefix index entries of this worker were written",
+                self._index.resyncs,
+            ),
+        ):
+            yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
+
+
+class TransportFaults:
+    """Reads what went wrong on a worker's KV transports."""
+
+    def __init__(self, transports: Iterable[KvTransport]) -> None:
+        self._transports = list(transports)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one family."""
+        family = CounterMetricFamily(
+            "pagewire_kv_transport_faults",
+            "What went wrong on a KV transport: connections broken off, granted slots that expired "
+            "before their payload came, malformed messages, strays that nothing waited for, "
+            "clients denied",
+            labels=["transport", "kind"],
+        )
+        for transport in self._transports:
+            for kind, count in transport.fault_counts().items():
+                family.add_metric([transport.name, kind], count)
+        yield family

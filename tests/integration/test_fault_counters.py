@@ -1,0 +1,199 @@
+"""Faults, caused for real, as they stand in `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.services.decode.service import DecodeService
+from pagewire.shared.channel import ClusterKeys
+from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.errors import TransferTimeoutError
+from pagewire.shared.protocol import PROTOCOL_VERSION
+from pagewire.shared.redis_client import cluster_tag
+from pagewire.shared.transfer.loopback import Fault
+from pagewire.shared.transfer.wire import decode_address
+from pagewire.shared.worker.faults import TransportFaults
+from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.cards import card
+from pagewire.tests.support.control import raw_peer
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import SECRET, live_router
+from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.transports import network
+
+KEYS = ClusterKeys.derive(SECRET)
+OF_WORKER = {"worker": "decode-0", "role": "decode"}
+Sample = tuple[str, frozenset[tuple[str, str]]]
+
+
+def sample(name: str, **labels: str) -> Sample:
+    return f"pagewire_{name}_total", frozenset(labels.items())
+
+
+CONTROL = [sample("control_faults", kind=k) for k in ("malformed", "other_version", "denied")]
+KV = [sample("kv_transport_faults", transport="zmq", kind=k) for k in ("malformed", "denied")]
+UNSEEN_KV = [
+    sample("kv_transport_faults", transport="zmq", kind=k) for k in ("broken", "expired", "strays")
+]
+RECORDS = [sample("ignored_worker_records", reason=r) for r in ("malformed", "other_version")]
+REDIS = [sample("worker_record_failed_renewals"), sample("index_failed_flushes")]
+
+
+async def page(http: httpx.AsyncClient, url: str) -> dict[Sample, float]:
+    text = (await http.get(f"{url}/metrics")).text
+    return {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+    }
+
+
+async def wait_for(http: httpx.AsyncClient, url: str, samples: list[Sample]) -> None:
+    """Wait until each of these is above 0."""
+    for _ in range(150):
+        shown = await page(http, url)
+        missing = [each for each in samples if not shown.get(each)]
+        if not missing:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"not on {url}/metrics: {missing}")
+
+
+@asynccontextmanager
+async def decode_worker(redis: RedisServer) -> AsyncIterator[WorkerRuntime]:
+    """Run a real decode worker in this process."""
+    fields = {
+        "redis_url": redis.url,
+        "cluster_secret": SECRET,
+        "worker_id": "decode-0",
+        "device": "cpu",
+        "num_blocks": 64,
+        "kv_transport": "zmq",
+        "heartbeat_s": 0.1,
+        "lease_s": 1.0,
+    }
+    runtime = WorkerRuntime(load_settings(WorkerSettings, fields), "decode")
+    life = asyncio.create_task(runtime.run(DecodeService))
+    try:
+        yield runtime
+    finally:
+        life.cancel()
+        await asyncio.wait([life])
+
+
+def leave_records(redis: RedisServer) -> None:
+    """Put two worker records into Redis that nobody can use."""
+    later = msgspec.to_builtins(card("later", protocol=PROTOCOL_VERSION + 1))
+    prefix = f"pagewire:{cluster_tag(SECRET)}:worker"
+    with redis.client() as client:
+        client.set(f"{prefix}:later", msgspec.msgpack.encode(later))
+        client.set(f"{prefix}:noise", b"noise")
+        client.sadd(f"{prefix}s", "later", "noise")
+
+
+async def say(endpoint: str, *frames: bytes) -> None:
+    """Send something as a member of the cluster."""
+    async with raw_peer(endpoint, keys=KEYS) as member:
+        for frame in frames:
+            member.send(frame)
+        await asyncio.sleep(0.3)
+
+
+async def knock(endpoint: str) -> None:
+    """Come without the cluster's key."""
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.curve_serverkey = KEYS.public
+        stranger.curve_publickey, stranger.curve_secretkey = public, secret
+        stranger.connect(endpoint)
+        await asyncio.sleep(0.3)
+
+
+def test_a_workers_faults_are_on_its_page_and_on_the_routers(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with (
+            live_router(redis_server.url) as router,
+            decode_worker(redis_server) as worker,
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
+            await router.ready()
+            record = router.service.directory.get("decode-0")
+            kv_endpoint = decode_address(worker.addresses["zmq"], "zmq").endpoint.decode()
+            shown = await page(http, record.metrics_endpoint)
+            everything = [*CONTROL, *KV, *UNSEEN_KV, *RECORDS, *REDIS]
+            assert {each: shown.get(each) for each in everything} == dict.fromkeys(everything, 0)
+            leave_records(redis_server)
+            await say(record.endpoint, b"", bytes([PROTOCOL_VERSION + 1, 0]))
+            await say(kv_endpoint, b"noise")
+            await knock(record.endpoint)
+            await knock(kv_endpoint)
+            await wait_for(http, record.metrics_endpoint, [*CONTROL, *KV, *RECORDS])
+            redis_server.kill()
+            caused = [*CONTROL, *KV, *RECORDS, *REDIS]
+            await wait_for(http, record.metrics_endpoint, caused)
+            relayed = [(name, labels.union(OF_WORKER.items())) for name, labels in caused]
+            await wait_for(router.http, router.url, relayed)
+
+    run_async(scenario(), timeout=60)
+
+
+def test_a_routers_faults_are_on_its_page(redis_server: RedisServer) -> None:
+    records = [
+        sample("router_ignored_worker_records", reason=r) for r in ("malformed", "other_version")
+    ]
+    lookups = sample("index_failed_lookups")
+
+    async def scenario() -> None:
+        workers = [FakeDecodeWorker(redis_server.url, SECRET, f"decode-{i}") for i in range(2)]
+        async with live_router(redis_server.url) as router, workers[0], workers[1]:
+            await router.ready(2)
+            shown = await page(router.http, router.url)
+            assert [shown.get(each) for each in (*records, lookups)] == [0, 0, 0]
+            leave_records(redis_server)
+            await wait_for(router.http, router.url, records)
+            redis_server.freeze()
+            answer = await router.complete(prompt=[5] * 40, max_tokens=2)
+            assert answer.status_code == 200
+            await wait_for(router.http, router.url, [lookups])
+            redis_server.thaw()
+
+    run_async(scenario())
+
+
+def test_what_befalls_payloads_is_counted_by_transport() -> None:
+    registry = CollectorRegistry()
+
+    def count(kind: str) -> float | None:
+        labels = {"transport": "loopback", "kind": kind}
+        return registry.get_sample_value("pagewire_kv_transport_faults_total", labels)
+
+    async def scenario() -> None:
+        async with network("loopback") as net:
+            a, b = await net.pair(2)
+            registry.register(TransportFaults([b.transport]))
+            assert [count(kind) for kind in ("expired", "strays", "broken")] == [0, 0, 0]
+            net.hub.faults[0] = Fault(drop=True)
+            net.hub.faults[1] = Fault(copies=2)
+            await a.send("b", 0, 1000, timeout=0.2)  # as far as the sender knows, it has left
+            await a.send("b", 1, 1000)
+            await b.take_all(1)
+            await eventually(lambda: count("expired") == 1)
+            net.hub.faults[net.hub.num_payloads] = Fault(delay_s=60)
+            with pytest.raises(TransferTimeoutError):
+                await b.send("a", 2, 1000, timeout=0.2)
+            await eventually(
+                lambda: [count(kind) for kind in ("expired", "strays", "broken")] == [1, 1, 1]
+            )
+
+    run_async(scenario())
