@@ -16,7 +16,7 @@ from rich.console import Console
 from pagewire.services.cli import redis_process
 from pagewire.services.cli.cluster_plan import LOOPBACK, ClusterOptions, plan_services
 from pagewire.services.cli.health import Health, fetch_health
-from pagewire.services.cli.machine import Machine, require_free_port
+from pagewire.services.cli.machine import Machine
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.services.cli.progress import ProgressDisplay
 from pagewire.services.cli.ready_box import show_ready_box
@@ -109,7 +109,7 @@ def choose_store(context: ClusterContext, private: Path) -> Store:
         "no redis-server or valkey-server found: using the embedded one, which is slow "
         "(install redis-server for more than a try)"
     )
-    spec, url = redis_process.embedded_spec(require_free_port(LOOPBACK, 0))
+    spec, url = redis_process.embedded_spec(private)
     return Store(url, "embedded (no redis-server found)", spec)
 
 

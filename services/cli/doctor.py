@@ -96,7 +96,7 @@ def show(console: Console, finding: Finding) -> None:
 
 async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
     torch_probe = asyncio.create_task(_probe("torch"))
-    ucx_probe = asyncio.create_task(_probe("ucx"))
+    worker = None
     try:
         yield judge_python(sys.version_info[:3], sys.maxsize > 1 << 32)
         missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
@@ -106,7 +106,7 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         yield judge_memory(available_memory(), machine.cores)
         try:
             settings = load_settings(RouterSettings, overrides)
-            load_settings(WorkerSettings, {})
+            worker = load_settings(WorkerSettings, {})
         except ConfigError as exc:
             yield Finding("fail", "Settings", str(exc), "correct or unset that variable")
         else:
@@ -116,11 +116,18 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         yield judge_torch(found)
         yield judge_cuda(found, len(machine.gpus))
         yield judge_triton(found)
-        yield judge_ucx(await ucx_probe)
+        yield await _check_ucx(worker, has_gpu=bool(found.get("gpus")))
     finally:
-        for task in (torch_probe, ucx_probe):
-            task.cancel()
-        await asyncio.gather(torch_probe, ucx_probe, return_exceptions=True)
+        torch_probe.cancel()
+        await asyncio.gather(torch_probe, return_exceptions=True)
+
+
+async def _check_ucx(settings: WorkerSettings | None, *, has_gpu: bool) -> Finding:
+    """Check UCX where workers start it; with wrong settings, as without any."""
+    chosen = "auto" if settings is None else settings.kv_transport
+    on_gpu = has_gpu and (settings is None or settings.device != "cpu")
+    is_used = chosen == "ucx" or (chosen == "auto" and on_gpu)
+    return judge_ucx(await _probe("ucx") if is_used else None, chosen)
 
 
 async def _probe(what: str) -> dict[str, Any]:

@@ -17,6 +17,10 @@ GIB = 1 << 30
 # Of PyTorch's own builds, those for the CUDA that our other GPU packages are built for.
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 CUDA_LANES = ("cuda_ipc",)
+UCX_STRANGERS = (
+    "anyone who reaches a worker's UCX port can end that worker, and KV blocks cross unencrypted: "
+    "only for loopback or a private network, else --kv-transport zmq"
+)
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,18 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
     )
 
 
-def judge_ucx(probe: Mapping[str, Any]) -> Finding:
-    """Judge whether KV blocks can cross over UCX, and how fast a way it takes."""
-    over_zmq = "KV blocks cross over ZeroMQ instead, which is slower; for UCX: "
+def judge_ucx(probe: Mapping[str, Any] | None, chosen: str) -> Finding:
+    """Judge whether KV blocks can cross over UCX, how fast, and who can disturb it.
+
+    Args:
+        probe: of UCX; None where workers do not start it, so that it was not started here, either.
+        chosen: the KV transport of the settings.
+    """
+    if probe is None:
+        why = "KV_TRANSPORT is zmq" if chosen == "zmq" else "workers do not run on a GPU"
+        return Finding("ok", "UCX", f"not used, since {why}: KV blocks cross over ZeroMQ")
     if "error" in probe:
-        advice = f"{over_zmq}{install_command('ucx')}"
+        advice = f"for UCX: {install_command('ucx')}; for ZeroMQ: --kv-transport zmq"
         return Finding("warn", "UCX", f"does not work: {probe['error']}", advice)
     lanes = ", ".join(
         f"{memory} memory by {lane or 'an unknown lane'}" for memory, lane in probe["lanes"].items()
@@ -116,7 +127,7 @@ def judge_ucx(probe: Mapping[str, Any]) -> Finding:
             "IPC and PID namespaces"
         )
         return Finding("warn", "UCX", detail, advice)
-    return Finding("ok", "UCX", f"{detail}; a message has crossed")
+    return Finding("ok", "UCX", f"{detail}; a message has crossed; {UCX_STRANGERS}")
 
 
 def judge_memory(available: int | None, cores: int) -> Finding:

@@ -15,6 +15,7 @@ from pagewire.shared.errors import RedisSetupError
 from pagewire.shared.redis_client import connect_redis
 
 SERVERS = ("redis-server", "valkey-server")
+SOCKET = "redis.sock"
 MEMORY_LIMIT = "512mb"
 PROBE_S = 1.0
 POLL_S = 0.05
@@ -31,7 +32,7 @@ def server_spec(program: str, private_dir: Path) -> tuple[ChildSpec, str]:
     It listens on a Unix socket in `private_dir` (which only this user may enter), on no TCP port,
     and keeps nothing on disk: the index is soft state.
     """
-    socket_path = private_dir / "redis.sock"
+    socket_path = private_dir / SOCKET
     options = {
         "port": "0",
         "unixsocket": str(socket_path),
@@ -48,10 +49,14 @@ def server_spec(program: str, private_dir: Path) -> tuple[ChildSpec, str]:
     return ChildSpec("redis", (program, *arguments), is_store=True), f"unix://{socket_path}"
 
 
-def embedded_spec(port: int) -> tuple[ChildSpec, str]:
-    """Return how to run the stand-in for machines without a Redis server, and its URL."""
-    argv = (sys.executable, "-P", "-m", "pagewire.services.cli.fake_redis", str(port))
-    return ChildSpec("redis", argv, is_store=True), f"redis://127.0.0.1:{port}/0"
+def embedded_spec(private_dir: Path) -> tuple[ChildSpec, str]:
+    """Return how to run the stand-in for machines without a Redis server, and its URL.
+
+    It, too, listens on a Unix socket in `private_dir` and on no TCP port.
+    """
+    socket_path = private_dir / SOCKET
+    argv = (sys.executable, "-P", "-m", "pagewire.services.cli.fake_redis", str(socket_path))
+    return ChildSpec("redis", argv, is_store=True), f"unix://{socket_path}"
 
 
 async def is_answering(url: str) -> bool:

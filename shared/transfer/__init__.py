@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.installing import install_command
 from pagewire.shared.transfer.base import KvTransport, ReceivedPiece
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
 
 if TYPE_CHECKING:
+    import torch
+
     from pagewire.shared.channel_auth import ClusterKeys
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "KvTransport",
@@ -23,6 +29,7 @@ __all__ = [
     "StagingSlot",
     "available_transports",
     "create_transport",
+    "transports_to_open",
     "ucx_available",
 ]
 
@@ -37,6 +44,35 @@ def available_transports() -> tuple[str, ...]:
     return ("ucx", "zmq") if ucx_available() else ("zmq",)
 
 
+def transports_to_open(
+    chosen: str, device: torch.device, host: str, advertise_host: str | None = None
+) -> tuple[str, ...]:
+    """Return the names of the transports that a worker opens, the one it prefers first.
+
+    "auto" is ZeroMQ, and on a GPU UCX before it: only there is UCX worth an open port that anyone
+    on the network can end the worker through. It is not, either, where that port cannot be kept to
+    the worker's own network device; the log says so. Looks up a name.
+
+    Args:
+        chosen: "auto", or the one transport to open.
+        device: that holds the worker's KV blocks.
+        host: the address of this machine to listen on.
+        advertise_host: the name or address that peers reach it by; None: `host`.
+    """
+    if chosen != "auto":
+        return (chosen,)
+    if device.type != "cuda" or not ucx_available():
+        return ("zmq",)
+    from pagewire.shared.transfer.ucx_settings import ucx_settings
+
+    try:
+        ucx_settings(_own_host(host, advertise_host), cuda=True)
+    except ConfigError as exc:
+        logger.warning("KV blocks cross by ZeroMQ, not by the GPUs' own links: %s", exc)
+        return ("zmq",)
+    return ("ucx", "zmq")
+
+
 def create_transport(
     name: str,
     worker_id: str,
@@ -49,20 +85,18 @@ def create_transport(
     """Return a transport that is not started yet.
 
     Args:
-        name: "ucx" or "zmq"; "auto" takes the best available.
+        name: "ucx" or "zmq".
         worker_id: of this process.
         staging: slots for incoming pieces.
         host: the address of this machine to listen on.
-        advertise_host: the name or address that peers reach it by; None: `host`. UCX tells its
-            peers by itself.
+        advertise_host: the name or address that peers reach it by; None: `host`. Where `host` is
+            all addresses (0.0.0.0, ::), UCX listens on the device of this one alone.
         keys: the cluster's, for ZeroMQ. UCX has no such thing: its ports are for a network where
             nobody else is, or for this machine alone.
 
     Raises:
         ConfigError: there is no such transport, or what it needs is not installed.
     """
-    if name == "auto":
-        name = available_transports()[0]
     if name == "ucx":
         if not ucx_available():
             raise ConfigError(
@@ -71,9 +105,14 @@ def create_transport(
             )
         from pagewire.shared.transfer.ucx import UcxTransport
 
-        return UcxTransport(worker_id, staging, host=host)
+        return UcxTransport(worker_id, staging, host=_own_host(host, advertise_host))
     if name == "zmq":
         from pagewire.shared.transfer.zmq import ZmqTransport
 
         return ZmqTransport(worker_id, staging, host=host, advertise_host=advertise_host, keys=keys)
-    raise ConfigError(f"there is no KV transport {name!r}; choose one of auto, ucx, zmq")
+    raise ConfigError(f"there is no KV transport {name!r}; choose ucx or zmq")
+
+
+def _own_host(host: str, advertise_host: str | None) -> str:
+    """Return this machine's own name or address among what a worker listens on."""
+    return advertise_host or host if host in WILDCARDS else host

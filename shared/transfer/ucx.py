@@ -10,6 +10,7 @@ and 0 for session messages, whose channel is inside.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from pagewire.shared.transfer.session import SessionTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.transfer.ucx_lane import name_lane
 from pagewire.shared.transfer.ucx_port import UcxPort
-from pagewire.shared.transfer.ucx_settings import ucx_settings
+from pagewire.shared.transfer.ucx_settings import listens_on, ucx_settings
 from pagewire.shared.transfer.wire import (
     MAX_MESSAGE_BYTES,
     SEQ_BITS,
@@ -28,6 +29,8 @@ from pagewire.shared.transfer.wire import (
     SessionMessage,
     encode_message,
 )
+
+logger = logging.getLogger(__name__)
 
 _MESSAGE_TAG = 0
 _PAYLOAD_FLAG = 1 << 63
@@ -42,7 +45,7 @@ class UcxTransport(SessionTransport):
     become by then, and notices by the checksums.
 
     Args:
-        host: the address of this machine to listen on: UCX opens ports on its device alone.
+        host: this machine's own address, not a wildcard: UCX opens ports on its device alone.
     """
 
     name: ClassVar[str] = "ucx"
@@ -69,6 +72,11 @@ class UcxTransport(SessionTransport):
         settings = await asyncio.to_thread(ucx_settings, self._host, cuda=cuda)  # looks a name up
         awaits_more = self._awaits_more if cuda else None
         self._port = UcxPort(self._on_arrival, settings, awaits_more=awaits_more)
+        logger.warning(
+            "UCX listens %s: anyone who reaches its TCP port there can end this worker, and KV "
+            "blocks cross unencrypted; KV transport 'zmq' has neither risk",
+            listens_on(settings),
+        )
         return self._port.address
 
     async def _link(self, peer: Peer) -> None:

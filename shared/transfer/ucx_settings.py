@@ -8,27 +8,21 @@ processes in mid-transfer:
   UCX cancels no send and no receive that has begun, but closing an endpoint by force does.
 - No shared memory. All senders write to one queue of the receiver, and one that dies between
   reserving its place there and filling it stops the receiver for good, for all of them.
-- TCP opens ports without authentication, so it is kept to the device of the transport's host: by
-  default the loopback device. Its segments of 8 and 64 KiB cost half of the bandwidth.
+- TCP opens ports without authentication, and a few malformed bytes on one of them end the process
+  (UCX 1.21). So UCX is bound to the device that has the worker's own address: by default the
+  loopback device, never all of them. TCP's segments of 8 and 64 KiB cost half of the bandwidth.
 """
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
-import logging
 import os
-import socket
-import struct
 
-logger = logging.getLogger(__name__)
-
-_ALL = ("0.0.0.0", "::", "")  # noqa: S104 - the user's choice
-_SIOCGIFADDR = 0x8915
-_IFREQ = struct.Struct("16s16s")
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.transfer.ucx_device import find_device
 
 # Importing ucxx sets some, so this is what the user had set before.
 _SET_BY_USER = frozenset(name for name in os.environ if name.startswith("UCX_"))
+_CHOOSES_DEVICES = frozenset({"UCX_TLS", "UCX_NET_DEVICES"})
 
 # Read when libucs is loaded: for the environment. What goes wrong is raised as an exception.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
@@ -39,9 +33,12 @@ def ucx_settings(host: str, *, cuda: bool) -> dict[str, str]:
     """Return the settings of a UCX context, without the prefix `UCX_`.
 
     Args:
-        host: the address of this machine to listen on. Who has chosen transports in the
-            environment has chosen their devices, too.
+        host: this worker's own address, on whose device UCX listens. A user who has chosen
+            transports (`UCX_TLS`) or devices (`UCX_NET_DEVICES`) has chosen the devices.
         cuda: whether buffers lie in GPU memory.
+
+    Raises:
+        ConfigError: no device has that address, so that UCX would listen on all of them.
     """
     settings = {
         "TLS": "cuda_ipc,cuda_copy,tcp,self" if cuda else "tcp,self",
@@ -52,32 +49,24 @@ def ucx_settings(host: str, *, cuda: bool) -> dict[str, str]:
         # ucxx would stage the fragments of all transfers in GPU memory.
         "RNDV_FRAG_MEM_TYPE": "cuda" if cuda else "host",
     }
-    if host not in _ALL and _SET_BY_USER.isdisjoint({"UCX_TLS", "UCX_NET_DEVICES"}):
-        if device := _device_of(host):
-            settings["NET_DEVICES"] = device
-        else:
-            logger.warning(
-                "no network device is known to have the IPv4 address %s, so UCX listens on all; "
-                "give an IPv4 address, or set UCX_NET_DEVICES to the device, such as eth0",
-                host,
-            )
+    if _SET_BY_USER.isdisjoint(_CHOOSES_DEVICES):
+        settings |= _device_settings(host)
     return {name: value for name, value in settings.items() if f"UCX_{name}" not in _SET_BY_USER}
 
 
-def _device_of(host: str) -> str | None:
-    """Return the name of the network device that has an IPv4 address, None if none has."""
-    try:
-        address = ipaddress.ip_address(socket.gethostbyname(host))
-    except OSError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, device in socket.if_nameindex():
-            request = _IFREQ.pack(device.encode(), b"")
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError:  # it has no IPv4 address
-                continue
-            own = ipaddress.IPv4Address(answer[20:24])
-            if own == address or (own.is_loopback and address.is_loopback):
-                return device
-    return None
+def listens_on(settings: dict[str, str]) -> str:
+    """Return where UCX listens with these settings and the user's: words for a log."""
+    devices = settings.get("NET_DEVICES") or os.environ.get("UCX_NET_DEVICES")
+    return f"on {devices}" if devices else "on all network devices"
+
+
+def _device_settings(host: str) -> dict[str, str]:
+    device = find_device(host)
+    if device is None:
+        raise ConfigError(
+            f"UCX would listen on all network devices, since none has {host!r} as its first "
+            "address: set UCX_NET_DEVICES to the device of the network between the workers, such "
+            "as eth0, or choose KV transport 'zmq'"
+        )
+    version = "inet6" if device.address.version == 6 else "inet"
+    return {"NET_DEVICES": device.name, "TCP_AF_PRIO": version}

@@ -40,7 +40,7 @@ from pagewire.shared.registry import (
     WorkerCard,
     WorkerDirectory,
 )
-from pagewire.shared.transfer import available_transports, create_transport
+from pagewire.shared.transfer import create_transport, transports_to_open
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
@@ -243,8 +243,9 @@ class WorkerRuntime:
         self.receive_staging = StagingPool(receives, slot_bytes, device)
         if settings.cuda_graphs:
             await asyncio.to_thread(self._capture_moves)
-        chosen = settings.kv_transport
-        for name in available_transports() if chosen == "auto" else (chosen,):
+        where = settings.host, self._advertised
+        names = await asyncio.to_thread(transports_to_open, settings.kv_transport, device, *where)
+        for name in names:
             transport = create_transport(
                 name,
                 self.worker_id,

@@ -35,13 +35,13 @@ def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
 
 
 def received_bytes(cluster: LocalCluster) -> float:
-    """KV bytes that the decode worker has received over UCX, as the router's metrics say."""
+    """KV bytes that the decode worker has received, as the router's metrics say."""
     return sum(
         value
         for name, value in cluster.metrics().items()
         if name.startswith("pagewire_kv_transfer_bytes_total{")
         and 'direction="received"' in name
-        and 'transport="ucx"' in name
+        and 'transport="zmq"' in name
         and 'worker="decode-0"' in name
     )
 
@@ -59,7 +59,7 @@ def test_the_ready_box_names_workers_and_measured_transport(cluster: LocalCluste
     assert "prefill-0" in cluster.output
     assert "decode-0" in cluster.output
     ways = re.findall(r"(prefill-\d) -> decode-0: (\w+) \(.+?\), ([\d.]+) GB/s", cluster.output)
-    assert {name for name, _, _ in ways} == {"prefill-0", "prefill-1"}
+    assert {way[:2] for way in ways} == {("prefill-0", "zmq"), ("prefill-1", "zmq")}  # on a CPU
     assert all(float(speed) > 0 for _, _, speed in ways)
 
 

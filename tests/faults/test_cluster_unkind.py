@@ -1,4 +1,4 @@
-"""Strangers at every port, unkind clients, a lost router, a Redis in trouble, a frozen worker.
+"""Unkind clients, a lost router, a Redis in trouble, a frozen worker.
 
 Each test ends alike: requests are answered rightly, no worker holds a block.
 """
@@ -8,14 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
-import secrets
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -28,8 +24,6 @@ pytestmark = pytest.mark.timeout(120)
 
 MAX_TOKENS = 32
 WORKERS = 2
-LISTENING = "0A"  # state in /proc/net/tcp
-LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
 @pytest.fixture(scope="module")
@@ -64,68 +58,11 @@ def asked(cluster: LocalCluster, expected: GreedyPrompts) -> Expectation:
     return Expectation(cluster, expected)
 
 
-def listening(cluster: LocalCluster) -> list[tuple[str, int]]:
-    """Address (as the kernel writes it) and port of every socket that the cluster listens on."""
-    inodes = set()
-    for pid in [cluster.process.pid, *cluster.processes()]:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.add(str(fd.readlink()).removeprefix("socket:[").rstrip("]"))
-            except FileNotFoundError:
-                continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENING and fields[9] in inodes:
-                address, _, port = fields[1].partition(":")
-                found.append((address, int(port, 16)))
-    return found
-
-
 def wait_until(cluster: LocalCluster, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, cluster.output
         time.sleep(0.1)
-
-
-class Marker:
-    """Unpickling it leaves a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_everything_listens_on_loopback(cluster: LocalCluster) -> None:
-    sockets = listening(cluster)
-    assert cluster.port in [port for _, port in sockets]
-    assert len(sockets) >= 5  # the router, and each worker's control and metrics
-    assert [each for each in sockets if each[0] not in LOOPBACK] == []
-
-
-def test_bytes_of_strangers_at_every_port_do_nothing(asked: Expectation, tmp_path: Path) -> None:
-    marker = tmp_path / "unpickled"
-    payloads = [
-        pickle.dumps(Marker(marker)),
-        b"\xff" + bytes(8) + b"\x01\x7f\x03\x00NULL" + bytes(48),  # a ZeroMQ peer without a key
-        secrets.token_bytes(5000),
-        bytes(100_000),
-        b"GET / HTTP/1.1\r\n\r\n",
-    ]
-
-    def knock() -> None:
-        for _, port in listening(asked.cluster):
-            for payload in payloads:
-                with socket.create_connection(("127.0.0.1", port), 2) as stranger:
-                    stranger.sendall(payload)
-
-    asked.answers_rightly(while_=knock)
-    assert not marker.exists()
-    assert " died" not in asked.cluster.output
 
 
 @pytest.mark.parametrize(

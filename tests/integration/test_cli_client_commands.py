@@ -343,15 +343,19 @@ def test_status_of_an_endpoint_of_another_make(old: OpenAIServer) -> None:
     assert "no Pagewire router" in done.stderr
 
 
-def test_doctor_is_right_about_this_machine(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize("chosen", ["auto", "ucx"])
+def test_doctor_is_right_about_this_machine(redis_server: RedisServer, chosen: str) -> None:
     import torch
 
-    done = pagewire("doctor", "--port", "0", PAGEWIRE_REDIS_URL=redis_server.url)
+    env = {"PAGEWIRE_REDIS_URL": redis_server.url, "PAGEWIRE_KV_TRANSPORT": chosen}
+    done = pagewire("doctor", "--port", "0", **env)
     assert done.exit_code == 0, done.stdout + done.stderr
     lines = {line[5:15].strip(): line for line in done.stdout.splitlines()}
     assert torch.__version__ in lines["torch"]
     assert ("no GPU here" in lines["CUDA"]) is not torch.cuda.is_available()
-    assert "a message has crossed" in lines["UCX"]
+    is_used = chosen == "ucx" or torch.cuda.is_available()
+    assert ("a message has crossed" in lines["UCX"]) is is_used
+    assert ("not used" in lines["UCX"]) is not is_used
     assert f"answers at {redis_server.url}" in lines["Redis"]
     assert all(line.startswith("ok ") for name, line in lines.items() if name in ("UCX", "Redis"))
     assert "can run the demo" in done.stdout

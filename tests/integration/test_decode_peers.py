@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,8 @@ from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.channel import ControlClient, make_client_id
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import Cancel, ControlMessage, KvHello, ProbeDone
+from pagewire.shared.protocol import Cancel, ControlMessage, KvHello, KvWelcome, ProbeDone
+from pagewire.shared.transfer import create_transport, ucx
 from pagewire.shared.transfer.loopback import LoopbackHub
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.aio import eventually, run_async
@@ -124,6 +126,32 @@ def test_the_way_of_a_worker_that_comes_back_outlives_its_earlier_connection(
                 assert p.connected
 
     run_async(scenario())
+
+
+def test_where_ucx_reaches_nobody_the_next_transport_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ucx, "ucx_settings", lambda host, cuda: {"TLS": "self"})
+
+    async def scenario() -> None:
+        async with workers() as (p, decode), contextlib.AsyncExitStack() as stack:
+            for runtime in (p, decode.runtime):
+                transport = create_transport("ucx", runtime.worker_id, runtime.receive_staging)
+                stack.push_async_callback(transport.close)
+                address = {"ucx": await transport.start(5)}
+                runtime.transports["ucx"] = transport
+                runtime.addresses = address | runtime.addresses  # UCX is the first choice
+            await stack.enter_async_context(decode.connected(p))
+            await eventually(lambda: decode.client_id in p.server.peers)
+            await DecodePeers(p).open(decode.client_id, decode.hello())
+            await eventually(lambda: decode.received)
+            [welcome] = decode.received
+            assert isinstance(welcome, KvWelcome)
+            assert (welcome.transport, welcome.error) == ("loopback", None)
+            assert p.connected == ["decode-0"]
+
+    run_async(scenario())
+    assert "no ucx to decode-0: UCX" in caplog.text
 
 
 def test_layouts_that_do_not_match_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ import redis
 
 from pagewire.services.cli.redis_process import find_server
 from pagewire.tests.support import fake_cluster
+from pagewire.tests.support.listening import listening_sockets
 from pagewire.tests.support.redis_server import RedisServer
 
 READY = "Pagewire is ready"
@@ -74,7 +75,7 @@ class Up:
     def left_over(self) -> list[str]:
         """Command lines of processes that belong to this cluster."""
         marks = (str(self.state), f"pagewire-run-{self.process.pid}-")
-        return [line for line in command_lines() if any(mark in line for mark in marks)]
+        return [line for line in command_lines().values() if any(mark in line for mark in marks)]
 
 
 class StartCluster(Protocol):
@@ -226,6 +227,16 @@ def test_embedded_redis_where_no_server_is_installed(start: StartCluster, tmp_pa
     cluster.wait_for(READY)
     said = [line for line in cluster.stdout.splitlines() if "no redis-server" in line]
     assert len(said) == 2  # the one line, and the row in the box
+    [private] = cluster.private_dirs()
+    path = str(private / "redis.sock")
+    [pid] = [pid for pid, line in command_lines().items() if path in line]
+    assert listening_sockets([pid]) == set()
+    with redis.Redis(unix_socket_path=path, protocol=2) as client:
+        client.set("here", 1)
+    os.kill(pid, signal.SIGKILL)
+    cluster.wait_for("redis is ready again")
+    with redis.Redis(unix_socket_path=path, protocol=2) as client:
+        assert client.get("here") is None
     assert cluster.stop() == 0
     assert cluster.left_over() == []
 
@@ -271,11 +282,13 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def command_lines() -> list[str]:
-    lines = []
+def command_lines() -> dict[int, str]:
+    """Return the command line of each process, by its id."""
+    lines = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # ended in the meantime
-            lines.append(file.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+            line = file.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            lines[int(file.parent.name)] = line
     return lines
 
 

@@ -1,22 +1,25 @@
 """The embedded Redis stand-in of `pagewire up`, in this process."""
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from fakeredis import TcpFakeServer
+from pagewire.services.cli.fake_redis import UnixFakeServer
 
 
 @contextmanager
 def fake_redis_url() -> Iterator[str]:
-    """Serve on a free port of loopback; yield the URL."""
-    server = TcpFakeServer(("127.0.0.1", 0), server_type="redis")
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"redis://127.0.0.1:{server.server_address[1]}/0"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
+    """Serve on a socket of its own; yield the URL."""
+    # Not pytest's tmp_path: a unix socket's path may have no more than 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="pw-fake-") as directory:
+        server = UnixFakeServer(Path(directory) / "redis.sock")
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield f"unix://{directory}/redis.sock"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join(5)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.services.cli.doctor import CUT_AT
 from pagewire.services.cli.doctor_checks import (
     GIB,
     Finding,
@@ -77,13 +78,22 @@ def test_triton() -> None:
     assert_finding(judge_triton(broken), "warn", "no C compiler", "gcc", "--kernels torch")
 
 
-def test_ucx() -> None:
-    assert_finding(judge_ucx(ucx_probe()), "ok", "1.21.0", "host memory by tcp")
-    assert_finding(judge_ucx(ucx_probe(gpu="cuda_ipc")), "ok", "gpu memory by cuda_ipc")
-    assert_finding(judge_ucx(ucx_probe(gpu="tcp")), "warn", "gpu memory by tcp", "IPC")
-    assert_finding(judge_ucx(ucx_probe(gpu=None)), "warn", "unknown lane")
-    assert_finding(judge_ucx(ucx_probe(crossed=False)), "warn", "no message", "zmq")
-    assert_finding(judge_ucx({"error": "No module named 'ucxx'"}), "warn", "ZeroMQ", "ucxx-cu13")
+def test_ucx_on_a_gpu() -> None:
+    risks = ("can end that worker", "unencrypted", "--kv-transport zmq")
+    assert_finding(judge_ucx(ucx_probe(), "ucx"), "ok", "1.21.0", "host memory by tcp", *risks)
+    direct = ucx_probe(gpu="cuda_ipc")
+    assert_finding(judge_ucx(direct, "auto"), "ok", "gpu memory by cuda_ipc", *risks)
+    assert_finding(judge_ucx(ucx_probe(gpu="tcp"), "auto"), "warn", "gpu memory by tcp", "IPC")
+    assert_finding(judge_ucx(ucx_probe(gpu=None), "auto"), "warn", "unknown lane")
+    assert_finding(judge_ucx(ucx_probe(crossed=False), "auto"), "warn", "no message", "zmq")
+    missing = {"error": "No module named 'ucxx'"}
+    assert len(judge_ucx(direct, "auto").detail) < CUT_AT
+    assert_finding(judge_ucx(missing, "auto"), "warn", "ZeroMQ", "ucxx-cu13")
+
+
+@pytest.mark.parametrize(("chosen", "why"), [("auto", "GPU"), ("zmq", "KV_TRANSPORT is zmq")])
+def test_ucx_where_workers_do_not_start_it(chosen: str, why: str) -> None:
+    assert_finding(judge_ucx(None, chosen), "ok", "not used", why)
 
 
 @pytest.mark.parametrize(
