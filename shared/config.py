@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
 
-SettingsT = TypeVar("SettingsT", bound="ClusterSettings")
+SettingsT = TypeVar("SettingsT", bound="BaseSettings")
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -172,6 +172,22 @@ class RouterSettings(ClusterSettings):
     policy: Literal["prefix", "round_robin"] = "prefix"
     max_queue: Positive = 1024
     request_timeout_s: Seconds = 300.0
+
+
+class ClientSettings(BaseSettings):
+    """What the commands that talk to an endpoint read.
+
+    Attributes:
+        url: of the endpoint, with or without `/v1`.
+        api_key: sent as a bearer token.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="PAGEWIRE_", extra="ignore", frozen=True, validate_default=True
+    )
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: SecretStr | None = None
 
 
 def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:

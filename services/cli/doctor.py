@@ -49,11 +49,11 @@ CUT_AT = 300
 
 
 def doctor(
-    host: options.Host = None, port: options.Port = None, redis_url: options.RedisUrl = None
+    host: options.Host = None, port: options.Port = None, redis_url: options.OwnRedisUrl = None
 ) -> None:
-    """Check whether this machine can run Pagewire, and say what to do where it cannot.
+    """Check whether this machine can run Pagewire.
 
-    Exit code 0 if the demo can run here.
+    Says what to do where it cannot. Exit code 0 if the demo can run here.
 
     Example: pagewire doctor --port 8000
     """

@@ -29,7 +29,7 @@ STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 
 
 def status(
-    url: options.Url = options.DEFAULT_URL,
+    url: options.Url = None,
     watch: Annotated[
         float | None,
         typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again until Ctrl-C."),
@@ -38,14 +38,14 @@ def status(
         bool, typer.Option("--json", help="Print a JSON object; with --watch, one a line.")
     ] = False,
 ) -> None:
-    """Show a cluster: its workers, their load and KV cache, the ways between them.
+    """Show a cluster: workers, their load and KV cache, KV links.
 
     Exit code 1 if the router does not answer or could not serve a request.
 
     Example: pagewire status --watch 2
     """
     with one_line_errors():
-        root = root_url(url)
+        root = root_url(options.endpoint(url)[0])
         try:
             ok = asyncio.run(_show(root, watch, as_json))
         except KeyboardInterrupt:

@@ -253,8 +253,7 @@ def refusal_in(lines: list[str]) -> str:
     """Return why a service refuses its configuration, by the last lines that it printed."""
     prefix = "pagewire: "
     own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    boxed = " ".join(line.strip("│ ") for line in lines if line.startswith("│"))  # a wrong option
-    said = (own[-1:], [boxed], lines[-1:], ["it refuses its configuration"])
+    said = (own[-1:], lines[-1:], ["it refuses its configuration"])
     return next(text for texts in said for text in texts if text)
 
 

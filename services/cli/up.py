@@ -51,15 +51,19 @@ def up(
     kv_transport: options.KvTransport = None,
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
-    redis_url: options.RedisUrl = None,
+    redis_url: options.OwnRedisUrl = None,
     log_level: options.LogLevel = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the services' logs go.", show_default="~/.cache/pagewire/runs"),
+        typer.Option(
+            help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]",
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option(help="Print the services' logs, too.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the services' logs, too.")] = False,
 ) -> None:
-    """Start a cluster on this machine and keep it running until Ctrl-C.
+    """Start a cluster on this machine; Ctrl-C stops it.
+
+    Settings can also come from the environment: PAGEWIRE_MODEL is --model.
 
     Example: pagewire up --prefill 1 --decode 2 --model demo --port 8000
     """
