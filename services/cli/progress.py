@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagewire.services.cli.supervisor import ChildStatus, State
+from pagewire.services.cli.terminal import printable
 
 STYLES = {
     State.STARTING: "yellow",
@@ -21,6 +23,17 @@ STYLES = {
     State.RESTARTING: "red",
     State.STOPPED: "dim",
 }
+
+
+# Time, level and logger of our log lines and of Redis': the line has room for the message alone.
+_PREFIXES = re.compile(
+    r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: |\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ [*#.-] "
+)
+
+
+def message_of(line: str) -> str:
+    """Return what a log line says, as printable text."""
+    return printable(_PREFIXES.sub("", line, count=1)).expandtabs(1)
 
 
 class ServerConsole(Console):
@@ -80,7 +93,7 @@ class ProgressDisplay:
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)
         grid.add_column(justify="right", no_wrap=True)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
+        grid.add_column()  # the one that may wrap gives way; its text is kept on one line
         for status in self._statuses():
             busy = status.state in (State.STARTING, State.LOADING)
             grid.add_row(
@@ -88,6 +101,11 @@ class ProgressDisplay:
                 status.name,
                 Text(status.state.value, style=STYLES[status.state]),
                 f"{time.monotonic() - status.since:.0f} s" if busy else "",
-                Text(status.log.last_line if busy else "", style="dim"),
+                Text(
+                    message_of(status.log.last_line) if busy else "",
+                    style="dim",
+                    no_wrap=True,
+                    overflow="ellipsis",
+                ),
             )
         return grid

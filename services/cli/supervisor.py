@@ -157,6 +157,14 @@ class Supervisor:
         """From here on a dying child no longer ends everything."""
         self._cluster_was_ready = True
 
+    def spec(self, name: str) -> ChildSpec:
+        """Return how a child is run."""
+        return self._statuses[name].spec
+
+    def change(self, spec: ChildSpec) -> None:
+        """Run the child of that name like this from its next start on."""
+        self._statuses[spec.name].spec = spec
+
     def hurry(self) -> None:
         """Give children that are stopping no more time."""
         self._hurry.set()
