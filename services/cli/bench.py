@@ -89,12 +89,12 @@ def bench(
     """
     with one_line_errors():
         plan = make_plan(ctx.params)
-        endpoint = client_options.endpoint(url, api_key)
+        target = client_options.endpoint(url, api_key)
         if json_file is not None and json_file != STDOUT:
             _require_writable(json_file)
         results = Results(plan.slo)
         with asyncio.Runner() as runner, CtrlC(runner.get_loop()) as ctrl_c:
-            report = runner.run(_measure(plan, endpoint, model, results, ctrl_c))
+            report = runner.run(_measure(plan, target, model, results, ctrl_c))
             if report is not None:
                 _hand_out(report, json_file)
     if ctrl_c.pressed or not results.ok:

@@ -19,14 +19,13 @@ from rich.console import Console
 
 from pagewire.services.cli import redis_process
 from pagewire.services.cli.cluster_plan import (
-    LOOPBACK,
     ROUTER,
     ClusterOptions,
     expecting_nobody,
     plan_services,
 )
 from pagewire.services.cli.health import Health, fetch_health
-from pagewire.services.cli.machine import Machine, require_free_port
+from pagewire.services.cli.machine import LOOPBACK, Machine, local_url, require_free_port
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.services.cli.progress import ProgressDisplay
 from pagewire.services.cli.ready_box import show_ready_box
@@ -40,7 +39,6 @@ FOREIGN_REDIS_ANSWER_S = 3.0
 STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}  # noqa: S104 - not bound here
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ class ClusterContext:
     @property
     def url(self) -> str:
         """Where a client on this machine finds the router."""
-        host = self.options.host
-        host = ANY_ADDRESS.get(host, f"[{host}]" if ":" in host else host)
-        return f"http://{host}:{self.options.port}"
+        return local_url(self.options.host, self.options.port)
 
 
 async def run_cluster(context: ClusterContext) -> None:

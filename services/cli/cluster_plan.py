@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagewire.services.cli.machine import Machine
+from pagewire.services.cli.machine import LOOPBACK, Machine
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
 DRAIN_TIMEOUT_S = 5.0
 MAX_GPU_SHARE = 0.98
 DECODE_ONLY = ("local_prefill_tokens",)

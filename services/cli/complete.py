@@ -92,5 +92,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is None and not sys.stdin.isatty():
         prompt = readable_stdin().read().removesuffix("\n")
     if not prompt:
-        raise ConfigError('no text to continue: give some, e.g. pagewire complete "Lambda expressions"')
+        raise ConfigError(
+            'no text to continue: give some, e.g. pagewire complete "Lambda expressions"'
+        )
     return prompt.encode(errors="replace").decode()  # an argument may carry bytes of no text

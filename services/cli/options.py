@@ -139,7 +139,7 @@ LocalPrefillTokens = Annotated[
 StagingSlots = Annotated[int | None, _worker("staging_slots", "KV pieces under way at once.")]
 StagingSlotBytes = Annotated[
     int | None,
-    _worker("staging_slot_bytes", "Upper bound of a KV piece's blocks, in bytes.", "by the block's size"),
+    _worker("staging_slot_bytes", "Largest KV piece, in bytes.", "by the block's size"),
 ]
 WorkerId = Annotated[
     str | None, _worker("worker_id", "Stable name of this worker.", "a random one")

@@ -261,7 +261,8 @@ def refusal_in(lines: list[str]) -> str:
     """Return why a service refuses its configuration, by the last lines that it printed."""
     prefix = "pagewire: "
     own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    said = (own[-1:], lines[-1:], ["it refuses its configuration"])
+    last = [line.removeprefix("Error: ") for line in lines[-1:]]  # so a wrong option is reported
+    said = (own[-1:], last, ["it refuses its configuration"])
     return next(text for texts in said for text in texts if text)
 
 

@@ -12,9 +12,10 @@ from pagewire.services.cli import options
 from pagewire.services.cli.cluster import ClusterContext, run_cluster
 from pagewire.services.cli.cluster_plan import ClusterOptions
 from pagewire.services.cli.errors import one_line_errors
-from pagewire.services.cli.machine import inspect_machine, require_free_port
+from pagewire.services.cli.machine import inspect_machine
 from pagewire.services.cli.progress import ServerConsole
 from pagewire.services.cli.ready_file import ReadyFile
+from pagewire.services.cli.router_port import router_port
 from pagewire.services.cli.run_dir import make_log_dir
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
@@ -68,7 +69,9 @@ def up(
             "[default: none]"
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the services' logs, too.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the services' logs, too.")
+    ] = False,
 ) -> None:
     """Start a cluster on this machine; Ctrl-C stops it.
 
@@ -93,7 +96,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     address = {name: params[name] for name in ADDRESS}
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
-    port = require_free_port(router.host, router.port)
+    port = asyncio.run(router_port(router.host, router.port))
     load_config(resolve_model(worker.model))
     ready_file = ReadyFile(params["ready_file"]) if params["ready_file"] else None
     return ClusterContext(

@@ -366,7 +366,7 @@ def test_doctor_finds_a_redis_that_does_not_answer() -> None:
 
 
 def test_doctor_names_a_free_port_where_one_is_taken(cluster: Cluster, old: OpenAIServer) -> None:
-    for url, part in ((cluster.url, "a Pagewire router already"), (old.url, "in use")):
+    for url, part in ((cluster.url, "by a Pagewire that serves"), (old.url, "in use")):
         settings = load_settings(RouterSettings, {"port": int(url.rpartition(":")[2])})
         found = run_async(check_port(settings))
         assert found.level == "warn"
