@@ -57,7 +57,7 @@ class ProgressDisplay:
     def __enter__(self) -> ProgressDisplay:
         if self._console.is_terminal:
             self._live = Live(
-                get_renderable=self._render, console=self._console, refresh_per_second=8
+                get_renderable=self.render, console=self._console, refresh_per_second=8
             )
             self._live.start()
         return self
@@ -87,7 +87,8 @@ class ProgressDisplay:
                     soft_wrap=True,
                 )
 
-    def _render(self) -> RenderableType:
+    def render(self) -> RenderableType:
+        """Return a line for each child."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(width=1)
         grid.add_column(no_wrap=True)

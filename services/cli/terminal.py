@@ -72,9 +72,10 @@ def cut_note(reply: Reply, max_tokens: int | None) -> str:
     if reply.finish_reason != "length":
         return ""
     if max_tokens is None:
-        return "the answer was cut at the endpoint's limit; --max-tokens may allow more"
-    if reply.num_tokens < max_tokens:
-        return f"the answer was cut by the endpoint, short of --max-tokens {max_tokens}"
+        return (
+            "the answer was cut: the model's context is full, or the endpoint has a limit that "
+            "--max-tokens can raise"
+        )
     return f"the answer was cut at --max-tokens {max_tokens}; a higher number gives more"
 
 
