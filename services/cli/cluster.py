@@ -190,7 +190,7 @@ async def _wait_until_ready(
     """Wait until the router says that the cluster is ready: it knows which workers to expect."""
     while True:
         health = await _look(supervisor, context, store, client)
-        progress.update()
+        progress.update([] if health is None else health.waiting_for)
         if health is not None and health.ok:
             return health
         await asyncio.sleep(STARTING_POLL_S)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
@@ -52,6 +52,7 @@ class ProgressDisplay:
         self._statuses = statuses
         self._started = time.monotonic()
         self._shown: dict[str, State] = {}
+        self._waiting_for: Sequence[str] = ()
         self._live: Live | None = None
 
     def __enter__(self) -> ProgressDisplay:
@@ -72,8 +73,13 @@ class ProgressDisplay:
             self._live.stop()
             self._live = None
 
-    def update(self) -> None:
-        """Print what changed; on a terminal the live lines follow by themselves."""
+    def update(self, waiting_for: Sequence[str] = ()) -> None:
+        """Print what changed; on a terminal the live lines follow by themselves.
+
+        Args:
+            waiting_for: what the cluster still lacks; shown where all children are ready.
+        """
+        self._waiting_for = waiting_for
         if self._live is not None:
             return
         for status in self._statuses():
@@ -88,7 +94,7 @@ class ProgressDisplay:
                 )
 
     def render(self) -> RenderableType:
-        """Return a line for each child."""
+        """Return a line for each child, and one for what is missing when all are ready."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(width=1)
         grid.add_column(no_wrap=True)
@@ -109,4 +115,7 @@ class ProgressDisplay:
                     overflow="ellipsis",
                 ),
             )
+        if self._waiting_for and all(each.state is State.READY for each in self._statuses()):
+            missing = f"waiting for {', '.join(self._waiting_for)}"
+            return Group(grid, Text(missing, style="dim"))
         return grid

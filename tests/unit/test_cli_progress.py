@@ -12,9 +12,8 @@ from pagewire.services.cli.processes import ChildSpec, OutputLog
 from pagewire.services.cli.progress import ProgressDisplay, message_of
 from pagewire.services.cli.supervisor import ChildStatus
 
-LONG = (
-    "2026-11-22 12:54:58,856 INFO pagewire.shared.worker.runtime: sizing the KV pool " + "x" * 300
-)
+HEAD = "2026-11-22 12:54:58,856 INFO pagewire.shared.worker.runtime: "
+LONG = f"{HEAD}sizing the KV pool {'x' * 300}"
 
 
 def child(directory: Path, name: str, line: str) -> ChildStatus:
@@ -34,7 +33,9 @@ def test_columns_stay_when_a_child_logs(tmp_path: Path, width: int) -> None:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
     display = ProgressDisplay(console, lambda: children)
-    console.print(display._render())
+    console.print(display.render())
+    for each in children:
+        each.log.close()
     lines = out.getvalue().splitlines()
     assert len(lines) == 3  # each on a line of its own
     columns = [line[3:].split(maxsplit=3) for line in lines]
@@ -49,10 +50,19 @@ def test_columns_stay_when_a_child_logs(tmp_path: Path, width: int) -> None:
     assert "\x1b" not in lines[2]
 
 
+def test_what_the_cluster_waits_for_is_shown() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=True, color_system=None)
+    display = ProgressDisplay(console, list)
+    with display:
+        display.update(["the KV link prefill-0 -> decode-0"])
+    assert "waiting for the KV link prefill-0 -> decode-0" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (LONG[:79], "sizing the KV pool"),
+        (f"{HEAD}sizing the KV pool", "sizing the KV pool"),
         ("7:C 01 Jan 2026 00:00:00.000 # Warning: no config", "Warning: no config"),
         ("Traceback (most recent call last):", "Traceback (most recent call last):"),
     ],
