@@ -49,7 +49,7 @@ def received_bytes(cluster: LocalCluster) -> float:
 
 
 def test_the_printed_curl_line_is_answered_rightly(cluster: LocalCluster) -> None:
-    line = cluster.wait_for_line("curl ")
+    line = cluster.wait_for_line("curl ").replace('{"model"', '{"temperature":0,"model"')
     done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True)
     [choice] = json.loads(done.stdout)["choices"]
     assert choice["finish_reason"] == "stop"
@@ -59,6 +59,7 @@ def test_the_printed_curl_line_is_answered_rightly(cluster: LocalCluster) -> Non
 def test_the_printed_chat_command_is_answered_rightly(cluster: LocalCluster) -> None:
     words = shlex.split(cluster.wait_for_line("pagewire chat "))
     chat = [sys.executable, "-P", "-m", "pagewire.services.cli.main", *words[1:]]
+    chat += ["--temperature", "0"]
     asked = "What is a lambda?\n"
     done = subprocess.run(chat, input=asked, capture_output=True, text=True, timeout=60, check=True)
     assert "used to create\nanonymous functions" in done.stdout
