@@ -22,7 +22,7 @@ endif
 .PHONY: help setup up test test-gpu test-compose loadtest bench-gpu bench-gpu-2 lint fmt clean redis
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make the environment; every other target does it by itself
 
@@ -43,7 +43,7 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
 
-bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, beside vLLM where it is installed
+bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, next to vLLM where it is installed
 	@$(BIN)/python -P -m pagewire.loadtest.gpu.one $(ARGS)
 
 bench-gpu-2: $(STAMP) ## Time the KV wire and serving on two GPUs, likewise

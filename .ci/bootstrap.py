@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 # The release that the CPU indexes are asked for; pyproject.toml allows a range around it.
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 3
+# Bytes to download into an empty cache, as measured on x86-64 Linux with the releases of November
+# 2026: torch with what it needs, then all the rest, which has Triton where torch did not bring it.
+SIZES = {"CPU build": ("0.2 GB", "0.5 GB"), "CUDA build": ("2.7 GB", "0.2 GB")}
+# "  Downloading torch-2.13.0-cp311-...whl (191.8 MB)"; metadata of packages is not worth a line.
+DOWNLOAD = re.compile(r"\s*Downloading (\S+?)(?<!\.metadata) (\(.+\))$")
+UNPACK = re.compile(r"Installing collected packages: (.+)$")
 REDIS_SERVERS = ("redis-server", "valkey-server")
 REDIS_INSTALLERS = {
     "apt-get": ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "redis-server"],
@@ -47,18 +55,47 @@ def make_venv(directory: Path, torch_index: str) -> None:
         say(f"making {directory.name} with Python {platform.python_version()}")
         if not succeeds(sys.executable, "-m", "venv", "--clear", str(directory), quiet=False):
             sys.exit("making it failed; on Debian and Ubuntu: apt-get install python3-venv")
-    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
     index = index_arguments(torch_index)
+    build = "CPU build" if index and index[-1].rstrip("/").endswith("cpu") else "CUDA build"
     source = f", also from {index[1]}" if index else ""
-    say(f"installing {TORCH}{source} (the first time this takes minutes)")
+    torch_size, other_size = SIZES[build]
+    say(
+        f"installing {TORCH}{source}: the first time, up to {torch_size} to download for a "
+        f"{build}, in some minutes"
+    )
     # In a step of its own: a CPU build of this very release ("+cpu") outranks the plain one.
-    if not succeeds(*pip, *index, TORCH, quiet=False):
+    if not pip_install(python, *index, TORCH):
         say("that is not to be had here: taking what pyproject.toml allows")
-    say("installing Pagewire and its other dependencies")
-    if not succeeds(*pip, *index, "--editable", ".[worker,ucx,dev]", quiet=False):
+    say(f"installing Pagewire and its other dependencies: up to {other_size} to download")
+    if not pip_install(python, *index, "--editable", ".[worker,ucx,dev]"):
         say("that failed; trying without UCX (KV blocks then cross over ZeroMQ)")
-        if not succeeds(*pip, *index, "--editable", ".[worker,dev]", quiet=False):
+        if not pip_install(python, *index, "--editable", ".[worker,dev]"):
             sys.exit("installing failed; pip says why above")
+
+
+def pip_install(python: str, *arguments: str) -> bool:
+    """Run pip; False if it fails.
+
+    A terminal gets pip's own progress bars, a log a line for each download and its size.
+    """
+    pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
+    if sys.stdout.isatty():
+        return succeeds(*pip, *arguments, quiet=False)
+    with subprocess.Popen(
+        (*pip, "--progress-bar", "off", *arguments),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if found := DOWNLOAD.match(line):
+                file = unquote(found[1].rpartition("/")[2])
+                print(f"    downloading {file} {found[2]}", flush=True)
+            elif found := UNPACK.match(line):
+                count = len(found[1].split(", "))
+                print(f"    unpacking {count} package{'s' * (count > 1)}", flush=True)
+    return process.returncode == 0
 
 
 def index_arguments(torch_index: str) -> list[str]:

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
@@ -37,18 +37,15 @@ def running_cluster(options: Sequence[str], log_dir: Path) -> Iterator[str]:
         ClusterError: it ended, or was not ready in time.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up"]
-    command += ["--port", str(port), "--log-dir", str(log_dir), *options]
-    output = log_dir / "up.log"
+    output, ready_file = log_dir / "up.log", log_dir / "ready.json"
+    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", "0"]
+    command += ["--log-dir", str(log_dir), "--ready-file", str(ready_file), *options]
     with output.open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, url, output)
-        yield url
+        yield _wait_ready(process, ready_file, output)["url"]
     finally:
         _stop(process)
 
@@ -66,26 +63,28 @@ def wait_idle(url: str, timeout: float = 30.0) -> None:
         time.sleep(POLL_S)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str, output: Path) -> None:
+def read_ready_file(process: subprocess.Popen[Any], path: Path) -> dict[str, Any] | None:
+    """Return what `pagewire up --ready-file` says, None before the cluster is ready.
+
+    A file that another process has left does not count.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return content if content["pid"] == process.pid else None
+
+
+def _wait_ready(process: subprocess.Popen[bytes], path: Path, output: Path) -> dict[str, Any]:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _is_ready(url, output):
+    while (content := read_ready_file(process, path)) is None:
         tail = f"\n{_tail(output)}"
         if process.poll() is not None:
             raise ClusterError(f"pagewire up ended with {process.returncode}:{tail}")
         if time.monotonic() > deadline:
             raise ClusterError(f"the cluster is not ready after {START_TIMEOUT_S:g} s:{tail}")
         time.sleep(POLL_S)
-
-
-def _is_ready(url: str, output: Path) -> bool:
-    """Whether the ready box was printed: by then all workers and links are up."""
-    if "Ctrl-C stops everything" not in _tail(output):
-        return False
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 - our http
-            return bool(json.load(answer)["status"] == "ok")
-    except (OSError, ValueError):
-        return False
+    return content
 
 
 def _used_blocks(url: str) -> float:

@@ -16,12 +16,12 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
 
-SettingsT = TypeVar("SettingsT", bound="ClusterSettings")
+SettingsT = TypeVar("SettingsT", bound="BaseSettings")
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,6 +31,13 @@ WorkerId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
 def _number_from_text(value: Any) -> Any:
     """Give what a `Literal` of numbers needs: the environment knows only text."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _ids_from_text(value: Any) -> Any:
+    """Give the ids of a comma-separated text."""
+    if not isinstance(value, str):
+        return value
+    return [each.strip() for each in value.split(",") if each.strip()]
 
 
 HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
@@ -164,6 +171,8 @@ class RouterSettings(ClusterSettings):
         policy: `prefix` places by cached prefix and load, `round_robin` in turn.
         max_queue: requests in the system at once; more are answered 429.
         request_timeout_s: without any token, after which a request fails.
+        expected_workers: ids, separated by commas, of the workers that `/health` waits for after
+            the router's start before it says ok; requests are served meanwhile.
     """
 
     model: str = "demo"
@@ -172,6 +181,25 @@ class RouterSettings(ClusterSettings):
     policy: Literal["prefix", "round_robin"] = "prefix"
     max_queue: Positive = 1024
     request_timeout_s: Seconds = 300.0
+    expected_workers: Annotated[
+        tuple[WorkerId, ...], NoDecode, BeforeValidator(_ids_from_text)
+    ] = ()
+
+
+class ClientSettings(BaseSettings):
+    """What the commands that talk to an endpoint read.
+
+    Attributes:
+        url: of the endpoint, with or without `/v1`.
+        api_key: sent as a bearer token.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="PAGEWIRE_", extra="ignore", frozen=True, validate_default=True
+    )
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: SecretStr | None = None
 
 
 def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:

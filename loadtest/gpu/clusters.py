@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from pagewire.loadtest.cluster import free_port
+from pagewire.loadtest.cluster import free_port, read_ready_file
 
 READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
@@ -62,18 +62,29 @@ class Topology:
 @contextmanager
 def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
     """Start a cluster and yield its URL. Aggregated workers take requests in turn."""
-    port = free_port()
-    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", str(port)]
-    command += ["--prefill", str(topology.prefill), "--decode", str(topology.decode)]
+    file = model / "ready.json"
+    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", "0"]
+    command += [
+        "--ready-file",
+        str(file),
+        "--prefill",
+        str(topology.prefill),
+        "--decode",
+        str(topology.decode),
+    ]
     command += ["--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
     command += ["--max-num-batched-tokens", str(topology.budget), "--device", "cuda"]
     command += ["--no-enable-prefix-caching"]
     command += ["--policy", "prefix" if topology.prefill else "round_robin"]
     with _server(command, model / "up.log", dict(os.environ)) as (process, log):
-        _wait(process, log, lambda: "Ctrl-C stops everything" in log.read_text())
-        print("\n".join(line for line in log.read_text().splitlines() if " -> " in line))
-        yield f"http://127.0.0.1:{port}"
+        _wait(process, log, lambda: read_ready_file(process, file) is not None)
+        ready = read_ready_file(process, file) or {}
+        for service in ready["services"]:
+            for link in service["links"]:
+                way = f"{link['transport']} ({link['lane']}), {link['gb_per_s']} GB/s"
+                print(f"{link['peer']} -> {service['id']}: {way}")
+        yield ready["url"]
 
 
 def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | None:

@@ -25,8 +25,6 @@ from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.openai_client import CHAT, COMPLETIONS, OpenAIClient
 from pagewire.shared.errors import ConfigError
 
-DEFAULT_REQUESTS = 100
-DEFAULT_CONCURRENCY = 8
 EXIT_INTERRUPTED = 130
 CLOSE_S = 5.0
 STDOUT = "-"
@@ -61,7 +59,7 @@ class BenchPlan:
 
 def bench(
     ctx: typer.Context,
-    url: client_options.Url = client_options.DEFAULT_URL,
+    url: client_options.Url = None,
     model: client_options.ClientModel = None,
     api_key: client_options.ApiKey = None,
     rate: bench_options.Rate = None,
@@ -91,11 +89,12 @@ def bench(
     """
     with one_line_errors():
         plan = make_plan(ctx.params)
+        target = client_options.endpoint(url, api_key)
         if json_file is not None and json_file != STDOUT:
             _require_writable(json_file)
         results = Results(plan.slo)
         with asyncio.Runner() as runner, CtrlC(runner.get_loop()) as ctrl_c:
-            report = runner.run(_measure(plan, url, model, api_key, results, ctrl_c))
+            report = runner.run(_measure(plan, target, model, results, ctrl_c))
             if report is not None:
                 _hand_out(report, json_file)
     if ctrl_c.pressed or not results.ok:
@@ -113,7 +112,7 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
         raise ConfigError("--rate and --concurrency exclude each other; see pagewire bench --help")
     requests, duration = params["requests"], params["duration"]
     if requests is None and duration is None:
-        requests = DEFAULT_REQUESTS
+        requests = bench_options.DEFAULT_REQUESTS
     slo_ttft, slo_itl = params["slo_ttft"], params["slo_itl"]
     prompt_tokens = Lengths.parse(params["prompt_tokens"])
     if params["shared_prefix"] > prompt_tokens.low:
@@ -123,7 +122,7 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
         pace=Pace(
             rate=rate,
             arrivals=params["arrivals"],
-            concurrency=concurrency or DEFAULT_CONCURRENCY,
+            concurrency=concurrency or bench_options.DEFAULT_CONCURRENCY,
             max_in_flight=params["max_in_flight"],
             requests=requests,
             duration_s=duration,
@@ -141,14 +140,13 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
 
 async def _measure(
     plan: BenchPlan,
-    url: str,
+    endpoint: tuple[str, str | None],
     model: str | None,
-    api_key: str | None,
     results: Results,
     ctrl_c: CtrlC,
 ) -> dict[str, Any] | None:
     """Run the load until its end or Ctrl-C; returns the report, None if it never began."""
-    client = OpenAIClient(url, api_key, timeout_s=plan.params["timeout"], keep_text=False)
+    client = OpenAIClient(*endpoint, timeout_s=plan.params["timeout"], keep_text=False)
     try:
         prepared = await ctrl_c.ends(_prepare(plan, client, model, results))
         if prepared is None:

@@ -9,6 +9,8 @@ import typer
 from pagewire.services.cli.bench_load import Arrivals
 
 LOAD, CONTENT, GOALS = "Load", "Requests", "Goals and output"
+DEFAULT_REQUESTS = 100
+DEFAULT_CONCURRENCY = 8
 
 Rate = Annotated[
     float | None,
@@ -27,8 +29,8 @@ Concurrency = Annotated[
     typer.Option(
         min=1,
         max=10_000,
-        help="In place of --rate: so many users who ask again once they are answered.",
-        show_default="8",
+        help="In place of --rate: this many users, each of whom asks again once answered.  "
+        f"[default: {DEFAULT_CONCURRENCY}]",
         rich_help_panel=LOAD,
     ),
 ]
@@ -36,8 +38,7 @@ Requests = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="How many to send.",
-        show_default="100, or no limit with --duration",
+        help=f"How many to send.  [default: {DEFAULT_REQUESTS}, or no limit with --duration]",
         rich_help_panel=LOAD,
     ),
 ]
@@ -66,7 +67,7 @@ OutputTokens = Annotated[
 SharedPrefix = Annotated[
     int,
     typer.Option(
-        min=0, help="So many tokens of each prompt are the same for all.", rich_help_panel=CONTENT
+        min=0, help="Tokens at the start of each prompt that all share.", rich_help_panel=CONTENT
     ),
 ]
 Temperature = Annotated[
@@ -75,8 +76,8 @@ Temperature = Annotated[
 LoadSeed = Annotated[
     int | None,
     typer.Option(
-        help="Of prompts and arrivals. A second run with it may find its prompts cached.",
-        show_default="random",
+        help="Of prompts and arrivals. A second run with it may find its prompts cached.  "
+        "[default: random]",
         rich_help_panel=CONTENT,
     ),
 ]
@@ -85,7 +86,7 @@ SloTtft = Annotated[
     typer.Option(
         min=0.0,
         metavar="MS",
-        help="Goodput counts replies whose first token came within so many ms.",
+        help="Goodput counts replies whose first token came within this many ms.",
         rich_help_panel=GOALS,
     ),
 ]
@@ -94,7 +95,7 @@ SloItl = Annotated[
     typer.Option(
         min=0.0,
         metavar="MS",
-        help="Goodput counts replies with a mean time between tokens of up to so many ms.",
+        help="Goodput counts replies with a mean time between tokens of up to this many ms.",
         rich_help_panel=GOALS,
     ),
 ]

@@ -14,7 +14,7 @@ import typer
 from pagewire.services.cli import client_options as options
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.openai_client import CHAT, EndpointError, OpenAIClient, Reply
-from pagewire.services.cli.terminal import describe, note, readable_stdin, write_text
+from pagewire.services.cli.terminal import cut_note, describe, note, readable_stdin, write_text
 
 PROMPT = "> "
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -52,14 +52,14 @@ class Conversation:
 
 
 def chat(
-    url: options.Url = options.DEFAULT_URL,
+    url: options.Url = None,
     model: options.ClientModel = None,
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the conversation.")
     ] = None,
     api_key: options.ApiKey = None,
     temperature: options.Temperature = None,
-    max_tokens: options.MaxTokens = None,
+    max_tokens: options.ChatTokens = None,
     seed: options.Seed = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
@@ -72,7 +72,7 @@ def chat(
     """
     fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     with one_line_errors(), asyncio.Runner() as runner:
-        client = OpenAIClient(url, api_key, timeout_s=timeout)
+        client = OpenAIClient(*options.endpoint(url, api_key), timeout_s=timeout)
         try:
             name = runner.run(client.choose_model(model))
             talk = Conversation(system, {"model": name, **fields})
@@ -129,6 +129,8 @@ def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation, quest
         note(problem, "yellow" if problem == "stopped" else "red")
     else:
         note(describe(reply))
+        if cut := cut_note(reply, talk.fields["max_tokens"]):
+            note(cut)
     return reply is not None
 
 

@@ -6,27 +6,53 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+from pagewire.services.cli.options import setting
+from pagewire.shared.config import ClientSettings, load_settings
 
-Url = Annotated[str, typer.Option(help="Of the endpoint, with or without /v1.")]
+Url = Annotated[
+    str | None,
+    setting(ClientSettings, "url", "Of the endpoint, with or without /v1; also PAGEWIRE_URL."),
+]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        help="Sent as a bearer token. Better in the environment: other users can see this "
-        "command line.",
-        envvar="PAGEWIRE_API_KEY",
-        show_envvar=True,
+    setting(
+        ClientSettings,
+        "api_key",
+        "Sent as a bearer token. Better in PAGEWIRE_API_KEY: other users can see this command "
+        "line.",
+        unset="none",
     ),
 ]
 ClientModel = Annotated[
     str | None,
-    typer.Option(help="Name of the model to ask.", show_default="the first of /v1/models"),
+    typer.Option(help="Name of the model to ask.  [default: the first of /v1/models]"),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="0 always takes the likeliest token.")
+    float | None,
+    typer.Option(
+        min=0.0, help="0 always takes the likeliest token.  [default: the endpoint's own]"
+    ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+_LONGEST = "Longest answer, in tokens."
+CompletionTokens = Annotated[int, typer.Option(min=1, help=_LONGEST)]
+ChatTokens = Annotated[
+    int | None, typer.Option(min=1, help=f"{_LONGEST}  [default: the endpoint's own]")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="The same seed gives the same answer.  [default: random]"),
+]
 Timeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds without a sign of the server, until giving up.")
 ]
+
+
+def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | None]:
+    """Return the URL and the key to use: as given, else from the environment.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    settings = load_settings(ClientSettings, {"url": url, "api_key": api_key})
+    key = settings.api_key
+    return settings.url, None if key is None else key.get_secret_value()

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from rich.console import Console
 
 from pagewire.services.cli import redis_process
-from pagewire.services.cli.cluster_plan import LOOPBACK, ClusterOptions, plan_services
+from pagewire.services.cli.cluster_plan import (
+    ROUTER,
+    ClusterOptions,
+    expecting_nobody,
+    plan_services,
+)
 from pagewire.services.cli.health import Health, fetch_health
-from pagewire.services.cli.machine import Machine
+from pagewire.services.cli.machine import Machine, local_url
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.services.cli.progress import ProgressDisplay
 from pagewire.services.cli.ready_box import show_ready_box
+from pagewire.services.cli.ready_file import ReadyFile
 from pagewire.services.cli.run_dir import private_dir
 from pagewire.services.cli.supervisor import Supervisor
 from pagewire.shared.redis_client import without_password
 
 OWN_REDIS_START_S = 15.0
 FOREIGN_REDIS_ANSWER_S = 3.0
-LINK_WAIT_S = 15.0
 STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}  # noqa: S104 - not bound here
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class ClusterContext:
         secret: that all services share.
         redis_url: of a Redis to use; None starts one.
         echo: print the children's output, too.
+        ready_file: that says to other programs when the cluster is ready.
     """
 
     options: ClusterOptions
@@ -64,6 +73,7 @@ class ClusterContext:
     log_dir: Path
     console: Console
     echo: bool = False
+    ready_file: ReadyFile | None = None
 
     def say(self, message: str) -> None:
         """Print a message as it is, as long as there is a terminal to print to."""
@@ -75,9 +85,7 @@ class ClusterContext:
     @property
     def url(self) -> str:
         """Where a client on this machine finds the router."""
-        host = self.options.host
-        host = ANY_ADDRESS.get(host, f"[{host}]" if ":" in host else host)
-        return f"http://{host}:{self.options.port}"
+        return local_url(self.options.host, self.options.port)
 
 
 async def run_cluster(context: ClusterContext) -> None:
@@ -138,10 +146,27 @@ async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -
             await _start_all(supervisor, context, store)
             health = await _wait_until_ready(supervisor, context, store, client, progress)
         supervisor.mark_cluster_ready()
+        supervisor.change(expecting_nobody(supervisor.spec(ROUTER)))
         show_ready_box(context.console, health, context.url, store.description, context.log_dir)
-        while True:
-            await _look(supervisor, context, store, client)
-            await asyncio.sleep(RUNNING_POLL_S)
+        with _announced(context, health):
+            while True:
+                await _look(supervisor, context, store, client)
+                await asyncio.sleep(RUNNING_POLL_S)
+
+
+def _announced(context: ClusterContext, health: Health) -> AbstractContextManager[None]:
+    """Show other programs that the cluster is ready, for as long as the context lasts."""
+    if context.ready_file is None:
+        return contextlib.nullcontext()
+    content = {
+        "pagewire": metadata.version("pagewire"),
+        "pid": os.getpid(),
+        "url": context.url,
+        "model": health.model,
+        "log_dir": str(context.log_dir),
+        "services": msgspec.to_builtins(health.services),
+    }
+    return context.ready_file.present(content)
 
 
 async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
@@ -162,21 +187,13 @@ async def _wait_until_ready(
     client: httpx.AsyncClient,
     progress: ProgressDisplay,
 ) -> Health:
-    """Wait for all workers, then a bounded time for the KV ways between them."""
-    loop = asyncio.get_running_loop()
-    all_there_since: float | None = None
+    """Wait until the router says that the cluster is ready: it knows which workers to expect."""
     while True:
         health = await _look(supervisor, context, store, client)
-        progress.update()
-        if health is not None and health.ok and _missing(context, health) == 0:
-            all_there_since = all_there_since or loop.time()
-            if health.missing_links == 0 or loop.time() - all_there_since > LINK_WAIT_S:
-                return health
+        progress.update([] if health is None else health.waiting_for)
+        if health is not None and health.ok:
+            return health
         await asyncio.sleep(STARTING_POLL_S)
-
-
-def _missing(context: ClusterContext, health: Health) -> int:
-    return len(set(context.options.worker_names) - health.ready_epochs.keys())
 
 
 async def _look(

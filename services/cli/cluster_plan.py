@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagewire.services.cli.machine import Machine
+from pagewire.services.cli.machine import LOOPBACK, Machine
 from pagewire.services.cli.processes import ChildSpec
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
 DRAIN_TIMEOUT_S = 5.0
 MAX_GPU_SHARE = 0.98
 DECODE_ONLY = ("local_prefill_tokens",)
+ROUTER = "router"
+EXPECTED = "PAGEWIRE_EXPECTED_WORKERS"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,13 @@ def plan_services(
     """
     workers = list(_plan_workers(options, machine, shared_env))
     router = {**options.router_options, "host": options.host, "port": options.port}
-    return [*workers, ChildSpec("router", service_argv("router", router), dict(shared_env))]
+    env = {**shared_env, EXPECTED: ",".join(options.worker_names)}
+    return [*workers, ChildSpec(ROUTER, service_argv("router", router), env)]
+
+
+def expecting_nobody(spec: ChildSpec) -> ChildSpec:
+    """Return how to run a router in a cluster that was ready: who is dead then is not awaited."""
+    return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
 
 
 def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pagewire.shared.errors import PagewireError
 from pagewire.shared.load_metrics import KV_BLOCKS
 
 METRICS_TIMEOUT_S = 5.0
+WAIT_POLL_S = 0.2
 MAX_METRICS_BYTES = 8 << 20
 
 _WORKER_SAMPLES = {
@@ -33,6 +34,10 @@ _TOTALS = {
     "vllm:num_requests_waiting": "waiting",
     "pagewire_redis_up": "redis_up",
 }
+
+
+class NotReadyError(PagewireError):
+    """A cluster was not ready in time."""
 
 
 class NoRouterError(PagewireError):
@@ -65,7 +70,8 @@ class ClusterStatus:
     """A cluster at one moment.
 
     Attributes:
-        ok: whether the router would take a request.
+        ok: whether the cluster is ready.
+        problem: why it is not; empty if it is.
         at: when, on the monotonic clock.
         totals: of the router, by short name; empty if it shows no metrics.
     """
@@ -76,6 +82,7 @@ class ClusterStatus:
     at: float
     workers: list[WorkerStatus]
     totals: dict[str, float]
+    problem: str = ""
 
     @property
     def prefix_hit_rate(self) -> float | None:
@@ -99,6 +106,7 @@ class ClusterStatus:
             "url": self.url,
             "model": self.model,
             "ok": self.ok,
+            "problem": self.problem or None,
             "redis_up": None if redis_up is None else bool(redis_up),
             "requests": {name: self.totals.get(name) for name in ("running", "waiting")},
             "tokens": {
@@ -108,6 +116,25 @@ class ClusterStatus:
             },
             "workers": [_worker_json(worker) for worker in self.workers],
         }
+
+
+async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float) -> None:
+    """Wait until a cluster is ready; there may be nothing at the URL yet.
+
+    Raises:
+        NotReadyError: it was not in that time; says why.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        health = await fetch_health(client, url)
+        if health is not None and health.ok and health.model:
+            return
+        if loop.time() > deadline:
+            is_router = health is not None and health.model
+            reason = health.problem if health and is_router else "no Pagewire router answers there"
+            raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {reason}")
+        await asyncio.sleep(WAIT_POLL_S)
 
 
 async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
@@ -148,7 +175,8 @@ def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterSt
             setattr(worker, _WORKER_SAMPLES[name], value)
         elif worker is not None and name == KV_BLOCKS:
             worker.blocks[labels.get("state", "")] = value
-    return ClusterStatus(url, health.model, health.ok, at, list(workers.values()), totals)
+    shown = list(workers.values())
+    return ClusterStatus(url, health.model, health.ok, at, shown, totals, health.problem)
 
 
 async def _fetch_metrics(client: httpx.AsyncClient, url: str) -> str:

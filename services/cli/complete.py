@@ -12,7 +12,7 @@ import typer
 from pagewire.services.cli import client_options as options
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.openai_client import COMPLETIONS, OpenAIClient, Reply
-from pagewire.services.cli.terminal import readable_stdin, write_text
+from pagewire.services.cli.terminal import cut_note, note, readable_stdin, write_text
 from pagewire.shared.errors import ConfigError
 
 EXIT_INTERRUPTED = 130
@@ -22,11 +22,11 @@ def complete(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; stdin if not given.")
     ] = None,
-    url: options.Url = options.DEFAULT_URL,
+    url: options.Url = None,
     model: options.ClientModel = None,
     api_key: options.ApiKey = None,
     temperature: options.Temperature = None,
-    max_tokens: options.MaxTokens = 128,
+    max_tokens: options.CompletionTokens = 128,
     seed: options.Seed = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, usage and times.")
@@ -35,7 +35,7 @@ def complete(
 ) -> None:
     """Continue a text with a model of any OpenAI-compatible endpoint.
 
-    Example: pagewire complete "A lambda expression" --max-tokens 32 --temperature 0
+    Example: pagewire complete "Lambda expressions" --max-tokens 32 --temperature 0
     """
     with one_line_errors():
         fields = {
@@ -44,7 +44,7 @@ def complete(
             "max_tokens": max_tokens,
             "seed": seed,
         }
-        client = OpenAIClient(url, api_key, timeout_s=timeout)
+        client = OpenAIClient(*options.endpoint(url, api_key), timeout_s=timeout)
         try:
             asyncio.run(_complete(client, model, fields, as_json))
         except KeyboardInterrupt:
@@ -61,8 +61,11 @@ async def _complete(
         )
     if as_json:
         print(json.dumps(summary(name, reply), ensure_ascii=False))
-    elif not reply.text.endswith("\n"):
+        return
+    if not reply.text.endswith("\n"):
         write_text("\n")
+    if cut := cut_note(reply, fields["max_tokens"]):
+        note(cut)
 
 
 def summary(model: str, reply: Reply) -> dict[str, Any]:
@@ -89,5 +92,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is None and not sys.stdin.isatty():
         prompt = readable_stdin().read().removesuffix("\n")
     if not prompt:
-        raise ConfigError('no text to continue: give some, e.g. pagewire complete "A lambda"')
+        raise ConfigError(
+            'no text to continue: give some, e.g. pagewire complete "Lambda expressions"'
+        )
     return prompt.encode(errors="replace").decode()  # an argument may carry bytes of no text

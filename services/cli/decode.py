@@ -36,7 +36,9 @@ def decode(
     redis_url: options.RedisUrl = None,
     log_level: options.LogLevel = None,
 ) -> None:
-    """Run a decode worker: it streams answers; alone it is a complete engine.
+    """Run a decode worker: it streams answers.
+
+    Without prefill workers it computes prompts, too.
 
     Example: pagewire decode --worker-id decode-0 --redis-url redis://127.0.0.1:6379/0
     """

@@ -11,13 +11,11 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from pagewire.services.cli import options
-from pagewire.services.cli.cluster_plan import LOOPBACK
 from pagewire.services.cli.doctor_checks import (
     Finding,
     exit_code,
@@ -31,9 +29,14 @@ from pagewire.services.cli.doctor_checks import (
 )
 from pagewire.services.cli.doctor_memory import available_memory
 from pagewire.services.cli.errors import one_line_errors
-from pagewire.services.cli.health import fetch_health
-from pagewire.services.cli.machine import inspect_machine, require_free_port
+from pagewire.services.cli.machine import (
+    LOOPBACK,
+    PortTakenError,
+    inspect_machine,
+    require_free_port,
+)
 from pagewire.services.cli.redis_process import find_server
+from pagewire.services.cli.router_port import router_port
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
 from pagewire.shared.model.demo import demo_model_path
@@ -49,11 +52,11 @@ CUT_AT = 300
 
 
 def doctor(
-    host: options.Host = None, port: options.Port = None, redis_url: options.RedisUrl = None
+    host: options.Host = None, port: options.Port = None, redis_url: options.OwnRedisUrl = None
 ) -> None:
-    """Check whether this machine can run Pagewire, and say what to do where it cannot.
+    """Check whether this machine can run Pagewire.
 
-    Exit code 0 if the demo can run here.
+    Says what to do where it cannot. Exit code 0 if the demo can run here.
 
     Example: pagewire doctor --port 8000
     """
@@ -205,19 +208,18 @@ async def check_port(settings: RouterSettings) -> Finding:
     """Check that the router could listen where it is told to."""
     host, port = settings.host, settings.port
     try:
-        require_free_port(host, port)
+        await router_port(host, port)
+    except PortTakenError as exc:
+        return Finding("warn", "Port", str(exc), f"pagewire up --port {exc.free}")
     except ConfigError as exc:
-        return await _explain_port(host, port, str(exc))
+        return await asyncio.to_thread(_explain_host, host, str(exc))
     return Finding("ok", "Port", f"{port} on {host} is free")
 
 
-async def _explain_port(host: str, port: int, problem: str) -> Finding:
+def _explain_host(host: str, problem: str) -> Finding:
+    """Return what to do about an address that cannot be had though nobody listens there."""
     try:
         free = require_free_port(host, 0)
     except ConfigError:  # so it is not the port but the host
         return Finding("fail", "Port", problem, f"pagewire up --host {LOOPBACK}")
-    async with httpx.AsyncClient(trust_env=False) as client:
-        health = await fetch_health(client, f"http://{host}:{port}")
-        if health is not None and health.model:
-            problem = f"a Pagewire router already answers at {host}:{port}"
     return Finding("warn", "Port", problem, f"pagewire up --port {free}")

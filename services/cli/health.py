@@ -35,10 +35,18 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The router's view of its cluster; `ok` if it answered 200."""
+    """The router's view of its cluster.
+
+    Attributes:
+        ok: it answered 200: the cluster is ready, for `up` and `status` alike.
+        status: in a word or two.
+        waiting_for: at the start, what is not there yet.
+    """
 
     ok: bool = False
     model: str = ""
+    status: str = ""
+    waiting_for: list[str] = []
     services: list[Service] = []
 
     @property
@@ -47,15 +55,25 @@ class Health(msgspec.Struct, frozen=True):
         return {each.id: each.epoch for each in self.services if each.state == "ready"}
 
     @property
-    def missing_links(self) -> int:
-        """How many pairs of a decode and a prefill worker have not measured their KV way."""
+    def problem(self) -> str:
+        """Why the cluster is not ready; empty if it is."""
+        if self.ok:
+            return ""
+        waiting = f", waiting for {', '.join(self.waiting_for)}" if self.waiting_for else ""
+        return f"{self.status or 'no worker can take a request'}{waiting}"
+
+    @property
+    def missing_links(self) -> list[tuple[str, str]]:
+        """The prefill and decode workers that have no KV link to each other."""
         usable = [service for service in self.services if service.state != "another version"]
-        prefills = {service.id for service in usable if service.role == "prefill"}
-        return sum(
-            len(prefills - {link.peer for link in service.links})
+        prefills = [service.id for service in usable if service.role == "prefill"]
+        return [
+            (prefill, service.id)
             for service in usable
             if service.role == "decode"
-        )
+            for prefill in prefills
+            if prefill not in {link.peer for link in service.links}
+        ]
 
 
 _decoder = msgspec.json.Decoder(Health)

@@ -11,6 +11,20 @@ from dataclasses import dataclass
 from pagewire.shared.errors import ConfigError
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
+LOOPBACK = "127.0.0.1"
+ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}  # noqa: S104 - not bound here
+
+
+class PortTakenError(ConfigError):
+    """Somebody else listens on a port.
+
+    Attributes:
+        free: a port that could be taken in its place; 0 if none was looked for.
+    """
+
+    def __init__(self, message: str, free: int = 0) -> None:
+        super().__init__(message)
+        self.free = free
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,8 @@ def require_free_port(host: str, port: int) -> int:
     """Return the port, or a free one for 0.
 
     Raises:
-        ConfigError: it is taken or not allowed, or the host is not this machine's.
+        PortTakenError: somebody else listens there.
+        ConfigError: it is not allowed, or the host is not this machine's.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -76,15 +91,17 @@ def require_free_port(host: str, port: int) -> int:
     except socket.gaierror as exc:
         raise ConfigError(f"--host {host} cannot be resolved: {exc.strerror}") from exc
     except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise PortTakenError(f"port {port} on {host} is in use") from exc
         raise ConfigError(_port_problem(host, port, exc)) from exc
 
 
+def local_url(host: str, port: int) -> str:
+    """Return where a client on this machine finds what listens there."""
+    return f"http://{ANY_ADDRESS.get(host, f'[{host}]' if ':' in host else host)}:{port}"
+
+
 def _port_problem(host: str, port: int, exc: OSError) -> str:
-    if exc.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {host} is in use: stop what listens there, "
-            "or choose another port with --port"
-        )
     if exc.errno == errno.EACCES:
         return f"port {port} on {host} is not allowed for this user: choose one from 1024 up"
     return f"cannot listen on {host} port {port}: {exc.strerror}; choose another --host"

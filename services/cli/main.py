@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,13 +11,14 @@ from pagewire.services.cli.chat import chat
 from pagewire.services.cli.complete import complete
 from pagewire.services.cli.decode import decode
 from pagewire.services.cli.doctor import doctor
+from pagewire.services.cli.help_page import SETTINGS, Command
 from pagewire.services.cli.machine import forget_impossible_width
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
 from pagewire.services.cli.status import status
 from pagewire.services.cli.stdout import checked_stdout
 from pagewire.services.cli.up import up
-from pagewire.services.cli.version import version
+from pagewire.services.cli.version import own_version, version
 
 
 class App(typer.Typer):
@@ -30,15 +31,36 @@ class App(typer.Typer):
             return super().__call__(*args, **kwargs)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(own_version())
+        raise typer.Exit
+
+
+def pagewire(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print Pagewire's version; `pagewire version` has those of its parts, too.",
+        ),
+    ] = False,
+) -> None:
+    """Disaggregated LLM serving: prefill and decode on separate services."""
+
+
 app = App(
     name="pagewire",
-    help="Disaggregated LLM serving: prefill and decode on separate services.",
+    callback=pagewire,
     no_args_is_help=True,
+    context_settings=SETTINGS,
+    rich_markup_mode=None,  # its help pages shorten the names of options
     pretty_exceptions_enable=False,  # a bug deserves a plain traceback
-    add_completion=False,
 )
 for command in (up, chat, complete, bench, status, doctor, router, prefill, decode, version):
-    app.command()(command)
+    app.command(cls=Command, context_settings=SETTINGS)(command)
 
 if __name__ == "__main__":
     app(prog_name="pagewire")

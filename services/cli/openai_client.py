@@ -302,12 +302,16 @@ def root_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as exc:
-        raise ConfigError(f"--url {url} is no URL: {exc}") from exc
+        raise ConfigError(f"{_named(url)} is not a URL: {exc}") from exc
     if (parsed.port or 0) > MAX_PORT:
-        raise ConfigError(f"--url {url} is no URL: ports end at {MAX_PORT}")
+        raise ConfigError(f"{_named(url)} is not a URL: ports end at {MAX_PORT}")
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
-        raise ConfigError(f"--url {url} is no endpoint; one looks like http://127.0.0.1:8000")
+        raise ConfigError(f"{_named(url)} is not an endpoint; one is http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _named(url: str) -> str:
+    return f"--url (or PAGEWIRE_URL) {url!r}"
 
 
 def may_use_proxy(url: str) -> bool:

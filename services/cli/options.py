@@ -1,127 +1,179 @@
-"""Command-line options that several commands share; each sets the setting of its name."""
+"""Command-line options that several commands share; each sets the setting of its name.
+
+An option that is not given is None, so that the environment counts. The default that its help shows
+is the one of the settings class.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_settings import BaseSettings
 
-MODEL_HELP = 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
+from pagewire.shared.config import ClusterSettings, EngineSettings, RouterSettings, WorkerSettings
+
 ENGINE = "Engine"
 NETWORK = "Network"
 
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP, show_default="demo")]
+
+def setting(
+    kind: type[BaseSettings],
+    name: str,
+    text: str,
+    panel: str | None = None,
+    *,
+    unset: str | None = None,
+    flags: tuple[str, ...] = (),
+) -> Any:
+    """Return an option for a field of a settings class, whose help shows the field's default.
+
+    Args:
+        kind: the settings class.
+        name: of the field.
+        text: the help.
+        panel: of the help page; None puts it among the first.
+        unset: what happens by default, where the field's default is computed or None.
+        flags: in place of the one made from the parameter's name.
+    """
+    default = kind.model_fields[name].default
+    shown = {True: "on", False: "off"}.get(default, default) if unset is None else unset
+    return typer.Option(*flags, help=f"{text}  [default: {shown}]", rich_help_panel=panel)
+
+
+def _engine(name: str, text: str, unset: str | None = None, *flags: str) -> Any:
+    return setting(EngineSettings, name, text, ENGINE, unset=unset, flags=flags)
+
+
+def _worker(name: str, text: str, unset: str | None = None) -> Any:
+    return setting(WorkerSettings, name, text, NETWORK, unset=unset)
+
+
+Model = Annotated[
+    str | None,
+    setting(
+        EngineSettings,
+        "model",
+        'A Hugging Face directory, a hub id, or "demo" for the model in the package.',
+    ),
+]
 ServedModelName = Annotated[
     str | None,
-    typer.Option(help="The name that clients ask for.", show_default="the model's own"),
+    setting(
+        RouterSettings,
+        "served_model_name",
+        "The name that clients ask for.",
+        unset="the directory's or hub id's last part",
+    ),
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(help="auto takes CUDA where there is a GPU.", rich_help_panel=ENGINE),
+    _engine("device", "auto takes CUDA where there is a GPU."),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"] | None,
-    typer.Option(help="Of weights and KV cache.", rich_help_panel=ENGINE),
+    _engine("dtype", "Of weights and KV cache; auto takes the checkpoint's."),
 ]
 LoadFormat = Annotated[
     Literal["safetensors", "dummy"] | None,
-    typer.Option(help="dummy: random weights, for benchmarks.", rich_help_panel=ENGINE),
+    _engine("load_format", "dummy: random weights, for benchmarks."),
 ]
 Kernels = Annotated[
     Literal["auto", "triton", "torch"] | None,
-    typer.Option(help="auto: Triton on CUDA, torch on the CPU.", rich_help_panel=ENGINE),
+    _engine("kernels", "auto: Triton on CUDA, torch on the CPU."),
 ]
-BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=ENGINE)
-]
+BlockSize = Annotated[int | None, _engine("block_size", "Tokens in a KV block: 16, 32, 64, 128.")]
 NumBlocks = Annotated[
-    int | None,
-    typer.Option(help="KV blocks; by memory if not given.", rich_help_panel=ENGINE),
+    int | None, _engine("num_blocks", "Blocks in the KV pool.", "as many as fit into memory")
 ]
 GpuMemoryUtilization = Annotated[
     float | None,
-    typer.Option(help="Share of the GPU's memory that a worker takes.", rich_help_panel=ENGINE),
+    _engine(
+        "gpu_memory_utilization",
+        "Share of the GPU's memory for a worker; workers on one GPU divide the default.",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(help="Longest prompt plus answer, in tokens.", rich_help_panel=ENGINE),
+    _engine("max_model_len", "Longest prompt plus answer, in tokens.", "the model's longest"),
 ]
-MaxNumSeqs = Annotated[
-    int | None, typer.Option(help="Sequences that run at once.", rich_help_panel=ENGINE)
-]
+MaxNumSeqs = Annotated[int | None, _engine("max_num_seqs", "Sequences that run at once.")]
 MaxNumBatchedTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens of one step; longer prompts run in chunks.", rich_help_panel=ENGINE),
+    _engine("max_num_batched_tokens", "Tokens of one step; longer prompts run in chunks."),
 ]
 MaxWaiting = Annotated[
-    int | None,
-    typer.Option(help="Sequences that may queue behind those running.", rich_help_panel=ENGINE),
+    int | None, _engine("max_waiting", "Sequences that may wait for those that run.")
 ]
 EnablePrefixCaching = Annotated[
     bool | None,
-    typer.Option(
+    _engine(
+        "enable_prefix_caching",
+        "Reuse blocks with equal content.",
+        None,
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Reuse blocks with equal content.",
-        rich_help_panel=ENGINE,
     ),
 ]
 CudaGraphs = Annotated[
     bool | None,
-    typer.Option(
+    _engine(
+        "cuda_graphs",
+        "Replay steps and moves of KV blocks as CUDA graphs.",
+        None,
         "--cuda-graphs/--no-cuda-graphs",
-        help="Replay steps and moves of KV blocks as CUDA graphs.",
-        rich_help_panel=ENGINE,
     ),
 ]
 KvTransport = Annotated[
     Literal["auto", "ucx", "zmq"] | None,
-    typer.Option(help="auto takes UCX where ucxx is installed.", rich_help_panel=NETWORK),
+    _worker("kv_transport", "auto takes UCX where ucxx is installed."),
 ]
 LocalPrefillTokens = Annotated[
     int | None,
-    typer.Option(
-        help="A decode worker computes up to so many uncached prompt tokens itself.",
-        rich_help_panel=ENGINE,
+    setting(
+        WorkerSettings,
+        "local_prefill_tokens",
+        "A decode worker computes up to this many uncached prompt tokens itself.",
+        ENGINE,
     ),
 ]
-StagingSlots = Annotated[
-    int | None,
-    typer.Option(help="KV pieces under way at once.", rich_help_panel=NETWORK),
-]
+StagingSlots = Annotated[int | None, _worker("staging_slots", "KV pieces under way at once.")]
 StagingSlotBytes = Annotated[
     int | None,
-    typer.Option(help="Upper bound of a KV piece's blocks, in bytes.", rich_help_panel=NETWORK),
+    _worker("staging_slot_bytes", "Largest KV piece, in bytes.", "by the block's size"),
 ]
 WorkerId = Annotated[
-    str | None,
-    typer.Option(help="Stable name of this worker.", rich_help_panel=NETWORK),
+    str | None, _worker("worker_id", "Stable name of this worker.", "a random one")
 ]
 ControlPort = Annotated[
-    int | None,
-    typer.Option(help="Of the control socket; 0 takes a free one.", rich_help_panel=NETWORK),
+    int | None, _worker("control_port", "Of the control socket; 0 takes a free one.")
 ]
 MetricsPort = Annotated[
-    int | None,
-    typer.Option(help="Of /metrics and /health; 0 takes a free one.", rich_help_panel=NETWORK),
+    int | None, _worker("metrics_port", "Of /metrics and /health; 0 takes a free one.")
 ]
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        help="redis://host:port/db or unix:///path. Put one with a password into "
-        "PAGEWIRE_REDIS_URL: other users can see this command line.",
-        rich_help_panel=NETWORK,
-    ),
-]
-Host = Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel=NETWORK)]
-Port = Annotated[int | None, typer.Option(help="Of the HTTP endpoint.", rich_help_panel=NETWORK)]
+
+
+def redis_url(unset: str | None = None) -> Any:
+    """Return the option for Redis; `unset` is what the command does without it."""
+    text = (
+        "redis://host:port/db or unix:///path. Put one with a password into "
+        "PAGEWIRE_REDIS_URL: other users can see this command line."
+    )
+    return setting(ClusterSettings, "redis_url", text, NETWORK, unset=unset)
+
+
+RedisUrl = Annotated[str | None, redis_url()]
+OwnRedisUrl = Annotated[str | None, redis_url("a private server is started")]
+Host = Annotated[str | None, setting(ClusterSettings, "host", "Address to listen on.", NETWORK)]
+Port = Annotated[int | None, setting(RouterSettings, "port", "Of the HTTP endpoint.", NETWORK)]
 Policy = Annotated[
     Literal["prefix", "round_robin"] | None,
-    typer.Option(help="How requests are placed.", rich_help_panel=NETWORK),
+    setting(RouterSettings, "policy", "How requests are placed.", NETWORK),
 ]
 MaxQueue = Annotated[
     int | None,
-    typer.Option(help="Requests in the system; more get 429.", rich_help_panel=NETWORK),
+    setting(RouterSettings, "max_queue", "Requests in the system; more get 429.", NETWORK),
 ]
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"] | None, typer.Option(help="Of the services.")
+    Literal["debug", "info", "warning", "error"] | None,
+    setting(ClusterSettings, "log_level", "Of the services' logs."),
 ]

@@ -35,7 +35,9 @@ def prefill(
     redis_url: options.RedisUrl = None,
     log_level: options.LogLevel = None,
 ) -> None:
-    """Run a prefill worker: it computes prompts and pushes their KV blocks to decode workers.
+    """Run a prefill worker: it computes prompts.
+
+    It pushes their KV blocks to decode workers.
 
     Example: pagewire prefill --worker-id prefill-0 --redis-url redis://127.0.0.1:6379/0
     """

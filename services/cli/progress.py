@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from pagewire.services.cli.supervisor import ChildStatus, State
+from pagewire.services.cli.terminal import printable
 
 STYLES = {
     State.STARTING: "yellow",
@@ -21,6 +23,17 @@ STYLES = {
     State.RESTARTING: "red",
     State.STOPPED: "dim",
 }
+
+
+# Time, level and logger of our log lines and of Redis': the line has room for the message alone.
+_PREFIXES = re.compile(
+    r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: |\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ [*#.-] "
+)
+
+
+def message_of(line: str) -> str:
+    """Return what a log line says, as printable text."""
+    return printable(_PREFIXES.sub("", line, count=1)).expandtabs(1)
 
 
 class ServerConsole(Console):
@@ -39,12 +52,13 @@ class ProgressDisplay:
         self._statuses = statuses
         self._started = time.monotonic()
         self._shown: dict[str, State] = {}
+        self._waiting_for: Sequence[str] = ()
         self._live: Live | None = None
 
     def __enter__(self) -> ProgressDisplay:
         if self._console.is_terminal:
             self._live = Live(
-                get_renderable=self._render, console=self._console, refresh_per_second=8
+                get_renderable=self.render, console=self._console, refresh_per_second=8
             )
             self._live.start()
         return self
@@ -59,8 +73,13 @@ class ProgressDisplay:
             self._live.stop()
             self._live = None
 
-    def update(self) -> None:
-        """Print what changed; on a terminal the live lines follow by themselves."""
+    def update(self, waiting_for: Sequence[str] = ()) -> None:
+        """Print what changed; on a terminal the live lines follow by themselves.
+
+        Args:
+            waiting_for: what the cluster still lacks; shown where all children are ready.
+        """
+        self._waiting_for = waiting_for
         if self._live is not None:
             return
         for status in self._statuses():
@@ -74,13 +93,14 @@ class ProgressDisplay:
                     soft_wrap=True,
                 )
 
-    def _render(self) -> RenderableType:
+    def render(self) -> RenderableType:
+        """Return a line for each child, and one for what is missing when all are ready."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(width=1)
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)
         grid.add_column(justify="right", no_wrap=True)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
+        grid.add_column()  # the one that may wrap gives way; its text is kept on one line
         for status in self._statuses():
             busy = status.state in (State.STARTING, State.LOADING)
             grid.add_row(
@@ -88,6 +108,14 @@ class ProgressDisplay:
                 status.name,
                 Text(status.state.value, style=STYLES[status.state]),
                 f"{time.monotonic() - status.since:.0f} s" if busy else "",
-                Text(status.log.last_line if busy else "", style="dim"),
+                Text(
+                    message_of(status.log.last_line) if busy else "",
+                    style="dim",
+                    no_wrap=True,
+                    overflow="ellipsis",
+                ),
             )
+        if self._waiting_for and all(each.state is State.READY for each in self._statuses()):
+            missing = f"waiting for {', '.join(self._waiting_for)}"
+            return Group(grid, Text(missing, style="dim"))
         return grid

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,46 +16,41 @@ from rich.text import Text
 
 from pagewire.services.cli.health import Health, Service
 
-# Long enough for a prefill worker: a decode worker computes the shortest prompts by itself.
-SYSTEM = (
-    "You answer questions about Python from its language reference, briefly and to the point, for "
-    "people who know how to program."
-)
-QUESTION = "What is a lambda?"
-MAX_TOKENS = 64
+QUESTION = "What is a lambda?"  # the demo model has learned the answer
 
 
 def show_ready_box(console: Console, health: Health, url: str, store: str, logs: Path) -> None:
-    """Print the box, and below it, free of any frame, a command to copy."""
+    """Print the box, and below it, free of any frame, commands to copy."""
     table = Table.grid(padding=(0, 2))
     for label, value in _rows(health, url, store, logs):
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
-    console.print("Try:", style="dim")
-    console.print(
-        curl_command(url, health.model), soft_wrap=True, markup=False, highlight=False, emoji=False
-    )
+    console.print("Try, in another shell:", style="dim")
+    for command in (chat_command(url), curl_command(url, health.model)):
+        console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
     console.print("Ctrl-C stops everything.", style="dim")
 
 
+def chat_command(url: str) -> str:
+    """Return a shell command that starts a conversation, with the program as it was called here."""
+    is_ours = Path(sys.argv[0]).name == "pagewire" and shutil.which("pagewire") is None
+    program = shlex.quote(sys.argv[0]) if is_ours else "pagewire"
+    return f"{program} chat --url {url}"
+
+
 def curl_command(url: str, model: str) -> str:
-    """Return a shell command that asks for a chat answer, on one line."""
-    body = {
-        "model": model,
-        "messages": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": QUESTION},
-        ],
-        "max_tokens": MAX_TOKENS,
-    }
-    return (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
-    )
+    """Return a shell command that asks for a chat answer, on one line and as short as can be.
+
+    Curl needs no scheme, and the router no content type.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    address = url.removeprefix("http://")
+    return f"curl {address}/v1/chat/completions -d {shlex.quote(text)}"
 
 
 def link_lines(services: list[Service]) -> list[str]:
-    """Return a line for the KV way of each pair of workers."""
+    """Return a line for each KV link."""
     lines = []
     for service in services:
         for link in service.links:
@@ -68,9 +65,13 @@ def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[st
     yield "Model", health.model
     yield "Workers", ", ".join(sorted(service.id for service in health.services))
     links = link_lines(health.services)
+    links += [
+        f"{prefill} -> {decode}: no link yet; {decode} computes prompts itself"
+        for prefill, decode in health.missing_links
+    ]
     if not any(service.role == "prefill" for service in health.services):
         links = ["none: decode workers prefill for themselves"]
-    for index, line in enumerate(links or ["not measured yet"]):
+    for index, line in enumerate(links):
         yield ("KV transport" if index == 0 else ""), line
     yield "Redis", store
     yield "Logs", str(logs)

@@ -20,7 +20,7 @@ def router(
     redis_url: options.RedisUrl = None,
     log_level: options.LogLevel = None,
 ) -> None:
-    """Run the router: the OpenAI-compatible endpoint in front of the workers.
+    """Run the router: the OpenAI-compatible endpoint.
 
     Example: pagewire router --model demo --port 8000 --redis-url redis://127.0.0.1:6379/0
     """

@@ -20,6 +20,7 @@ from pagewire.services.cli.cluster_status import (
     NoRouterError,
     WorkerStatus,
     fetch_status,
+    wait_until_ready,
 )
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.openai_client import may_use_proxy, root_url
@@ -34,35 +35,44 @@ STATE_STYLES = {
 
 
 def status(
-    url: options.Url = options.DEFAULT_URL,
+    url: options.Url = None,
     watch: Annotated[
         float | None,
         typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again until Ctrl-C."),
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="First wait until the cluster is ready.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="With --wait: seconds until giving up.")
+    ] = 300.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object; with --watch, one a line.")
     ] = False,
 ) -> None:
-    """Show a cluster: its workers, their load and KV cache, the ways between them.
+    """Show a cluster: workers, their load and KV cache, KV links.
 
-    Exit code 1 if the router does not answer or could not serve a request.
+    Exit code 1 if the router does not answer, or the cluster is not ready: some worker that
+    `pagewire up` starts is missing, or no worker can take a request.
 
-    Example: pagewire status --watch 2
+    Example: pagewire status --wait --timeout 60
     """
     with one_line_errors():
-        root = root_url(url)
+        root = root_url(options.endpoint(url)[0])
         try:
-            ok = asyncio.run(_show(root, watch, as_json))
+            ok = asyncio.run(_show(root, watch, as_json, timeout if wait else None))
         except KeyboardInterrupt:
             return
     if not ok:
         raise typer.Exit(EXIT_FAILURE)
 
 
-async def _show(root: str, watch: float | None, as_json: bool) -> bool:
-    """Print the status once, or until cancelled; returns whether the cluster can serve."""
+async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | None) -> bool:
+    """Print the status once, or until cancelled; returns whether the cluster is ready."""
     console = Console()
     async with httpx.AsyncClient(trust_env=may_use_proxy(root)) as client:
+        if wait_s is not None:
+            await wait_until_ready(client, root, wait_s)
         if watch is None:
             found = await fetch_status(client, root)
             if as_json:
@@ -115,7 +125,7 @@ def render(found: ClusterStatus, before: ClusterStatus | None = None) -> Rendera
     """
     parts: list[RenderableType] = [*map(Text, _headlines(found, before))]
     if not found.ok:
-        parts.insert(1, Text("no worker can take a request now", style="red"))
+        parts.insert(1, Text(f"not ready: {found.problem}", style="red"))
     parts += [Text(), _workers_table(found.workers)]
     if any(worker.service.links for worker in found.workers):
         parts += [Text(), _links_table(found.workers)]

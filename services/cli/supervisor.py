@@ -157,6 +157,14 @@ class Supervisor:
         """From here on a dying child no longer ends everything."""
         self._cluster_was_ready = True
 
+    def spec(self, name: str) -> ChildSpec:
+        """Return how a child is run."""
+        return self._statuses[name].spec
+
+    def change(self, spec: ChildSpec) -> None:
+        """Run the child of that name like this from its next start on."""
+        self._statuses[spec.name].spec = spec
+
     def hurry(self) -> None:
         """Give children that are stopping no more time."""
         self._hurry.set()
@@ -253,8 +261,8 @@ def refusal_in(lines: list[str]) -> str:
     """Return why a service refuses its configuration, by the last lines that it printed."""
     prefix = "pagewire: "
     own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    boxed = " ".join(line.strip("│ ") for line in lines if line.startswith("│"))  # a wrong option
-    said = (own[-1:], [boxed], lines[-1:], ["it refuses its configuration"])
+    last = [line.removeprefix("Error: ") for line in lines[-1:]]  # so a wrong option is reported
+    said = (own[-1:], last, ["it refuses its configuration"])
     return next(text for texts in said for text in texts if text)
 
 

@@ -59,9 +59,24 @@ def describe(reply: Reply) -> str:
     parts.append(f"{reply.num_tokens} token{'' if reply.num_tokens == 1 else 's'}")
     if reply.usage is not None and reply.cached_tokens is not None:
         parts.append(f"{reply.cached_tokens} of {reply.usage.prompt_tokens} prompt tokens cached")
-    if reply.finish_reason == "length":
-        parts.append("cut at its longest")
     return " · ".join(parts)
+
+
+def cut_note(reply: Reply, max_tokens: int | None) -> str:
+    """Return a line that says that an answer was cut, and how to get more of it; else nothing.
+
+    Args:
+        reply: the whole answer.
+        max_tokens: that were asked for; None left it to the endpoint.
+    """
+    if reply.finish_reason != "length":
+        return ""
+    if max_tokens is None:
+        return (
+            "the answer was cut: the model's context is full, or the endpoint has a limit that "
+            "--max-tokens can raise"
+        )
+    return f"the answer was cut at --max-tokens {max_tokens}; a higher number gives more"
 
 
 def seconds(value: float) -> str:

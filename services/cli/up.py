@@ -12,8 +12,10 @@ from pagewire.services.cli import options
 from pagewire.services.cli.cluster import ClusterContext, run_cluster
 from pagewire.services.cli.cluster_plan import ClusterOptions
 from pagewire.services.cli.errors import one_line_errors
-from pagewire.services.cli.machine import inspect_machine, require_free_port
+from pagewire.services.cli.machine import inspect_machine
 from pagewire.services.cli.progress import ServerConsole
+from pagewire.services.cli.ready_file import ReadyFile
+from pagewire.services.cli.router_port import router_port
 from pagewire.services.cli.run_dir import make_log_dir
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
@@ -21,7 +23,8 @@ from pagewire.shared.model.source import resolve_model
 
 ROUTER_ONLY = ("served_model_name", "policy", "max_queue")
 BOTH = ("model", "log_level")
-NOT_SETTINGS = ("prefill", "decode", "host", "port", "redis_url", "log_dir", "verbose")
+ADDRESS = ("host", "port", "redis_url")
+NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
 
 
 def up(
@@ -51,15 +54,28 @@ def up(
     kv_transport: options.KvTransport = None,
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
-    redis_url: options.RedisUrl = None,
+    redis_url: options.OwnRedisUrl = None,
     log_level: options.LogLevel = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the services' logs go.", show_default="~/.cache/pagewire/runs"),
+        typer.Option(
+            help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]",
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option(help="Print the services' logs, too.")] = False,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a JSON file there once the cluster is ready, remove it at the end.  "
+            "[default: none]"
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the services' logs, too.")
+    ] = False,
 ) -> None:
-    """Start a cluster on this machine and keep it running until Ctrl-C.
+    """Start a cluster on this machine; Ctrl-C stops it.
+
+    Settings can also come from the environment: PAGEWIRE_MODEL is --model.
 
     Example: pagewire up --prefill 1 --decode 2 --model demo --port 8000
     """
@@ -77,11 +93,12 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     given = {name: value for name, value in params.items() if name not in NOT_SETTINGS}
     router_options = {name: given[name] for name in (*ROUTER_ONLY, *BOTH)}
     worker_options = {name: value for name, value in given.items() if name not in ROUTER_ONLY}
-    address = {name: params[name] for name in ("host", "port", "redis_url")}
+    address = {name: params[name] for name in ADDRESS}
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
-    port = require_free_port(router.host, router.port)
+    port = asyncio.run(router_port(router.host, router.port))
     load_config(resolve_model(worker.model))
+    ready_file = ReadyFile(params["ready_file"]) if params["ready_file"] else None
     return ClusterContext(
         options=ClusterOptions(
             prefill=params["prefill"],
@@ -98,4 +115,5 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         log_dir=make_log_dir(Path(params["log_dir"]) if params["log_dir"] else None),
         console=ServerConsole(),
         echo=params["verbose"],
+        ready_file=ready_file,
     )

@@ -8,12 +8,17 @@ from importlib import metadata
 PARTS = ("torch", "triton", "ucxx-cu13", "ucxx-cu12", "pyzmq", "redis")
 
 
+def own_version() -> str:
+    """Return the line that `--version` prints."""
+    return f"pagewire {metadata.version('pagewire')}"
+
+
 def version() -> None:
     """Print the versions of Pagewire and of what it runs on.
 
     Example: pagewire version
     """
-    print(f"pagewire {metadata.version('pagewire')}")
+    print(own_version())
     print(f"python {platform.python_version()} on {platform.platform()}")
     for name in PARTS:
         try:

@@ -62,9 +62,9 @@ async def chat(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Say who is there; 200 if a request could be answered."""
-    service = _service(request)
-    return _json(service.health(), 200 if service.can_serve else 503)
+    """Say who is there; 200 if the cluster is ready."""
+    found = _service(request).health()
+    return _json(found, 200 if found["status"] == "ok" else 503)
 
 
 @router.get("/metrics")

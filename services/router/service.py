@@ -24,6 +24,7 @@ from pagewire.services.router.metrics import RouterMetrics
 from pagewire.services.router.placer import Placer
 from pagewire.services.router.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.served_model import ServedModel
+from pagewire.services.router.startup import Startup
 from pagewire.services.router.state_metrics import StateCollector
 from pagewire.services.router.worker_metrics import WorkerScraper, render
 from pagewire.shared.channel import ClusterKeys
@@ -50,6 +51,7 @@ class RouterService:
     def __init__(self, settings: RouterSettings, model: ServedModel, redis: Redis) -> None:
         self.settings, self.model = settings, model
         self.is_draining = False
+        self._startup = Startup(settings.expected_workers)
         self._redis = redis
         secret = settings.cluster_secret.get_secret_value()
         tag = cluster_tag(secret)
@@ -174,17 +176,18 @@ class RouterService:
         )
 
     def health(self) -> dict[str, Any]:
-        """Return the body of `/health`."""
+        """Return the body of `/health`; the cluster is ready where its status is "ok"."""
         reachable = {link.worker_id for link in self._links}
-        status = "ok" if self.can_serve else "no decode worker"
+        services = describe_services(self.directory.workers(), self.directory.others, reachable)
+        waiting_for = self._startup.waiting_for(services)
+        status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
         return {
             "status": "draining" if self.is_draining else status,
             "model": self.model.name,
             "redis": "up" if self.directory.redis_ok else "down",
             "protocol": PROTOCOL_VERSION,
-            "services": describe_services(
-                self.directory.workers(), self.directory.others, reachable
-            ),
+            "waiting_for": waiting_for,
+            "services": services,
         }
 
     async def metrics_text(self) -> bytes:

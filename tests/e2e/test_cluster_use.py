@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,17 +48,45 @@ def received_bytes(cluster: LocalCluster) -> float:
     )
 
 
-def test_the_printed_curl_line_answers_with_kv_that_crossed(cluster: LocalCluster) -> None:
-    before = received_bytes(cluster)
-    line = next(line for line in cluster.lines if line.startswith("curl "))
+def test_the_printed_curl_line_is_answered_rightly(cluster: LocalCluster) -> None:
+    line = cluster.wait_for_line("curl ").replace('{"model"', '{"temperature":0,"model"')
     done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True)
-    answer = json.loads(done.stdout)
-    assert answer["choices"][0]["message"]["content"].strip()
-    assert received_bytes(cluster) > before
+    [choice] = json.loads(done.stdout)["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert "used to create\nanonymous functions" in choice["message"]["content"]
+
+
+def test_the_printed_chat_command_is_answered_rightly(cluster: LocalCluster) -> None:
+    words = shlex.split(cluster.wait_for_line("pagewire chat "))
+    chat = [sys.executable, "-P", "-m", "pagewire.services.cli.main", *words[1:]]
+    chat += ["--temperature", "0"]
+    asked = "What is a lambda?\n"
+    done = subprocess.run(chat, input=asked, capture_output=True, text=True, timeout=60, check=True)
+    assert "used to create\nanonymous functions" in done.stdout
+
+
+def test_a_second_cluster_needs_another_port_alone(cluster: LocalCluster) -> None:
+    with local_cluster("--prefill", "0", "--device", "cpu") as second:
+        for each, workers in ((cluster, 3), (second, 1)):
+            assert len(each.health()["services"]) == workers
+            body = {"model": MODEL, "prompt": "Lambda expressions", "max_tokens": 4}
+            assert httpx.post(f"{each.url}/v1/completions", json=body, timeout=60).is_success
+    assert len(cluster.health()["services"]) == 3
+    assert " died" not in cluster.output
+
+
+def test_a_taken_port_is_refused_with_who_has_it(cluster: LocalCluster) -> None:
+    up = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port"]
+    done = subprocess.run([*up, str(cluster.port)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert f"port {cluster.port}" in line
+    assert f"a Pagewire that serves {MODEL}" in line
+    assert "--port " in line
 
 
 def test_the_ready_box_names_workers_and_measured_transport(cluster: LocalCluster) -> None:
-    assert "prefill-0" in cluster.output
+    cluster.wait_for_line("Ctrl-C stops everything")
     assert "decode-0" in cluster.output
     ways = re.findall(r"(prefill-\d) -> decode-0: (\w+) \(.+?\), ([\d.]+) GB/s", cluster.output)
     assert {way[:2] for way in ways} == {("prefill-0", "zmq"), ("prefill-1", "zmq")}  # on a CPU

@@ -98,6 +98,36 @@ def test_complete_streams_a_text(cluster: Cluster) -> None:
     assert (done.exit_code, done.stdout, done.stderr) == (0, f"{TEXT}\n", "")
 
 
+def test_complete_says_that_an_answer_was_cut(cluster: Cluster) -> None:
+    done = pagewire("complete", "What is it?", "--max-tokens", "2", "--url", cluster.url)
+    assert (done.exit_code, done.stdout) == (0, " a list\n")
+    [line] = done.stderr.splitlines()
+    assert "cut at --max-tokens 2" in line
+
+
+def test_chat_says_that_an_answer_was_cut(cluster: Cluster) -> None:
+    done = pagewire("chat", "--max-tokens", "2", "--url", cluster.url, stdin="What is it?\n")
+    assert done.stdout == " a list\n"
+    assert "cut at --max-tokens 2" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("complete", "x"), ("status",), ("chat",)])
+def test_clients_find_their_endpoint_in_the_environment(
+    cluster: Cluster, command: tuple[str, ...]
+) -> None:
+    assert pagewire(*command, stdin="x\n", PAGEWIRE_URL=cluster.url).exit_code == 0
+    given = pagewire(*command, "--url", cluster.url, stdin="x\n", PAGEWIRE_URL=NOWHERE)
+    assert given.exit_code == 0
+    wrong = pagewire(*command, stdin="x\n", PAGEWIRE_URL="nowhere")
+    assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
+    assert "PAGEWIRE_URL" in wrong.stderr
+
+
+def test_the_key_may_be_in_the_environment(old: OpenAIServer) -> None:
+    assert pagewire("complete", "x", "--url", old.url, PAGEWIRE_API_KEY="k").exit_code == 0
+    assert set(old.keys) == {"Bearer k"}
+
+
 def test_complete_takes_stdin_and_prints_json(cluster: Cluster) -> None:
     options = ["--json", "--max-tokens", "2", "--seed", "5", "--temperature", "0"]
     done = pagewire("complete", *options, "--url", f"{cluster.url}/v1", stdin="What is it?\n")
@@ -337,6 +367,35 @@ def test_status_as_json_again_and_again(cluster: Cluster) -> None:
     assert all(body["ok"] and len(body["workers"]) == 2 for body in bodies)
 
 
+def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        expected = ("decode-0",)
+        async with live_router(redis_server.url, expected_workers=expected) as router:
+            wait = ("status", "--url", router.url, "--wait", "--timeout")
+            late = await asyncio.to_thread(pagewire, *wait, "0.5")
+            assert (late.exit_code, late.stdout, late.stderr.count("\n")) == (1, "", 1)
+            assert "not ready after 0.5 s: starting, waiting for decode-0" in late.stderr
+            now = await asyncio.to_thread(pagewire, "status", "--url", router.url)
+            assert (now.exit_code, "not ready: starting" in now.stdout) == (1, True)
+            waiting = asyncio.create_task(asyncio.to_thread(pagewire, *wait, "20"))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            async with FakeDecodeWorker(redis_server.url, SECRET, "decode-0", answer=ANSWER):
+                done = await waiting
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert "decode-0" in done.stdout
+
+    run_async(main(), 60)
+
+
+@pytest.mark.parametrize("url", [NOWHERE, "another make"])
+def test_status_does_not_wait_for_ever(old: OpenAIServer, url: str) -> None:
+    where = old.url if url == "another make" else url
+    done = pagewire("status", "--url", where, "--wait", "--timeout", "0.3")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "not ready after 0.3 s: no Pagewire router answers" in done.stderr
+
+
 def test_status_of_an_endpoint_of_another_make(old: OpenAIServer) -> None:
     done = pagewire("status", "--url", old.url)
     assert (done.exit_code, done.stdout) == (1, "")
@@ -370,7 +429,7 @@ def test_doctor_finds_a_redis_that_does_not_answer() -> None:
 
 
 def test_doctor_names_a_free_port_where_one_is_taken(cluster: Cluster, old: OpenAIServer) -> None:
-    for url, part in ((cluster.url, "a Pagewire router already"), (old.url, "in use")):
+    for url, part in ((cluster.url, "by a Pagewire that serves"), (old.url, "in use")):
         settings = load_settings(RouterSettings, {"port": int(url.rpartition(":")[2])})
         found = run_async(check_port(settings))
         assert found.level == "warn"

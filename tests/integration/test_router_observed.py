@@ -49,6 +49,27 @@ def test_without_workers_health_is_red_and_requests_say_when_to_come_back(redis_
     run_async(main())
 
 
+def test_health_is_red_until_the_expected_workers_are_there(redis_url):
+    async def main() -> None:
+        names = ("decode-0", "prefill-0")
+        links = [link("prefill-0", 1.5)]
+        async with (
+            live_router(redis_url, expected_workers=names) as router,
+            FakeDecodeWorker(redis_url, SECRET, "decode-0", answer=ANSWER, links=links),
+        ):
+            await router.ready()
+            health = await router.http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "starting")
+            assert health.json()["waiting_for"] == ["prefill-0"]
+            assert (await router.chat()).status_code == 200  # it serves meanwhile
+            async with prefill_card(redis_url, SECRET, "prefill-0"):
+                await eventually(lambda: router.service.health()["status"] == "ok")
+            await eventually(lambda: len(router.service.directory.workers()) == 1)
+            assert (await router.http.get("/health")).status_code == 200  # it can serve
+
+    run_async(main())
+
+
 def test_health_names_workers_and_their_ways(redis_url):
     async def main() -> None:
         async with (

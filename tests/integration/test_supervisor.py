@@ -23,8 +23,6 @@ from pagewire.tests.support import fake_cluster
 from pagewire.tests.support.listening import listening_sockets
 from pagewire.tests.support.redis_server import RedisServer
 
-READY = "Pagewire is ready"
-
 
 class Up:
     """A running `fake_cluster.py up`."""
@@ -37,7 +35,7 @@ class Up:
         path: str | None = None,
         stdout: int | None = None,
     ) -> None:
-        self.state = state
+        self.state, self.ready_file = state, state / "ready.json"
         for name, text in (orders or {}).items():
             (state / f"{name}.orders").write_text(text)
         self.port = free_port()
@@ -61,6 +59,9 @@ class Up:
 
     def wait_for(self, text: str, timeout: float = 20.0) -> None:
         wait_until(lambda: text in self.stdout, timeout, lambda: self.stdout + self.stderr)
+
+    def wait_ready(self) -> None:
+        wait_until(self.ready_file.exists, 20, lambda: self.stdout + self.stderr)
 
     def pid_of(self, name: str) -> int:
         return int((self.state / f"{name}.alive").read_text())
@@ -101,7 +102,7 @@ def start(tmp_path: Path) -> Iterator[StartCluster]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_everything_and_cleans_up(start: StartCluster, number: signal.Signals) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     assert len(cluster.left_over()) >= 5  # supervisor, store, two workers, router
     assert cluster.stop(number) == 0
     assert cluster.left_over() == []
@@ -115,7 +116,8 @@ def test_signal_while_starting_stops_everything(start: StartCluster) -> None:
     time.sleep(0.1)
     assert cluster.stop() in (0, -signal.SIGINT)
     wait_until(lambda: not cluster.left_over(), 5)
-    assert READY not in cluster.stdout
+    assert "Pagewire is ready" not in cluster.stdout
+    assert not cluster.ready_file.exists()
 
 
 def test_ready_box_names_url_workers_and_kv_transport(start: StartCluster) -> None:
@@ -123,12 +125,13 @@ def test_ready_box_names_url_workers_and_kv_transport(start: StartCluster) -> No
     cluster.wait_for("Ctrl-C stops everything")
     assert f"http://127.0.0.1:{cluster.port}/v1" in cluster.stdout
     assert "prefill-0 -> decode-0: zmq (tcp), 1.50 GB/s" in cluster.stdout
-    assert f"\ncurl http://127.0.0.1:{cluster.port}/v1/chat/completions -H" in cluster.stdout
+    assert f"\ncurl 127.0.0.1:{cluster.port}/v1/chat/completions -d" in cluster.stdout
+    assert f"\npagewire chat --url http://127.0.0.1:{cluster.port}\n" in cluster.stdout
 
 
 def test_killed_supervisor_takes_its_children_along(start: StartCluster) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     cluster.process.kill()
     cluster.process.wait(10)
     wait_until(lambda: not cluster.left_over(), 5, lambda: str(cluster.left_over()))
@@ -136,7 +139,7 @@ def test_killed_supervisor_takes_its_children_along(start: StartCluster) -> None
 
 def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     first = cluster.pid_of("prefill-0")
     os.kill(first, signal.SIGKILL)
     cluster.wait_for("prefill-0 died: killed by SIGKILL")
@@ -180,7 +183,7 @@ def test_worker_that_never_starts_is_given_up(start: StartCluster) -> None:
 
 def test_refusal_after_a_restart_is_no_reason_to_stop(start: StartCluster) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     (cluster.state / "prefill-0.orders").write_text("exit 2")
     os.kill(cluster.pid_of("prefill-0"), signal.SIGKILL)
     cluster.wait_for("prefill-0 died: exit code 2")
@@ -191,7 +194,7 @@ def test_refusal_after_a_restart_is_no_reason_to_stop(start: StartCluster) -> No
 
 def test_second_signal_kills_a_stubborn_worker_and_its_child(start: StartCluster) -> None:
     cluster = start(orders={"prefill-0": "stubborn"})
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     child = int((cluster.state / "prefill-0.child").read_text())
     cluster.process.send_signal(signal.SIGINT)
     cluster.wait_for("stopping")
@@ -208,7 +211,7 @@ def test_second_signal_kills_a_stubborn_worker_and_its_child(start: StartCluster
 def test_redis_is_private_and_comes_back_on_its_socket(start: StartCluster) -> None:
     assert find_server() is not None, "the suite needs a real redis-server (make test installs it)"
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     [private] = cluster.private_dirs()
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     with redis.Redis(unix_socket_path=str(private / "redis.sock")) as client:
@@ -224,7 +227,7 @@ def test_redis_is_private_and_comes_back_on_its_socket(start: StartCluster) -> N
 
 def test_embedded_redis_where_no_server_is_installed(start: StartCluster, tmp_path: Path) -> None:
     cluster = start(path=str(tmp_path))
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     said = [line for line in cluster.stdout.splitlines() if "no redis-server" in line]
     assert len(said) == 2  # the one line, and the row in the box
     [private] = cluster.private_dirs()
@@ -262,7 +265,7 @@ def test_wrong_redis_password_is_told_as_such(start: StartCluster) -> None:
 
 def test_logs_hold_the_output_of_each_child(start: StartCluster) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     assert (cluster.state / "logs" / "decode-0.log").read_text() == "decode-0 is loading\n"
     assert "ready to accept connections" in (cluster.state / "logs" / "redis.log").read_text()
 

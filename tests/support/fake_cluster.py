@@ -32,6 +32,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
     from pagewire.services.cli.errors import one_line_errors
     from pagewire.services.cli.machine import Machine
     from pagewire.services.cli.progress import ServerConsole
+    from pagewire.services.cli.ready_file import ReadyFile
 
     def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         role, name = ("router", port) if command == "router" else ("worker", options["worker_id"])
@@ -47,6 +48,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         redis_url=redis_url,
         log_dir=logs,
         console=ServerConsole(),
+        ready_file=ReadyFile(state / "ready.json"),
     )
     (state / "supervisor.pid").write_text(str(os.getpid()))
     with one_line_errors():
@@ -55,14 +57,17 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
 
 def router(state: Path, port: int) -> None:
     """Answer /health with the workers that have said they are alive."""
+    expected = set(filter(None, os.environ.get("PAGEWIRE_EXPECTED_WORKERS", "").split(",")))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             services = [_service(path) for path in sorted(state.glob("*.alive"))]
-            body = json.dumps({"status": "ok", "model": "fake", "services": services}).encode()
-            self.send_response(200 if services else 503)
+            missing = sorted(expected - {service["id"] for service in services})
+            status = "starting" if missing else "ok"
+            body = {"status": status, "waiting_for": missing, "model": "fake", "services": services}
+            self.send_response(503 if missing else 200)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(json.dumps(body).encode())
 
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

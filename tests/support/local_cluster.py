@@ -19,7 +19,8 @@ from typing import Any
 
 import httpx
 
-READY = re.compile(r"Ctrl-C stops everything")
+from pagewire.loadtest.cluster import read_ready_file
+
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 
@@ -37,8 +38,10 @@ class LocalCluster:
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
+        self.ready_file = Path(self.directory.name, "ready.json")
         command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up"]
-        command += ["--port", str(self.port), "--log-dir", self.directory.name, *options]
+        command += ["--port", str(self.port), "--log-dir", self.directory.name]
+        command += ["--ready-file", str(self.ready_file), *options]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -60,14 +63,22 @@ class LocalCluster:
         return "\n".join(self.lines)
 
     def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
-        """Wait for the ready box."""
+        """Wait for the ready file."""
         deadline = time.monotonic() + timeout
-        while not READY.search(self.output):
+        while read_ready_file(self.process, self.ready_file) is None:
             assert self.process.poll() is None, (
                 f"ended with {self.process.returncode}: {self.output}"
             )
             assert time.monotonic() < deadline, f"not ready in {timeout} s: {self.output}"
             time.sleep(0.05)
+
+    def wait_for_line(self, start: str, timeout: float = 10.0) -> str:
+        """Wait until a line that begins so was printed, and return it."""
+        deadline = time.monotonic() + timeout
+        while not (found := [line for line in self.lines if line.startswith(start)]):
+            assert time.monotonic() < deadline, f"no line {start!r}: {self.output}"
+            time.sleep(0.02)
+        return found[0]
 
     def stop(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""

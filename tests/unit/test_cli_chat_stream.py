@@ -13,7 +13,7 @@ from pagewire.services.cli.chat import Conversation
 from pagewire.services.cli.openai_client import DIALECTS, Reply, base_url, may_use_proxy, root_url
 from pagewire.services.cli.openai_messages import Chunk
 from pagewire.services.cli.sse import EventParser, EventTooLargeError
-from pagewire.services.cli.terminal import describe, printable
+from pagewire.services.cli.terminal import cut_note, describe, printable
 from pagewire.shared.errors import ConfigError
 
 STREAM = (
@@ -168,3 +168,19 @@ def test_line_about_an_empty_reply() -> None:
 
 def test_a_model_cannot_command_the_terminal() -> None:
     assert printable("a\x1b[2Jb\x07\x9bc\r\n\td\x7f") == "a[2Jbc\n\td"
+
+
+@pytest.mark.parametrize(
+    ("end", "max_tokens", "parts"),
+    [
+        ("stop", 2, ()),
+        ("length", 2, ("cut at --max-tokens 2", "higher")),
+        ("length", None, ("cut", "--max-tokens")),
+    ],
+)
+def test_an_answer_that_was_cut_says_so(
+    end: str, max_tokens: int | None, parts: tuple[str, ...]
+) -> None:
+    line = cut_note(replied((0.1, text_chunk("a", [1, 2], end))), max_tokens)
+    assert bool(line) == (end == "length")
+    assert all(part in line for part in parts)

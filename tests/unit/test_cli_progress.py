@@ -1,0 +1,71 @@
+"""The start-up display keeps its columns whatever the children log."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pagewire.services.cli.processes import ChildSpec, OutputLog
+from pagewire.services.cli.progress import ProgressDisplay, message_of
+from pagewire.services.cli.supervisor import ChildStatus
+
+HEAD = "2026-11-22 12:54:58,856 INFO pagewire.shared.worker.runtime: "
+LONG = f"{HEAD}sizing the KV pool {'x' * 300}"
+
+
+def child(directory: Path, name: str, line: str) -> ChildStatus:
+    status = ChildStatus(ChildSpec(name, ()), OutputLog(directory / name))
+    status.log.feed(line.encode() + b"\n")
+    status.saw_output()
+    return status
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_columns_stay_when_a_child_logs(tmp_path: Path, width: int) -> None:
+    children = [
+        child(tmp_path, "redis", "12:M 22 Nov 2026 12:54:51.591 * Ready to accept connections"),
+        child(tmp_path, "prefill-0", LONG),
+        child(tmp_path, "decode-0", "a\tb\x1b[2J\r" + "wide 東京 " * 60),
+    ]
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    display = ProgressDisplay(console, lambda: children)
+    console.print(display.render())
+    for each in children:
+        each.log.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3  # each on a line of its own
+    columns = [line[3:].split(maxsplit=3) for line in lines]
+    assert [row[:2] for row in columns] == [
+        ["redis", "loading"],
+        ["prefill-0", "loading"],
+        ["decode-0", "loading"],
+    ]
+    assert "Ready to accept connections" in lines[0]
+    assert "sizing the KV pool" in lines[1]
+    assert "…" in lines[1]
+    assert "\x1b" not in lines[2]
+
+
+def test_what_the_cluster_waits_for_is_shown() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=True, color_system=None)
+    display = ProgressDisplay(console, list)
+    with display:
+        display.update(["the KV link prefill-0 -> decode-0"])
+    assert "waiting for the KV link prefill-0 -> decode-0" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{HEAD}sizing the KV pool", "sizing the KV pool"),
+        ("7:C 01 Jan 2026 00:00:00.000 # Warning: no config", "Warning: no config"),
+        ("Traceback (most recent call last):", "Traceback (most recent call last):"),
+    ],
+)
+def test_the_message_of_a_log_line(line: str, message: str) -> None:
+    assert message_of(line).strip() == message
