@@ -75,7 +75,11 @@ CudaGraphs = Annotated[
 ]
 KvTransport = Annotated[
     Literal["auto", "ucx", "zmq"] | None,
-    typer.Option(help="auto takes UCX where ucxx is installed.", rich_help_panel=NETWORK),
+    typer.Option(
+        help="auto takes UCX between GPUs, else ZeroMQ. Anyone who reaches a UCX port can end the "
+        "worker: use it on loopback or a private network only.",
+        rich_help_panel=NETWORK,
+    ),
 ]
 LocalPrefillTokens = Annotated[
     int | None,
