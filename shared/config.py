@@ -133,7 +133,8 @@ class WorkerSettings(EngineSettings):
         worker_id: stable name of the worker; a restart under the same name has a new epoch.
         control_port: of the ZeroMQ control socket; 0 takes a free one.
         metrics_port: of the worker's own HTTP `/metrics` and `/health`; 0 takes a free one.
-        kv_transport: `auto` takes UCX where ucxx is installed, else ZeroMQ.
+        kv_transport: `auto` takes UCX between GPUs where ucxx is installed, else ZeroMQ. Anyone who
+            reaches a UCX port can end the worker, so UCX is kept to one network device.
         staging_slots: KV pieces that may be under way at once: on their way out of a prefill
             worker, into a decode worker.
         staging_slot_bytes: upper bound of a piece's blocks, rounded down to whole ones; None picks

@@ -125,7 +125,11 @@ CudaGraphs = Annotated[
 ]
 KvTransport = Annotated[
     Literal["auto", "ucx", "zmq"] | None,
-    _worker("kv_transport", "auto takes UCX where ucxx is installed."),
+    _worker(
+        "kv_transport",
+        "auto takes UCX between GPUs, else ZeroMQ. Anyone who reaches a UCX port can end the "
+        "worker: use it on loopback or a private network only.",
+    ),
 ]
 LocalPrefillTokens = Annotated[
     int | None,
