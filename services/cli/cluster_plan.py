@@ -65,7 +65,7 @@ def plan_services(
 
 
 def expecting_nobody(spec: ChildSpec) -> ChildSpec:
-    """Return how to run a router in a cluster that was ready: who is dead then is not awaited."""
+    """Return how to run a router again in a cluster that was ready: it waits for no worker."""
     return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
 
 
