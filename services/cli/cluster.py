@@ -21,6 +21,7 @@ from pagewire.services.cli import redis_process
 from pagewire.services.cli.cluster_plan import (
     ROUTER,
     ClusterOptions,
+    crowded_gpus,
     expecting_nobody,
     plan_services,
 )
@@ -176,6 +177,8 @@ async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Sto
         supervisor.start(store.spec)
         await redis_process.wait_until_answering(store.url, OWN_REDIS_START_S)
     env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
+    if note := crowded_gpus(context.options, context.machine):
+        context.say(note)
     for spec in plan_services(context.options, context.machine, env):
         supervisor.start(spec)
 

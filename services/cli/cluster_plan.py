@@ -65,7 +65,7 @@ def plan_services(
 
 
 def expecting_nobody(spec: ChildSpec) -> ChildSpec:
-    """Return how to run a router in a cluster that was ready: who is dead then is not awaited."""
+    """Return how to run a router again in a cluster that was ready: it waits for no worker."""
     return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
 
 
@@ -89,7 +89,7 @@ def _plan_workers(
 ) -> Iterator[ChildSpec]:
     names = options.worker_names
     gpus = machine.gpus if options.device != "cpu" else ()
-    share = _gpu_share(options, len(names), len(gpus))
+    share = gpu_share(options, machine) if gpus else 1.0
     for index, name in enumerate(names):
         role = name.partition("-")[0]
         settings = {**options.worker_options, "host": LOOPBACK, "worker_id": name}
@@ -114,18 +114,36 @@ def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
     return gpus[first:] + gpus[:first]
 
 
-def _gpu_share(options: ClusterOptions, workers: int, gpus: int) -> float:
-    """Return each worker's part of its GPU's memory."""
-    if gpus == 0:
-        return 1.0
-    most = max(Counter(index % gpus for index in range(workers)).values())
+def gpu_share(options: ClusterOptions, machine: Machine) -> float:
+    """Return each worker's part of its GPU's memory: as asked for, else what is there for it.
+
+    Raises:
+        ConfigError: the workers of one GPU would take more memory than it has.
+    """
+    gpus = len(machine.gpus)
+    workers = Counter(index % gpus for index in range(len(options.worker_names)))
+    most = max(workers.values())
     asked: float | None = options.worker_options.get("gpu_memory_utilization")
     if asked is None:
         default: float = EngineSettings.model_fields["gpu_memory_utilization"].default
-        return round(default / most, 3)
+        free = [machine.free[index] / count for index, count in workers.items() if machine.free]
+        return round(min(default / most, *(MAX_GPU_SHARE * each for each in free), 1.0), 3)
     if asked * most > MAX_GPU_SHARE:
         raise ConfigError(
             f"--gpu-memory-utilization {asked:g} is too much: {most} workers share a GPU, "
             f"each can have {MAX_GPU_SHARE / most:.2f}"
         )
     return asked
+
+
+def crowded_gpus(options: ClusterOptions, machine: Machine) -> str:
+    """Return a line about GPUs whose memory others use, so that workers get less; else nothing."""
+    if options.device == "cpu" or not machine.free:
+        return ""
+    share = gpu_share(options, machine)
+    if share >= gpu_share(options, replace(machine, free=())):
+        return ""
+    free = ", ".join(
+        f"{part:.0%} of GPU {name}'s" for name, part in zip(machine.gpus, machine.free, strict=True)
+    )
+    return f"free memory: {free}; each worker takes {share:.1%} (--gpu-memory-utilization)"

@@ -34,10 +34,12 @@ class Machine:
     Attributes:
         cores: that this process may use.
         gpus: as CUDA_VISIBLE_DEVICES names them; empty without a GPU.
+        free: the share of each GPU's memory that nobody uses, 0 to 1; empty if not known.
     """
 
     cores: int
     gpus: tuple[str, ...]
+    free: tuple[float, ...] = ()
 
 
 def inspect_machine() -> Machine:
@@ -46,7 +48,9 @@ def inspect_machine() -> Machine:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return Machine(cores, visible_gpus(_count_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    count = sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
+    gpus = visible_gpus(count, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return Machine(cores, gpus, _free_shares(gpus) if gpus else ())
 
 
 def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
@@ -58,18 +62,30 @@ def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
 
 
-def _count_gpus() -> int:
+def _free_shares(gpus: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the share of each GPU's memory that is free; 1 where the driver does not say."""
+    shares = {}
+    fields = "--query-gpu=index,uuid,memory.free,memory.total"
+    for line in _nvidia_smi(fields, "--format=csv,noheader,nounits"):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 4 and words[2].isdecimal() and words[3].isdecimal():
+            shares[words[0]] = shares[words[1]] = int(words[2]) / max(1, int(words[3]))
+    return tuple(shares.get(name, 1.0) for name in gpus)
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that the driver's tool prints; none without a driver."""
     try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"],
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
             capture_output=True,
             text=True,
             check=False,
             timeout=NVIDIA_SMI_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):  # no driver here, or one that hangs
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        return []
+    return done.stdout.splitlines()
 
 
 def require_free_port(host: str, port: int) -> int:

@@ -96,6 +96,8 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     address = {name: params[name] for name in ADDRESS}
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
+    if "gpu_memory_utilization" in worker.model_fields_set:  # from the environment, too
+        worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
     load_config(resolve_model(worker.model))
     ready_file = ReadyFile(params["ready_file"]) if params["ready_file"] else None

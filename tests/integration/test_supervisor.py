@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
 import pytest
 import redis
 
@@ -104,7 +106,11 @@ def test_signal_stops_everything_and_cleans_up(start: StartCluster, number: sign
     cluster = start()
     cluster.wait_ready()
     assert len(cluster.left_over()) >= 5  # supervisor, store, two workers, router
+    ready = json.loads(cluster.ready_file.read_text())
+    assert (ready["pid"], ready["url"]) == (cluster.process.pid, f"http://127.0.0.1:{cluster.port}")
+    assert [each["id"] for each in ready["services"]] == ["decode-0", "prefill-0"]
     assert cluster.stop(number) == 0
+    assert not cluster.ready_file.exists()
     assert cluster.left_over() == []
     assert cluster.private_dirs() == []
     assert cluster.stderr == ""
@@ -190,6 +196,29 @@ def test_refusal_after_a_restart_is_no_reason_to_stop(start: StartCluster) -> No
     cluster.wait_for("starting prefill-0 again in 1 s")
     (cluster.state / "prefill-0.orders").unlink()
     cluster.wait_for("prefill-0 is ready again")
+
+
+def test_cluster_is_not_ready_before_all_workers_are(start: StartCluster) -> None:
+    cluster = start(orders={"prefill-0": "late"})
+    wait_until((cluster.state / "decode-0.alive").exists, 20)
+    time.sleep(1.5)
+    assert not cluster.ready_file.exists()
+    assert "Pagewire is ready" not in cluster.stdout
+    (cluster.state / "prefill-0.go").touch()
+    cluster.wait_ready()
+
+
+def test_restarted_router_waits_for_nobody(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_ready()
+    (cluster.state / "prefill-0.orders").write_text("exit 2")
+    os.kill(cluster.pid_of("prefill-0"), signal.SIGKILL)
+    cluster.wait_for("prefill-0 died: exit code 2")
+    (cluster.state / "prefill-0.alive").unlink()
+    os.kill(int((cluster.state / "router.pid").read_text()), signal.SIGKILL)
+    cluster.wait_for("router is ready again")
+    health = httpx.get(f"http://127.0.0.1:{cluster.port}/health", timeout=5)
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
 
 
 def test_second_signal_kills_a_stubborn_worker_and_its_child(start: StartCluster) -> None:

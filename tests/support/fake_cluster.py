@@ -5,7 +5,8 @@
     python fake_cluster.py worker STATE_DIR NAME            a file says that it is alive
 
 Workers write their pid to `NAME.alive` in the state directory, and do what `NAME.orders` says when
-they start: "exit CODE" or "stubborn" (ignores SIGTERM and has a child of its own).
+they start: "exit CODE", "late" (waits for `NAME.go`) or "stubborn" (ignores SIGTERM and has a child
+of its own).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def router(state: Path, port: int) -> None:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
+    (state / "router.pid").write_text(str(os.getpid()))
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
@@ -80,6 +82,8 @@ def worker(state: Path, name: str) -> None:
     if orders[:1] == ["exit"]:
         print(f"pagewire: {name} has a bad setting", file=sys.stderr)
         sys.exit(int(orders[1]))
+    while orders == ["late"] and not (state / f"{name}.go").exists():
+        time.sleep(0.05)
     if orders == ["stubborn"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

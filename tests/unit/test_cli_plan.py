@@ -13,7 +13,13 @@ import typer
 from rich.console import Console
 
 from pagewire.services.cli import up
-from pagewire.services.cli.cluster_plan import ClusterOptions, plan_services, service_argv
+from pagewire.services.cli.cluster_plan import (
+    ClusterOptions,
+    crowded_gpus,
+    gpu_share,
+    plan_services,
+    service_argv,
+)
 from pagewire.services.cli.machine import (
     Machine,
     forget_impossible_width,
@@ -93,6 +99,27 @@ def test_workers_of_one_gpu_share_its_memory(gpus: int, workers: int, share: str
     assert flag(specs["prefill-0"], "--gpu-memory-utilization") == share
 
 
+@pytest.mark.parametrize(
+    ("free", "share"),
+    [((1.0, 1.0), "0.425"), ((0.9, 0.9), "0.425"), ((0.15, 1.0), "0.073"), ((1.0, 0.15), "0.147")],
+)
+def test_workers_share_what_others_leave_of_a_gpu(free: tuple[float, float], share: str) -> None:
+    machine = Machine(cores=8, gpus=("0", "1"), free=free)
+    options = ClusterOptions(decode=2)  # two of the three workers are on the first GPU
+    specs = {spec.name: spec for spec in plan_services(options, machine, {})}
+    assert flag(specs["prefill-0"], "--gpu-memory-utilization") == share
+    note = crowded_gpus(options, machine)
+    assert bool(note) == (share != "0.425")
+    assert not note or "15% of GPU" in note
+
+
+def test_an_explicit_share_counts_whatever_others_use() -> None:
+    machine = Machine(cores=8, gpus=("0",), free=(0.1,))
+    options = ClusterOptions(worker_options={"gpu_memory_utilization": 0.3})
+    assert gpu_share(options, machine) == 0.3
+    assert crowded_gpus(options, machine) == ""
+
+
 def test_explicit_share_that_does_not_fit_is_refused() -> None:
     machine = Machine(cores=8, gpus=("0",))
     fits = plan(machine, worker_options={"gpu_memory_utilization": 0.3})
@@ -147,6 +174,24 @@ def test_gpus_are_counted_without_cuda(
     machine = inspect_machine()
     assert machine.gpus == tuple(str(index) for index in range(gpus))
     assert machine.cores >= 1
+
+
+@pytest.mark.parametrize("visible", [None, "1", "GPU-b"])
+def test_free_memory_of_the_gpus(
+    visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    lines = "echo '0, GPU-a, 81000, 81559'; echo '1, GPU-b, 12234, 81559'"
+    listing = "echo 'GPU 0: x (UUID: GPU-a)'; echo 'GPU 1: x (UUID: GPU-b)'"
+    program.write_text(f"#!/bin/sh\nif [ $1 = -L ]; then {listing}; else {lines}; fi\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    free = inspect_machine().free
+    assert [round(each, 2) for each in free] == ([0.99, 0.15] if visible is None else [0.15])
 
 
 def test_machine_without_a_driver_has_no_gpus(
