@@ -5,6 +5,7 @@ Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command lin
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,10 +17,21 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.setting_names import (
+    PREFIX,
+    check_environment,
+    check_keywords,
+    is_from_kubernetes,
+)
 
 SettingsT = TypeVar("SettingsT", bound="ClusterSettings")
 
@@ -36,6 +48,7 @@ def _number_from_text(value: Any) -> Any:
 HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+GenerationConfig = Literal["auto", "none"]
 
 
 class ClusterSettings(BaseSettings):
@@ -53,7 +66,7 @@ class ClusterSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="PAGEWIRE_", extra="ignore", frozen=True, validate_default=True
+        env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
     )
 
     cluster_secret: SecretStr = Field(
@@ -65,6 +78,24 @@ class ClusterSettings(BaseSettings):
     lease_s: Seconds = 5.0
     heartbeat_s: Seconds = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read keywords first, then the environment, less what describes a Kubernetes Service."""
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = {
+                name: value
+                for name, value in env_settings.env_vars.items()
+                if not is_from_kubernetes(name.upper().removeprefix(PREFIX), value or "")
+            }
+        return init_settings, env_settings
 
     @field_validator("advertise_host")
     @classmethod
@@ -83,7 +114,7 @@ class ClusterSettings(BaseSettings):
 
 
 class EngineSettings(ClusterSettings):
-    """The engine of a worker, or of the offline `LLM`.
+    """The engine of a worker or of the offline `LLM`.
 
     Attributes:
         model: a local Hugging Face directory, a hub id, or "demo" for the model in the package.
@@ -117,6 +148,17 @@ class EngineSettings(ClusterSettings):
     max_waiting: Positive = 1024
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
+
+
+class LLMSettings(EngineSettings):
+    """The offline `LLM`.
+
+    Attributes:
+        generation_config: `auto` takes sampling defaults from the model's
+            `generation_config.json`, `none` leaves them out.
+    """
+
+    generation_config: GenerationConfig = "auto"
 
 
 class WorkerSettings(EngineSettings):
@@ -160,6 +202,8 @@ class RouterSettings(ClusterSettings):
         model: as for the workers; the router reads only its tokenizer and configuration.
         served_model_name: under which clients ask for it; None takes the directory's or hub
             id's last part.
+        generation_config: `auto` takes sampling defaults from the model's
+            `generation_config.json`, `none` leaves them out.
         port: of the HTTP endpoint.
         policy: `prefix` places by cached prefix and load, `round_robin` in turn.
         max_queue: requests in the system at once; more are answered 429.
@@ -168,10 +212,17 @@ class RouterSettings(ClusterSettings):
 
     model: str = "demo"
     served_model_name: str | None = None
+    generation_config: GenerationConfig = "auto"
     port: Port = 8000
     policy: Literal["prefix", "round_robin"] = "prefix"
     max_queue: Positive = 1024
     request_timeout_s: Seconds = 300.0
+
+
+# An environment is common to all services, though each reads only its own settings.
+_ALL_FIELDS = {
+    field for kind in (LLMSettings, WorkerSettings, RouterSettings) for field in kind.model_fields
+}
 
 
 def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:
@@ -182,8 +233,11 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
         overrides: values by field name; None means "not given".
 
     Raises:
-        ConfigError: a value is out of range; one line that names field, value and rule.
+        ConfigError: a name is unknown or misspelt, or a value is out of range; one line that
+            names it and what is right.
     """
+    check_keywords(overrides.keys(), kind.model_fields.keys())
+    check_environment(os.environ, _ALL_FIELDS)
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as exc:

@@ -15,6 +15,14 @@ ServedModelName = Annotated[
     str | None,
     typer.Option(help="The name that clients ask for.", show_default="the model's own"),
 ]
+GenerationConfig = Annotated[
+    Literal["auto", "none"] | None,
+    typer.Option(
+        help="auto: a request that gives no temperature, top_p, top_k or max_tokens gets those "
+        "of the model's generation_config.json.",
+        show_default="auto",
+    ),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     typer.Option(help="auto takes CUDA where there is a GPU.", rich_help_panel=ENGINE),

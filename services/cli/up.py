@@ -17,9 +17,10 @@ from pagewire.services.cli.progress import ServerConsole
 from pagewire.services.cli.run_dir import make_log_dir
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
 
-ROUTER_ONLY = ("served_model_name", "policy", "max_queue")
+ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
 BOTH = ("model", "log_level")
 NOT_SETTINGS = ("prefill", "decode", "host", "port", "redis_url", "log_dir", "verbose")
 
@@ -32,6 +33,7 @@ def up(
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
+    generation_config: options.GenerationConfig = None,
     host: options.Host = None,
     port: options.Port = None,
     device: options.Device = None,
@@ -81,7 +83,9 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
     port = require_free_port(router.host, router.port)
-    load_config(resolve_model(worker.model))
+    model_path = resolve_model(worker.model)
+    load_config(model_path)
+    load_sampling_defaults(model_path, router.generation_config)
     return ClusterContext(
         options=ClusterOptions(
             prefill=params["prefill"],

@@ -33,7 +33,8 @@ from pagewire.shared.model.config import ModelConfig, load_config, model_fingerp
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.protocol import BlockLayout
-from pagewire.shared.request import RequestStatus, SamplingParams
+from pagewire.shared.request import RequestStatus
+from pagewire.shared.sampling import ResolvedSampling
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
 def new_sequence(
     request_id: str,
     prompt_token_ids: list[int],
-    sampling: SamplingParams,
+    sampling: ResolvedSampling,
     eos_token_ids: tuple[int, ...],
     output_token_ids: list[int] | None = None,
 ) -> Sequence:
@@ -281,7 +282,7 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
         request_id="warm-up",
         token_ids=[0] * length,
         num_prompt_tokens=length,
-        sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0),
+        sampling=ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0),
         stop_token_ids=frozenset(),
         status=RequestStatus.RUNNING,
         block_ids=list(range(-(-(length + 1) // settings.block_size))),

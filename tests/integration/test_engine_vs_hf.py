@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
-from pagewire.shared.engine.llm import RequestOutput
 from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.outputs import RequestOutput
 from pagewire.shared.engine.prefill_inputs import PrefillShape
 from pagewire.shared.engine.scheduler import ScheduledTokens
 from pagewire.shared.errors import InvalidRequestError

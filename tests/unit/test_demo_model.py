@@ -16,6 +16,7 @@ from pagewire.shared.model.demo.corpus import Corpus, load_corpus, train_tokeniz
 from pagewire.shared.model.demo.margins import describe, greedy_margins
 from pagewire.shared.model.demo.prompts import standard_prompts
 from pagewire.shared.model.demo.train import model_config, save, train
+from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.tokenizer import Tokenizer
 
 MAX_BYTES = 8_000_000
@@ -170,3 +171,4 @@ class TestTraining:
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, model.get_parameter(name)), name
         assert Tokenizer.from_dir(tmp_path).has_chat_template
+        assert load_sampling_defaults(tmp_path, "auto").temperature == 0
