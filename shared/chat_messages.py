@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -49,6 +49,12 @@ def _read_message(index: int, message: object) -> dict[str, str]:
             f"messages[{index}] must be a mapping with role and content, not "
             f"{type(message).__name__}",
             "messages",
+        )
+    role = message.get("role")
+    if role not in get_args(ROLES):
+        known = ", ".join(get_args(ROLES))
+        raise InvalidRequestError(
+            f"messages[{index}].role must be one of {known}, not {role!r}", "messages"
         )
     try:
         read = msgspec.convert(dict(message), _Message)

@@ -125,7 +125,8 @@ class EngineSettings(ClusterSettings):
         block_size: tokens in a KV block.
         num_blocks: of the KV pool; None sizes it by memory.
         gpu_memory_utilization: share of the GPU that weights, activations and pool may take.
-        max_model_len: longest prompt plus answer; None takes the model's.
+        max_model_len: longest prompt plus answer; None takes the model's, or what the KV pool
+            holds if that is less.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: of one step; longer prompts are prefilled in chunks.
         max_waiting: requests that may queue behind those running.
@@ -148,6 +149,20 @@ class EngineSettings(ClusterSettings):
     max_waiting: Positive = 1024
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _fits_the_blocks_asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
+        num_blocks, block_size = info.data.get("num_blocks"), info.data.get("block_size")
+        if value is None or num_blocks is None or block_size is None:
+            return value
+        if value > num_blocks * block_size:
+            raise ValueError(
+                f"at most {num_blocks * block_size}, which is what {num_blocks} KV blocks of "
+                f"{block_size} tokens hold: lower it, or raise num_blocks to "
+                f"{-(-value // block_size)}"
+            )
+        return value
 
 
 class LLMSettings(EngineSettings):

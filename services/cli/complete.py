@@ -35,7 +35,7 @@ def complete(
 ) -> None:
     """Continue a text with a model of any OpenAI-compatible endpoint.
 
-    Example: pagewire complete "A lambda expression" --max-tokens 32 --temperature 0
+    Example: pagewire complete "Lambda expressions" --max-tokens 32
     """
     with one_line_errors():
         fields = {
@@ -89,5 +89,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is None and not sys.stdin.isatty():
         prompt = readable_stdin().read().removesuffix("\n")
     if not prompt:
-        raise ConfigError('no text to continue: give some, e.g. pagewire complete "A lambda"')
+        raise ConfigError(
+            'no text to continue: give some, e.g. pagewire complete "Lambda expressions"'
+        )
     return prompt.encode(errors="replace").decode()  # an argument may carry bytes of no text

@@ -6,13 +6,14 @@ import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.health import Health, Service
+from pagewire.services.cli.health import Health, Service, shrunk_contexts
 
 # Long enough for a prefill worker: a decode worker computes the shortest prompts by itself.
 SYSTEM = (
@@ -21,6 +22,9 @@ SYSTEM = (
 )
 QUESTION = "What is a lambda?"
 MAX_TOKENS = 64
+# Where the context is shorter, the question, the model's template and the answer may not fit.
+CHAT_CONTEXT = 512
+SHORT_PROMPT = "Lambda expressions"
 
 
 def show_ready_box(console: Console, health: Health, url: str, store: str, logs: Path) -> None:
@@ -31,25 +35,29 @@ def show_ready_box(console: Console, health: Health, url: str, store: str, logs:
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
     console.print("Try:", style="dim")
     console.print(
-        curl_command(url, health.model), soft_wrap=True, markup=False, highlight=False, emoji=False
+        curl_command(url, health), soft_wrap=True, markup=False, highlight=False, emoji=False
     )
     console.print("Ctrl-C stops everything.", style="dim")
 
 
-def curl_command(url: str, model: str) -> str:
-    """Return a shell command that asks for a chat answer, on one line."""
+def curl_command(url: str, health: Health) -> str:
+    """Return a shell command that asks for an answer that fits the context, on one line."""
+    if health.max_model_len is not None and health.max_model_len < CHAT_CONTEXT:
+        # Without `max_tokens` the answer takes what is left of the context, at most.
+        return _curl(f"{url}/v1/completions", {"model": health.model, "prompt": SHORT_PROMPT})
     body = {
-        "model": model,
+        "model": health.model,
         "messages": [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": QUESTION},
         ],
         "max_tokens": MAX_TOKENS,
     }
-    return (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
-    )
+    return _curl(f"{url}/v1/chat/completions", body)
+
+
+def _curl(url: str, body: dict[str, Any]) -> str:
+    return f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
 def link_lines(services: list[Service]) -> list[str]:
@@ -66,6 +74,8 @@ def link_lines(services: list[Service]) -> list[str]:
 def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[str, str]]:
     yield "URL", f"{url}/v1"
     yield "Model", health.model
+    for index, line in enumerate(shrunk_contexts(health.services)):
+        yield ("Context" if index == 0 else ""), line
     yield "Workers", ", ".join(sorted(service.id for service in health.services))
     links = link_lines(health.services)
     if not any(service.role == "prefill" for service in health.services):
