@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagewire.shared.engine.llm import LLM
-    from pagewire.shared.request import SamplingParams
+    from pagewire.shared.sampling import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from pagewire.shared.request import SamplingParams
+        from pagewire.shared.sampling import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")

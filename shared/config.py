@@ -5,6 +5,7 @@ Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command lin
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,10 +17,22 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.setting_names import (
+    PREFIX,
+    check_environment,
+    check_keywords,
+    is_from_kubernetes,
+)
 
 SettingsT = TypeVar("SettingsT", bound="BaseSettings")
 
@@ -43,6 +56,7 @@ def _ids_from_text(value: Any) -> Any:
 HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+GenerationConfig = Literal["auto", "none"]
 
 
 class ClusterSettings(BaseSettings):
@@ -60,7 +74,7 @@ class ClusterSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="PAGEWIRE_", extra="ignore", frozen=True, validate_default=True
+        env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
     )
 
     cluster_secret: SecretStr = Field(
@@ -72,6 +86,24 @@ class ClusterSettings(BaseSettings):
     lease_s: Seconds = 5.0
     heartbeat_s: Seconds = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read keywords first, then the environment, less what describes a Kubernetes Service."""
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = {
+                name: value
+                for name, value in env_settings.env_vars.items()
+                if not is_from_kubernetes(name.upper().removeprefix(PREFIX), value or "")
+            }
+        return init_settings, env_settings
 
     @field_validator("advertise_host")
     @classmethod
@@ -90,7 +122,7 @@ class ClusterSettings(BaseSettings):
 
 
 class EngineSettings(ClusterSettings):
-    """The engine of a worker, or of the offline `LLM`.
+    """The engine of a worker or of the offline `LLM`.
 
     Attributes:
         model: a local Hugging Face directory, a hub id, or "demo" for the model in the package.
@@ -101,7 +133,8 @@ class EngineSettings(ClusterSettings):
         block_size: tokens in a KV block.
         num_blocks: of the KV pool; None sizes it by memory.
         gpu_memory_utilization: share of the GPU that weights, activations and pool may take.
-        max_model_len: longest prompt plus answer; None takes the model's.
+        max_model_len: longest prompt plus answer; None takes the model's, or what the KV pool
+            holds if that is less.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: of one step; longer prompts are prefilled in chunks.
         max_waiting: requests that may queue behind those running.
@@ -124,6 +157,31 @@ class EngineSettings(ClusterSettings):
     max_waiting: Positive = 1024
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _fits_the_blocks_asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
+        num_blocks, block_size = info.data.get("num_blocks"), info.data.get("block_size")
+        if value is None or num_blocks is None or block_size is None:
+            return value
+        if value > num_blocks * block_size:
+            raise ValueError(
+                f"at most {num_blocks * block_size}, which is what {num_blocks} KV blocks of "
+                f"{block_size} tokens hold: lower it, or raise num_blocks to "
+                f"{-(-value // block_size)}"
+            )
+        return value
+
+
+class LLMSettings(EngineSettings):
+    """The offline `LLM`.
+
+    Attributes:
+        generation_config: `auto` takes sampling defaults from the model's
+            `generation_config.json`, `none` leaves them out.
+    """
+
+    generation_config: GenerationConfig = "auto"
 
 
 class WorkerSettings(EngineSettings):
@@ -168,6 +226,8 @@ class RouterSettings(ClusterSettings):
         model: as for the workers; the router reads only its tokenizer and configuration.
         served_model_name: under which clients ask for it; None takes the directory's or hub
             id's last part.
+        generation_config: `auto` takes sampling defaults from the model's
+            `generation_config.json`, `none` leaves them out.
         port: of the HTTP endpoint.
         policy: `prefix` places by cached prefix and load, `round_robin` in turn.
         max_queue: requests in the system at once; more are answered 429.
@@ -178,6 +238,7 @@ class RouterSettings(ClusterSettings):
 
     model: str = "demo"
     served_model_name: str | None = None
+    generation_config: GenerationConfig = "auto"
     port: Port = 8000
     policy: Literal["prefix", "round_robin"] = "prefix"
     max_queue: Positive = 1024
@@ -203,6 +264,14 @@ class ClientSettings(BaseSettings):
     api_key: SecretStr | None = None
 
 
+# An environment is common to all services, though each reads only its own settings.
+_ALL_FIELDS = {
+    field
+    for kind in (LLMSettings, WorkerSettings, RouterSettings, ClientSettings)
+    for field in kind.model_fields
+}
+
+
 def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:
     """Read settings from the environment, with the command line's values on top.
 
@@ -211,8 +280,11 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
         overrides: values by field name; None means "not given".
 
     Raises:
-        ConfigError: a value is out of range; one line that names field, value and rule.
+        ConfigError: a name is unknown or misspelt, or a value is out of range; one line that
+            names it and what is right.
     """
+    check_keywords(overrides.keys(), kind.model_fields.keys())
+    check_environment(os.environ, _ALL_FIELDS)
     try:
         return kind(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as exc:

@@ -20,7 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
-from pagewire.shared.request import FinishReason, SamplingParams
+from pagewire.shared.request import FinishReason
+from pagewire.shared.sampling import ResolvedSampling
 
 PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 16 << 20
@@ -71,7 +72,7 @@ class Generate(Message, frozen=True, kw_only=True):
 
     request_id: Id
     prompt_token_ids: TokenIds
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     output_token_ids: TokenIds = []
     prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
 
@@ -191,7 +192,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     decode_epoch: Epoch
     prefill_epoch: Epoch
     token_ids: TokenIds
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     first_block: Count
 
 

@@ -140,6 +140,11 @@ class IncrementalDetokenizer:
             return ""
         return self._release(self._held, self._tokenizer.decode(self._context + self._held))
 
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream: all at once, which is quicker than one by one."""
+        self._held.extend(token_ids)
+        return self.flush()
+
     def _push_one(self, token_id: int) -> str:
         self._held.append(token_id)
         text = self._tokenizer.decode(self._context + self._held)

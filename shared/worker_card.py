@@ -61,6 +61,8 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: of the control server.
         metrics_endpoint: base URL of `/metrics` and `/health`.
         model: the name it is served under.
+        max_model_len: longest prompt plus answer that it takes.
+        full_model_len: what that would be if its KV pool were large enough.
         state: a draining worker takes nothing new.
         kv_transports: in its order of preference.
         protocol: version of the control messages that it speaks, see `RecordHead`.
@@ -74,6 +76,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, Meta(max_length=256)]
     layout: BlockLayout
     max_model_len: Count
+    full_model_len: Count = 0
     state: Literal["ready", "draining"] = "ready"
     kv_transports: Annotated[list[Id], Meta(max_length=8)] = []
     load: WorkerLoad = WorkerLoad()

@@ -68,7 +68,7 @@ def chat(
     Each answer streams, and a line below it says how fast it came.
     Piped input is a conversation, too: one question a line.
 
-    Example: pagewire chat --system "Answer in one sentence." --temperature 0
+    Example: pagewire chat --system "Answer in one sentence."
     """
     fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     with one_line_errors(), asyncio.Runner() as runner:

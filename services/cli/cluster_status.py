@@ -213,6 +213,8 @@ def _worker_json(worker: WorkerStatus) -> dict[str, Any]:
         "id": service.id,
         "role": service.role,
         "state": service.state,
+        "max_model_len": service.max_model_len,
+        "full_model_len": service.full_model_len,
         "running": worker.running,
         "waiting": worker.waiting,
         "queued_prefill_tokens": worker.queued_prefill_tokens,

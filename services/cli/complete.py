@@ -35,7 +35,7 @@ def complete(
 ) -> None:
     """Continue a text with a model of any OpenAI-compatible endpoint.
 
-    Example: pagewire complete "Lambda expressions" --max-tokens 32 --temperature 0
+    Example: pagewire complete "Lambda expressions" --max-tokens 32
     """
     with one_line_errors():
         fields = {

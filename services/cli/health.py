@@ -25,12 +25,19 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One worker that the router knows to be alive; it may be draining or unreachable."""
+    """One worker that the router knows to be alive; it may be draining or unreachable.
+
+    Attributes:
+        max_model_len: longest prompt plus answer that it takes; None if it is not known.
+        full_model_len: what that would be if its KV pool were large enough.
+    """
 
     id: str
     role: str
     epoch: int | None = None
     state: str = "ready"
+    max_model_len: int | None = None
+    full_model_len: int | None = None
     links: list[Link] = []
 
 
@@ -74,6 +81,22 @@ class Health(msgspec.Struct, frozen=True):
             for prefill in prefills
             if prefill not in {link.peer for link in service.links}
         ]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest prompt plus answer that every decode worker takes, None if not known."""
+        known = (each.max_model_len for each in self.services if each.role == "decode")
+        return min((length for length in known if length is not None), default=None)
+
+
+def shrunk_contexts(services: list[Service]) -> list[str]:
+    """Return a line for each worker whose KV pool is too small for the model's context."""
+    return [
+        f"{each.id}: {each.max_model_len:,} tokens of {each.full_model_len:,}, more does not fit "
+        "into its KV pool (--num-blocks, --gpu-memory-utilization)"
+        for each in services
+        if each.max_model_len is not None and each.max_model_len < (each.full_model_len or 0)
+    ]
 
 
 _decoder = msgspec.json.Decoder(Health)

@@ -66,6 +66,14 @@ ServedModelName = Annotated[
         unset="the directory's or hub id's last part",
     ),
 ]
+GenerationConfig = Annotated[
+    Literal["auto", "none"] | None,
+    typer.Option(
+        help="auto: a request that gives no temperature, top_p, top_k or max_tokens gets those "
+        "of the model's generation_config.json.",
+        show_default="auto",
+    ),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
     _engine("device", "auto takes CUDA where there is a GPU."),

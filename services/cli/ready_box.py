@@ -8,15 +8,19 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.health import Health, Service
+from pagewire.services.cli.health import Health, Service, shrunk_contexts
 
 QUESTION = "What is a lambda?"  # the demo model has learned the answer
+# Where the context is shorter, the question, the model's template and the answer may not fit.
+CHAT_CONTEXT = 128
+SHORT_PROMPT = "Lambda expressions"
 
 
 def show_ready_box(console: Console, health: Health, url: str, store: str, logs: Path) -> None:
@@ -26,7 +30,7 @@ def show_ready_box(console: Console, health: Health, url: str, store: str, logs:
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
     console.print("Try, in another shell:", style="dim")
-    for command in (chat_command(url), curl_command(url, health.model)):
+    for command in (chat_command(url), curl_command(url, health)):
         console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
     console.print("Ctrl-C stops everything.", style="dim")
 
@@ -38,15 +42,22 @@ def chat_command(url: str) -> str:
     return f"{program} chat --url {url}"
 
 
-def curl_command(url: str, model: str) -> str:
-    """Return a shell command that asks for a chat answer, on one line and as short as can be.
+def curl_command(url: str, health: Health) -> str:
+    """Return a shell command that asks for an answer that fits the context, on one line.
 
-    Curl needs no scheme, and the router no content type.
+    It is as short as can be: curl needs no scheme, and the router no content type.
     """
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
     address = url.removeprefix("http://")
-    return f"curl {address}/v1/chat/completions -d {shlex.quote(text)}"
+    if health.max_model_len is not None and health.max_model_len < CHAT_CONTEXT:
+        # Without `max_tokens` the answer takes what is left of the context, at most.
+        return _curl(f"{address}/v1/completions", {"model": health.model, "prompt": SHORT_PROMPT})
+    body = {"model": health.model, "messages": [{"role": "user", "content": QUESTION}]}
+    return _curl(f"{address}/v1/chat/completions", body)
+
+
+def _curl(address: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    return f"curl {address} -d {shlex.quote(text)}"
 
 
 def link_lines(services: list[Service]) -> list[str]:
@@ -63,6 +74,8 @@ def link_lines(services: list[Service]) -> list[str]:
 def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[str, str]]:
     yield "URL", f"{url}/v1"
     yield "Model", health.model
+    for index, line in enumerate(shrunk_contexts(health.services)):
+        yield ("Context" if index == 0 else ""), line
     yield "Workers", ", ".join(sorted(service.id for service in health.services))
     links = link_lines(health.services)
     links += [

@@ -13,6 +13,7 @@ def router(
     ctx: typer.Context,
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
+    generation_config: options.GenerationConfig = None,
     host: options.Host = None,
     port: options.Port = None,
     policy: options.Policy = None,

@@ -23,6 +23,7 @@ from pagewire.services.cli.cluster_status import (
     wait_until_ready,
 )
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+from pagewire.services.cli.health import shrunk_contexts
 from pagewire.services.cli.openai_client import may_use_proxy, root_url
 from pagewire.services.cli.terminal import print_whole
 
@@ -126,6 +127,8 @@ def render(found: ClusterStatus, before: ClusterStatus | None = None) -> Rendera
     parts: list[RenderableType] = [*map(Text, _headlines(found, before))]
     if not found.ok:
         parts.insert(1, Text(f"not ready: {found.problem}", style="red"))
+    services = [worker.service for worker in found.workers]
+    parts += [Text(f"context of {line}", style="yellow") for line in shrunk_contexts(services)]
     parts += [Text(), _workers_table(found.workers)]
     if any(worker.service.links for worker in found.workers):
         parts += [Text(), _links_table(found.workers)]

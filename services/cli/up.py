@@ -19,9 +19,10 @@ from pagewire.services.cli.router_port import router_port
 from pagewire.services.cli.run_dir import make_log_dir
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
 
-ROUTER_ONLY = ("served_model_name", "policy", "max_queue")
+ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
 BOTH = ("model", "log_level")
 ADDRESS = ("host", "port", "redis_url")
 NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
@@ -35,6 +36,7 @@ def up(
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
+    generation_config: options.GenerationConfig = None,
     host: options.Host = None,
     port: options.Port = None,
     device: options.Device = None,
@@ -96,10 +98,10 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     address = {name: params[name] for name in ADDRESS}
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
-    if "gpu_memory_utilization" in worker.model_fields_set:  # from the environment, too
-        worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
-    load_config(resolve_model(worker.model))
+    model_path = resolve_model(worker.model)
+    load_config(model_path)
+    load_sampling_defaults(model_path, router.generation_config)
     ready_file = ReadyFile(params["ready_file"]) if params["ready_file"] else None
     return ClusterContext(
         options=ClusterOptions(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-import msgspec
-
 from pagewire.services.router.dispatch import Dispatcher
 from pagewire.services.router.inputs import GenerationInput
-from pagewire.services.router.stream import AnswerEnd, AnswerStream, TextAssembler, TextDelta
+from pagewire.services.router.stream import AnswerStream
+from pagewire.shared.answer_text import AnswerEnd, TextAssembler, TextDelta
 from pagewire.shared.background import end_task
-from pagewire.shared.request import SamplingParams
 from pagewire.shared.tokenizer import Tokenizer
 
 
@@ -48,7 +45,7 @@ class AnswerSet:
         self._asked = asked
         prompts = [(p, choice) for p in asked.prompts for choice in range(asked.n)]
         sources = dispatcher.open(
-            (prompt.token_ids, seeded(prompt.sampling, choice)) for prompt, choice in prompts
+            (prompt.token_ids, prompt.sampling.for_choice(choice)) for prompt, choice in prompts
         )
         self._answers = [
             AnswerStream(source, TextAssembler(tokenizer, prompt.token_ids, asked.stops))
@@ -155,11 +152,3 @@ class _Merge:
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = self._failure or failure
         self._arrived.set()
-
-
-def seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return the parameters of one of several choices: the first has the client's own seed."""
-    if choice == 0 or sampling.seed is None:
-        return sampling
-    raw = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=8).digest()
-    return msgspec.structs.replace(sampling, seed=int.from_bytes(raw, "big", signed=True))

@@ -19,7 +19,7 @@ from pagewire.services.router.responses import (
     model_card,
 )
 from pagewire.services.router.service import INLINE_BODY_BYTES, InputReader, RouterService
-from pagewire.services.router.stream import TextDelta
+from pagewire.shared.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)
 

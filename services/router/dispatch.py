@@ -33,7 +33,7 @@ from pagewire.shared.errors import (
     RequestFailedError,
 )
 from pagewire.shared.protocol import Generate, Refused, TokenOutput
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TokenStream:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, prompt_ids: list[int], sampling: SamplingParams
+        self, dispatcher: Dispatcher, prompt_ids: list[int], sampling: ResolvedSampling
     ) -> None:
         if sampling.seed is None:
             # Any worker must be able to go on with the same tokens.
@@ -287,7 +287,7 @@ class Dispatcher:
         finally:
             self.num_reading -= 1
 
-    def open(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> list[TokenStream]:
+    def open(self, requests: Iterable[tuple[list[int], ResolvedSampling]]) -> list[TokenStream]:
         """Let sequences enter, all or none. The caller closes each.
 
         Raises:

@@ -32,6 +32,8 @@ def describe_services(
                 "role": card.role,
                 "epoch": card.epoch,
                 "state": state,
+                "max_model_len": card.max_model_len,
+                "full_model_len": card.full_model_len,
                 "kv_transports": card.kv_transports,
                 "links": links.get(card.worker_id, []),
             }

@@ -20,7 +20,7 @@ from pagewire.services.router.errors import (
     describe,
 )
 from pagewire.services.router.responses import DONE, Format, error_event
-from pagewire.services.router.stream import TextDelta
+from pagewire.shared.answer_text import TextDelta
 from pagewire.shared.background import end_task, start_task
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, PagewireError
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
-
-import msgspec
+from typing import Any, TypeGuard
 
 from pagewire.services.router.errors import ContextLengthError
 from pagewire.services.router.schemas import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     GenerationBody,
     parse_body,
 )
 from pagewire.services.router.served_model import ServedModel
+from pagewire.shared.chat_messages import template_message
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling, SamplingParams
 from pagewire.shared.tokenizer import REPLACEMENT
 
 MAX_PROMPTS = 64
@@ -36,7 +34,7 @@ class PromptInput:
     """
 
     token_ids: list[int]
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     echo: str = ""
 
 
@@ -75,7 +73,9 @@ def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> Gener
     for prompt in _split_prompts(body.prompt):
         ids = _prompt_ids(prompt, model, max_model_len)
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
-        max_tokens = body.max_tokens or min(room, DEFAULT_COMPLETION_TOKENS)
+        max_tokens = body.max_tokens or model.defaults.answer_length(
+            room, DEFAULT_COMPLETION_TOKENS
+        )
         echo = _echo_text(prompt, model) if body.echo else ""
         prompts.append(PromptInput(ids, _sampling(body, max_tokens, model), echo))
     return _input(body, prompts)
@@ -89,13 +89,17 @@ def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationI
     """
     body = parse_body(ChatBody, raw)
     model.check_name(body.model)
-    messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
+    messages = [
+        template_message(index, message.role, message.content, message.name)
+        for index, message in enumerate(body.messages)
+    ]
     num_chars = sum(len(message["content"]) for message in messages)
     _check_chars(num_chars, max_model_len, "messages")
     ids = model.tokenizer.encode_chat(messages)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
-    return _input(body, [PromptInput(ids, _sampling(body, asked or room, model))])
+    max_tokens = asked or model.defaults.answer_length(room, room)
+    return _input(body, [PromptInput(ids, _sampling(body, max_tokens, model))])
 
 
 def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
@@ -110,23 +114,21 @@ def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
     )
 
 
-def _sampling(body: GenerationBody, max_tokens: int, model: ServedModel) -> SamplingParams:
+def _sampling(body: GenerationBody, max_tokens: int, model: ServedModel) -> ResolvedSampling:
     stop_token_ids = body.stop_token_ids or []
     if any(token_id >= model.vocab_size for token_id in stop_token_ids):
         raise InvalidRequestError(
             f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
         )
     params = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=0 if body.top_k is None or body.top_k == -1 else body.top_k,  # both: keep all
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
         seed=body.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(stop_token_ids),
+        stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
     )
-    params.validate()
-    return params
+    return params.resolve(model.defaults, max_tokens)
 
 
 def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:
@@ -201,32 +203,3 @@ def _check_chars(num_chars: int, max_model_len: int, param: str) -> None:
             f"characters in the {param} cannot fit.",
             param,
         )
-
-
-class _TextPart(msgspec.Struct):
-    type: Literal["text"]
-    text: str
-
-
-def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
-    """Return a message as chat templates take it."""
-    field = f"messages[{index}].content"
-    content = message.content
-    if isinstance(content, list):
-        try:
-            parts = msgspec.convert(content, list[_TextPart])
-        except msgspec.ValidationError as exc:
-            raise InvalidRequestError(
-                f'{field}: only parts of type "text" are supported: {exc}', field
-            ) from exc
-        content = "".join(part.text for part in parts)
-    # An answer may have been empty, and its client sends the whole conversation again.
-    may_be_empty = message.role == "assistant"
-    if not isinstance(content, str) or not (content or may_be_empty):
-        raise InvalidRequestError(f"{field} must be text that is not empty", field)
-    # The templates of most models know no "developer": it is OpenAI's newer name for "system".
-    role = "system" if message.role == "developer" else message.role
-    entry = {"role": role, "content": content}
-    if message.name is not None:
-        entry["name"] = message.name
-    return entry

@@ -11,7 +11,7 @@ import msgspec
 
 from pagewire.services.router.answers import Answer, Usage
 from pagewire.services.router.served_model import ServedModel
-from pagewire.services.router.stream import TextDelta
+from pagewire.shared.answer_text import TextDelta
 
 DONE = b"data: [DONE]\n\n"
 

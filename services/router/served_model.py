@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ModelNotFoundError
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import default_served_name, resolve_model
+from pagewire.shared.sampling import SamplingDefaults
 from pagewire.shared.tokenizer import Tokenizer
 
 
@@ -20,12 +22,14 @@ class ServedModel:
         name: under which clients ask for it.
         vocab_size: width of the logits: token ids lie below it.
         max_model_len: prompt and answer together, in tokens; a worker may allow less.
+        defaults: of sampling, where a request says nothing.
     """
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
+    defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -42,6 +46,7 @@ class ServedModel:
             tokenizer=Tokenizer.from_dir(path),
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
+            defaults=load_sampling_defaults(path, settings.generation_config),
         )
 
     def check_name(self, name: str) -> None:

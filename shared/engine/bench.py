@@ -23,7 +23,7 @@ import torch
 
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.llm import LLM
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling, SamplingParams
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -149,7 +149,7 @@ class Bench:
         """Mean step time of each of some segments of steps, behind a segment of warm-up."""
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
-        sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
+        sampling = ResolvedSampling(temperature=0, max_tokens=out, ignore_eos=True)
         for number, prompt in enumerate(self._prompts(batch, CONTEXT)):
             core.add(new_sequence(f"bench-{number}", prompt, sampling, ()))
         while core.scheduler.num_queued_tokens:

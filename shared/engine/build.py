@@ -33,7 +33,8 @@ from pagewire.shared.model.config import ModelConfig, load_config, model_fingerp
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.protocol import BlockLayout
-from pagewire.shared.request import RequestStatus, SamplingParams
+from pagewire.shared.request import RequestStatus
+from pagewire.shared.sampling import ResolvedSampling
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,12 @@ MemoryBeside = Callable[[BlockParts, int], int]
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and what its surroundings need to know of it."""
+    """An engine and what its surroundings need to know of it.
+
+    Attributes:
+        max_model_len: longest prompt plus answer.
+        full_model_len: what it would be with a KV pool that is large enough.
+    """
 
     core: EngineCore
     runner: ModelRunner
@@ -53,6 +59,7 @@ class BuiltEngine:
     layout: BlockLayout
     device: torch.device
     max_model_len: int
+    full_model_len: int
 
 
 def build_engine(
@@ -80,16 +87,16 @@ def build_engine(
     config = load_config(path)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
-    max_model_len = choose_max_model_len(settings.max_model_len, config)
+    full_model_len = choose_max_model_len(settings.max_model_len, config)
     ops = choose_ops(settings.kernels, device)
     progress("loading weights")
-    model = load_model(path, config, device, dtype, ops, settings.load_format, max_model_len)
+    model = load_model(path, config, device, dtype, ops, settings.load_format, full_model_len)
     shape = KvShape.of(config, settings.block_size, dtype)
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(
-        settings, model, ops, shape, config, device, max_model_len, memory_beside
+        settings, model, ops, shape, config, device, full_model_len, memory_beside
     )
-    max_model_len = min(max_model_len, num_blocks * settings.block_size)
+    max_model_len = fit_context(settings, full_model_len, num_blocks)
     runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
@@ -106,7 +113,7 @@ def build_engine(
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(settings, layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
-    return BuiltEngine(core, runner, config, path, layout, device, max_model_len)
+    return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
 
 
 def _limits(
@@ -181,10 +188,39 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
     return asked or config.max_position_embeddings
 
 
+def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) -> int:
+    """Return the longest sequence that the KV pool holds; log it if that is less than wanted.
+
+    Args:
+        settings: a `max_model_len` in them is a demand, the model's own only a wish.
+        full_model_len: what is wanted.
+        num_blocks: of the pool.
+
+    Raises:
+        ConfigError: what was asked for does not fit.
+    """
+    fits = num_blocks * settings.block_size
+    if full_model_len <= fits:
+        return full_model_len
+    if settings.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {full_model_len} does not fit: the KV pool holds {fits} tokens. "
+            "Lower it, raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
+        )
+    logger.warning(
+        "the context is %d tokens, not the model's %d: the KV pool of %d blocks holds no more; "
+        "raise --num-blocks or --gpu-memory-utilization",
+        fits,
+        full_model_len,
+        num_blocks,
+    )
+    return fits
+
+
 def new_sequence(
     request_id: str,
     prompt_token_ids: list[int],
-    sampling: SamplingParams,
+    sampling: ResolvedSampling,
     eos_token_ids: tuple[int, ...],
     output_token_ids: list[int] | None = None,
 ) -> Sequence:
@@ -281,7 +317,7 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
         request_id="warm-up",
         token_ids=[0] * length,
         num_prompt_tokens=length,
-        sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0),
+        sampling=ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0),
         stop_token_ids=frozenset(),
         status=RequestStatus.RUNNING,
         block_ids=list(range(-(-(length + 1) // settings.block_size))),

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import Any
 
-from pagewire.shared.config import EngineSettings, load_settings
+from pagewire.shared.answer_text import TextAssembler
+from pagewire.shared.chat_messages import read_conversation
+from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine, new_sequence
 from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.llm_progress import GenerationProgress
+from pagewire.shared.engine.outputs import CompletionOutput, RequestOutput
+from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.kv_cache.block_pool import BlockCounts
-from pagewire.shared.request import SamplingParams
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.sampling import ResolvedSampling, SamplingParams
+from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
-Prompt = str | Seq[int]
+DEFAULT_TOKENS = 16  # of an answer to a prompt; in a chat, what fits
 
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What came of one prompt.
-
-    Attributes:
-        finish_reason: "stop" or "length".
-        cached_tokens: prompt tokens that were found in the prefix cache.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    cached_tokens: int = 0
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -40,7 +32,7 @@ class LLM:
 
     Example:
         >>> llm = LLM("demo")
-        >>> llm.generate(["The with statement"], SamplingParams(temperature=0))[0].text
+        >>> llm.generate(["Lambda expressions"])[0].text
     """
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
@@ -48,115 +40,218 @@ class LLM:
 
         Args:
             model: a local Hugging Face directory, a hub id, or "demo".
-            settings: fields of `EngineSettings`.
+            settings: fields of `LLMSettings`.
 
         Raises:
             ConfigError: what was asked for is not to be had here.
         """
         self.settings = load_settings(
-            EngineSettings, {"model": model, "max_waiting": UNBOUNDED, **settings}
+            LLMSettings, {"model": model, "max_waiting": UNBOUNDED, **settings}
         )
         self.engine = build_engine(self.settings)
         self.tokenizer: Tokenizer | None = None
         if (self.engine.model_path / "tokenizer.json").exists():
             self.tokenizer = Tokenizer.from_dir(self.engine.model_path)
+        self._defaults = load_sampling_defaults(
+            self.engine.model_path, self.settings.generation_config
+        )
         self._ids = itertools.count()
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts, all in one batch as far as they fit.
+        """Continue prompts, all in one batch as far as they fit.
 
         Args:
-            prompts: one or several texts or lists of token ids.
-            sampling_params: one for all, or one each.
+            prompts: one or several texts, lists of token ids, or dictionaries with `prompt` or
+                `prompt_token_ids`.
+            sampling_params: one for all, or one each. Without `max_tokens` an answer has the
+                model's `max_new_tokens`, or 16.
+            use_tqdm: show a progress bar if stderr is a terminal.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is out of range.
             RequestFailedError: the engine failed in the middle of a request.
         """
-        token_lists = [self._tokenize(prompt) for prompt in _as_list(prompts)]
-        params = self._params(sampling_params, len(token_lists))
-        results: dict[str, RequestOutput] = {}
-        core = self.engine.core
-        try:
-            for tokens, sampling in zip(token_lists, params, strict=True):
-                request_id = f"llm-{next(self._ids)}"
-                core.add(
-                    new_sequence(request_id, tokens, sampling, self.engine.config.eos_token_ids)
-                )
-                results[request_id] = RequestOutput(tokens)
-            self._run(results)
-        finally:
-            for request_id in results:
-                core.abort(request_id)
-        for result in results.values():
-            if self.tokenizer is not None:
-                result.text = self.tokenizer.decode(result.token_ids)
-        return list(results.values())
+        tokenized = read_prompts(prompts, self.tokenizer, self.engine.config.vocab_size)
+        return self._answer(tokenized, sampling_params, DEFAULT_TOKENS, use_tqdm)
 
-    def _run(self, results: dict[str, RequestOutput]) -> None:
-        unfinished = set(results)
-        while unfinished:
-            outputs, _worked = self.engine.core.step()
-            for output in outputs:
-                if output.request_id in unfinished:
-                    _take(results[output.request_id], output)
-                    if output.finish_reason is not None:
-                        unfinished.discard(output.request_id)
-        self.engine.core.step()  # reads what an overlapped step left in flight
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations, by the model's chat template.
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            vocab_size = self.engine.config.vocab_size
-            if not all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
-                raise InvalidRequestError(
-                    f"token ids must be integers from 0 to {vocab_size - 1}", "prompts"
-                )
-            return list(prompt)
+        Args:
+            messages: one conversation or several; a message has `role` and `content`.
+            sampling_params: one for all, or one for each conversation. Without `max_tokens` an
+                answer has the model's `max_new_tokens`, or what fits.
+            use_tqdm: show a progress bar if stderr is a terminal.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or a message or a parameter is
+                out of range.
+            RequestFailedError: the engine failed in the middle of a request.
+        """
         if self.tokenizer is None:
-            raise InvalidRequestError(
-                "the model has no tokenizer.json: pass lists of token ids", "prompts"
-            )
-        return self.tokenizer.encode(prompt)
-
-    @staticmethod
-    def _params(
-        given: SamplingParams | Seq[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            params = [given or SamplingParams()] * count
-        else:
-            params = list(given)
-        if len(params) != count:
-            raise InvalidRequestError(
-                f"{len(params)} sampling parameters for {count} prompts", "sampling_params"
-            )
-        for sampling in params:
-            sampling.validate()
-        return params
+            raise InvalidRequestError("the model has no tokenizer.json, and so no chat template")
+        several = isinstance(messages, list | tuple) and all(
+            isinstance(conversation, list | tuple) for conversation in messages
+        )
+        prompts = []
+        for conversation in messages if several else [messages]:
+            text = self.tokenizer.render_chat(read_conversation(conversation))
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append(TokenizedPrompt(text, ids))
+        return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
 
     def block_counts(self) -> BlockCounts:
         """Return how many KV blocks are free, cached and used."""
         return self.engine.core.scheduler.pool.counts()
 
+    def _answer(
+        self,
+        prompts: list[TokenizedPrompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        default_tokens: int,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _params(sampling_params, len(prompts))
+        answers: dict[str, _Answer] = {}
+        outputs = []
+        for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+            room = max(1, self.engine.max_model_len - len(prompt.token_ids))
+            length = self._defaults.answer_length(room, default_tokens)
+            sampling = asked.resolve(self._defaults, length)
+            output = RequestOutput(prompt.text, prompt.token_ids, [])
+            outputs.append(output)
+            for choice in range(asked.n):
+                answer = _Answer(
+                    index, choice, output, sampling.for_choice(choice), asked, self.tokenizer
+                )
+                answers[f"llm-{next(self._ids)}"] = answer
+        self._run(answers, use_tqdm)
+        return outputs
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    tokens = [item for item in prompts if isinstance(item, int)]
-    others = [item for item in prompts if not isinstance(item, int)]
-    if tokens and others:
-        raise InvalidRequestError("prompts must be token ids or prompts, not both", "prompts")
-    return [tokens] if tokens else others
+    def _run(self, answers: dict[str, _Answer], use_tqdm: bool) -> None:
+        """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""
+        core = self.engine.core
+        try:
+            for request_id, answer in answers.items():
+                self._add(request_id, answer)
+            unfinished = set(answers)
+            with GenerationProgress(len(answers), use_tqdm) as progress:
+                while unfinished:
+                    outputs, _worked = core.step()
+                    for output in outputs:
+                        if output.request_id not in unfinished:
+                            continue
+                        if answers[output.request_id].take(output, progress):
+                            unfinished.discard(output.request_id)
+                            core.abort(output.request_id)  # the engine knows no stop strings
+            core.step()  # reads what an overlapped step left in flight
+        finally:
+            for request_id in answers:
+                core.abort(request_id)
+
+    def _add(self, request_id: str, answer: _Answer) -> None:
+        eos = self.engine.config.eos_token_ids
+        prompt_ids = answer.output.prompt_token_ids
+        try:
+            self.engine.core.add(new_sequence(request_id, prompt_ids, answer.sampling, eos))
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(
+                f"prompts[{answer.prompt_index}]: {exc.message}", exc.param
+            ) from exc
 
 
-def _take(result: RequestOutput, output: StepOutput) -> None:
-    if output.finish_reason == "error":
-        raise RequestFailedError(output.error or "the engine failed")
-    result.token_ids.extend(output.token_ids)
-    result.finish_reason = output.finish_reason
-    if output.cached_tokens is not None:
-        result.cached_tokens = output.cached_tokens
+class _Answer:
+    """One answer while it is computed.
+
+    Attributes:
+        prompt_index: of its prompt among those of the call.
+        output: of its prompt; the answer is added to it.
+    """
+
+    def __init__(
+        self,
+        prompt_index: int,
+        choice: int,
+        output: RequestOutput,
+        sampling: ResolvedSampling,
+        asked: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.prompt_index, self.output, self.sampling = prompt_index, output, sampling
+        self._result = CompletionOutput(choice)
+        output.outputs.append(self._result)
+        self._tokenizer = tokenizer
+        self._assembler: TextAssembler | None = None
+        if asked.stop_strings:
+            if tokenizer is None:
+                raise InvalidRequestError(
+                    "stop: the model has no tokenizer.json, and so no text; use stop_token_ids",
+                    "stop",
+                )
+            prompt_ids = output.prompt_token_ids
+            self._assembler = TextAssembler(tokenizer, prompt_ids, asked.stop_strings)
+
+    def take(self, step: StepOutput, progress: GenerationProgress) -> bool:
+        """Add what a step gave; returns whether the answer has ended.
+
+        Raises:
+            RequestFailedError: the engine could not go on.
+        """
+        if step.finish_reason == "error" or step.finish_reason == "abort":
+            raise RequestFailedError(step.error or "the engine failed")
+        result, prompt_tokens = self._result, 0
+        if step.cached_tokens is not None:
+            prompt_tokens = len(self.output.prompt_token_ids)
+            if result.index == 0:
+                self.output.cached_tokens = step.cached_tokens
+        if self._assembler is None:
+            result.token_ids.extend(step.token_ids)
+            result.finish_reason = step.finish_reason
+        else:
+            delta = self._assembler.push(step.token_ids, step.finish_reason)
+            result.token_ids.extend(delta.token_ids)
+            result.text += delta.text
+            result.finish_reason = delta.end
+        ended = result.finish_reason is not None
+        if ended:
+            self._finish()
+        progress.add(ended, prompt_tokens, len(step.token_ids))
+        return ended
+
+    def _finish(self) -> None:
+        result = self._result
+        if self._assembler is not None:
+            result.stop_reason = self._assembler.matched
+        elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
+            text = IncrementalDetokenizer(self._tokenizer, self.output.prompt_token_ids)
+            result.text = text.finish(result.token_ids)
+        last = result.token_ids[-1:]
+        if result.stop_reason is None and result.finish_reason == "stop" and last:
+            result.stop_reason = last[0] if last[0] in self.sampling.stop_token_ids else None
+
+
+def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(params, SamplingParams) for params in given
+    ):
+        raise InvalidRequestError(
+            f"sampling_params must be SamplingParams or a list of them, not {type(given).__name__}",
+            "sampling_params",
+        )
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"{len(given)} sampling parameters for {count} prompts", "sampling_params"
+        )
+    return list(given)

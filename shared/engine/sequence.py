@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
-from pagewire.shared.request import RequestStatus, SamplingParams, check_transition
+from pagewire.shared.request import RequestStatus, check_transition
+from pagewire.shared.sampling import ResolvedSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,7 @@ class Sequence:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     stop_token_ids: frozenset[int]
     arrival_s: float = 0.0
     remote_prefill: bool = False

@@ -132,7 +132,7 @@ def load_config(path: Path) -> ModelConfig:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
             supported; one line.
     """
-    fields = Fields(_read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
+    fields = Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
     _refuse_variants(fields, architecture)
@@ -196,7 +196,12 @@ def model_fingerprint(
     return state.hexdigest()
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in one of a model directory's files.
+
+    Raises:
+        ModelLoadError: it is missing or is not a JSON object; one line.
+    """
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError as exc:
@@ -299,7 +304,7 @@ def _eos_token_ids(path: Path, fields: Fields, default: int | None) -> tuple[int
     """Return the end tokens, those for generation first: chat models add theirs there."""
     file = path / GENERATION_FILE
     if file.exists():
-        generation = Fields(_read_json(file), str(file))
+        generation = Fields(read_json(file), str(file))
         if generation.raw.get("eos_token_id") is not None:
             return generation.token_ids("eos_token_id", None)
     return fields.token_ids("eos_token_id", default)

@@ -343,6 +343,7 @@ class WorkerRuntime:
             model=default_served_name(self.settings.model),
             layout=self.built.layout,
             max_model_len=self.built.max_model_len,
+            full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",
             kv_transports=list(self.transports),
             load=load_of(self.engine, self.settings.max_num_seqs),

@@ -24,17 +24,35 @@ def cluster() -> Iterator[LocalCluster]:
         yield running
 
 
+# What the demo is asked in documents and help texts, and what only the right answer has.
+ASKED = re.compile(r"What is a lambda\?|Lambda expressions")
+RIGHT = "(sometimes called lambda forms)"
+PROGRAM = f"{sys.executable} -P -m pagewire.services.cli.main"
+
+
 def _run(block: Block, code: str) -> str:
     if block.language == "python":
-        command = [sys.executable, "-P", "-c", code]
-    else:
-        commands = code.replace(
-            ".venv/bin/pagewire", f"{sys.executable} -P -m pagewire.services.cli.main"
-        )
-        command = ["bash", "-euo", "pipefail", "-c", commands]
+        return _output([sys.executable, "-P", "-c", code])
+    return _shell(code.replace(".venv/bin/pagewire", PROGRAM))
+
+
+def _shell(commands: str) -> str:
+    return _output(["bash", "-euo", "pipefail", "-c", commands])
+
+
+def _output(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def _check_answers(code: str, output: str) -> None:
+    """Check that each question in some code has its own answer."""
+    assert output.strip()
+    asked = len(ASKED.findall(code))
+    asks = re.search(r"complet|chat|generate", code)
+    assert asked or not asks, f"a question that this test has no answer to: {code}"
+    assert output.count(RIGHT) == asked, output
 
 
 def test_every_block_says_how_it_is_run() -> None:
@@ -46,7 +64,7 @@ def test_every_block_says_how_it_is_run() -> None:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.run == "alone"], ids=str)
 def test_block_runs_alone(block: Block) -> None:
-    assert _run(block, block.code).strip()
+    _check_answers(block.code, _run(block, block.code))
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.run == "cluster"], ids=str)
@@ -54,4 +72,20 @@ def test_block_runs_against_a_cluster(block: Block, cluster: LocalCluster) -> No
     code = block.code.replace(DEFAULT_URL, cluster.url)
     # Commands without a URL mean the default one.
     code = re.sub(r"(pagewire (?:complete|chat|bench|status))", rf"\1 --url {cluster.url}", code)
-    assert _run(block, code).strip()
+    _check_answers(code, _run(block, code))
+
+
+def test_the_ready_boxs_command_gets_its_answer(cluster: LocalCluster) -> None:
+    line = next(line for line in cluster.lines if line.startswith("curl "))
+    _check_answers(line, _shell(line))
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_the_example_of_a_help_text_gets_its_answer(command: str, cluster: LocalCluster) -> None:
+    [example] = re.findall(
+        r"Example: pagewire (.*)", _shell(f"COLUMNS=200 {PROGRAM} {command} --help")
+    )
+    if command == "chat":  # a conversation: somebody has to ask
+        example += " <<< 'What is a lambda?'"
+    code = example.replace(command, f"{command} --url {cluster.url}", 1)
+    _check_answers(code, _shell(f"{PROGRAM} {code}"))

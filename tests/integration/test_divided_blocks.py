@@ -13,7 +13,8 @@ from pagewire.shared.config import EngineSettings, load_settings
 from pagewire.shared.engine.build import BuiltEngine, build_engine, new_sequence
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.protocol import PieceHeader
-from pagewire.shared.request import RequestStatus, SamplingParams
+from pagewire.shared.request import RequestStatus
+from pagewire.shared.sampling import ResolvedSampling
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.engine_pair import header_of
@@ -21,7 +22,7 @@ from pagewire.tests.support.transports import PATIENCE_S, Network, Node, network
 
 CHUNK = 160  # tokens: ten blocks
 PROMPT = [n * n % 1900 + 100 for n in range(2 * CHUNK + 130)]
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+GREEDY = ResolvedSampling(temperature=0, max_tokens=16, ignore_eos=True)
 NUM_BLOCKS = -(-len(PROMPT) // 16)
 
 

@@ -18,6 +18,7 @@ from pagewire.shared.engine.cuda_graph import GraphPool, Marker
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.model.llama import LlamaForCausalLM
+from pagewire.shared.sampling import ResolvedSampling
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
 LAYERS = 4  # of the demo model; each is a part
@@ -25,7 +26,7 @@ LAYERS = 4  # of the demo model; each is a part
 
 def launch(llm: LLM, prompt: list[int]) -> Sequence:
     """Launch a step that computes the prompt."""
-    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    sampling = ResolvedSampling(temperature=0, max_tokens=2, ignore_eos=True)
     sequence = new_sequence(f"s{len(prompt)}", prompt, sampling, ())
     llm.engine.core.add(sequence)
     llm.engine.core.step(wait=False)

@@ -25,7 +25,7 @@ from pagewire.shared.protocol import (
     PrefillDone,
     PrefillFailed,
 )
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling
 from pagewire.shared.transfer.base import UntilPacked
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
@@ -43,7 +43,7 @@ TICKET = Prefill(
     decode_epoch=1,
     prefill_epoch=1,
     token_ids=PROMPT,
-    sampling=SamplingParams(max_tokens=4, seed=0),
+    sampling=ResolvedSampling(max_tokens=4, seed=0),
     first_block=0,
 )
 TWO_PIECES = msgspec.structs.replace(TICKET, token_ids=PROMPT * 2)

@@ -15,7 +15,7 @@ from pagewire.services.decode.prefill_links import PrefillLink
 from pagewire.services.decode.service import DecodeService
 from pagewire.shared.channel import ControlClient
 from pagewire.shared.protocol import Generate, PieceHeader, TokenBatch
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling
 from pagewire.shared.transfer.base import ReceivedPiece
 from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.runtime import WorkerRuntime
@@ -30,7 +30,7 @@ def generate(request_id: str = "r", max_tokens: int = 4, **fields: Any) -> Gener
     return Generate(
         request_id=request_id,
         prompt_token_ids=PROMPT,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+        sampling=ResolvedSampling(max_tokens=max_tokens, seed=0),
         **fields,
     )
 

@@ -28,7 +28,7 @@ from pagewire.shared.engine.scheduler import (
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling
 
 VOCAB = 7
 BYTES_PER_TOKEN = 4  # of the fake KV
@@ -68,7 +68,7 @@ def make_sequence(
         token_ids=[*prompt, *(resumed or [])],
         num_prompt_tokens=len(prompt),
         num_resumed_tokens=len(resumed or []),
-        sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
+        sampling=ResolvedSampling(max_tokens=max_tokens, seed=seed),
         stop_token_ids=stop,
         remote_prefill=remote_prefill,
         prefill_only=prefill_only,

@@ -82,6 +82,25 @@ def test_setting_out_of_range(command: str) -> None:
     assert_one_line(pagewire(command, "--num-blocks", "0"), "num_blocks", "0")
 
 
+@pytest.mark.parametrize("command", ["up", "prefill", "decode"])
+def test_a_context_that_the_blocks_asked_for_do_not_hold(command: str) -> None:
+    done = pagewire(command, "--num-blocks", "2", "--max-model-len", "64")
+    assert_one_line(done, "max_model_len", "64", "at most 32", "raise num_blocks to 4")
+
+
+def test_a_misspelt_variable() -> None:
+    done = pagewire("up", env={"PAGEWIRE_MODL": "demo"})
+    assert_one_line(done, "PAGEWIRE_MODL is not a setting; did you mean PAGEWIRE_MODEL?")
+
+
+def test_sampling_defaults_out_of_range(tmp_path: Path) -> None:
+    config = (demo_model_path() / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    done = pagewire("up", "--model", str(tmp_path))
+    assert_one_line(done, "generation_config.json: temperature must be between 0 and 100, not -1")
+
+
 def test_router_setting_out_of_range() -> None:
     assert_one_line(pagewire("router", "--max-queue", "-1"), "max_queue", "-1")
 

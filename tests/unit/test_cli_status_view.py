@@ -95,6 +95,15 @@ def test_view_fits_a_terminal_and_tells_all() -> None:
     assert "1,000 prompt tokens (25% of them cached), 50 generated" in text
 
 
+def test_a_context_that_was_cut_is_announced() -> None:
+    service = {"id": "decode-0", "role": "decode", "max_model_len": 32, "full_model_len": 4096}
+    health = msgspec.convert({"ok": True, "model": "demo", "services": [service]}, Health)
+    found = build_status("http://h:1", health, "", 1.0)
+    assert "context of decode-0: 32 tokens of 4,096" in " ".join(shown(found).split())
+    assert found.as_json()["workers"][0]["max_model_len"] == 32
+    assert "context" not in shown(snapshot())
+
+
 def test_two_snapshots_tell_a_speed() -> None:
     text = shown(snapshot(prompt=1600, at=3.0), before=snapshot())
     assert "now 300 prompt and 0 generated tokens/s" in text

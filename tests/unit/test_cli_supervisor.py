@@ -204,6 +204,28 @@ def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> N
     assert json.loads(words[-1])["model"] == "demo"
 
 
+def test_ready_box_announces_a_context_that_was_cut_and_asks_what_fits_it(tmp_path: Path) -> None:
+    cut = Service("decode-1", "decode", 9, max_model_len=32, full_model_len=4096)
+    whole = Service("decode-0", "decode", 9, max_model_len=4096, full_model_len=4096)
+    for services, is_cut in (([whole], False), ([whole, cut], True)):
+        out = io.StringIO()
+        health = Health(ok=True, model="demo", services=services)
+        show_ready_box(Console(file=out, width=120), health, "http://h", "redis", tmp_path)
+        assert ("decode-1: 32 tokens of 4,096" in out.getvalue()) == is_cut
+        assert ("--num-blocks" in out.getvalue()) == is_cut
+        [curl] = [line for line in out.getvalue().splitlines() if line.startswith("curl ")]
+        assert ("/v1/completions" in curl) == is_cut
+
+
+def test_a_prefill_worker_does_not_bound_the_context() -> None:
+    services = [
+        Service("prefill-0", "prefill", 1, max_model_len=16, full_model_len=4096),
+        Service("decode-0", "decode", 2, max_model_len=1024, full_model_len=1024),
+    ]
+    assert Health(services=services).max_model_len == 1024
+    assert Health().max_model_len is None
+
+
 def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     logs = tmp_path / ("a-long-name" * 5)

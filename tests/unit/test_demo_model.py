@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
+from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.tokenizer import Tokenizer
 from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler, suffix_targets
 from pagewire.tools.demo_model.corpus import Corpus, load_corpus, train_tokenizer
@@ -170,3 +171,4 @@ class TestTraining:
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, model.get_parameter(name)), name
         assert Tokenizer.from_dir(tmp_path).has_chat_template
+        assert load_sampling_defaults(tmp_path, "auto").temperature == 0

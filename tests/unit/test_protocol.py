@@ -27,7 +27,7 @@ from pagewire.shared.protocol import (
     encode,
     encode_header,
 )
-from pagewire.shared.request import SamplingParams
+from pagewire.shared.sampling import ResolvedSampling
 
 MESSAGE_TYPES = get_args(ControlMessage)
 PACK = msgspec.msgpack.encode
@@ -192,7 +192,7 @@ def test_another_version_is_told_apart() -> None:
 
 def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
     prompt = [2**31 - 1] * (MAX_FRAME_BYTES // 5 + 1)
-    message = Generate(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams())
+    message = Generate(request_id="r", prompt_token_ids=prompt, sampling=ResolvedSampling())
     with pytest.raises(ProtocolError, match="Generate"):
         encode(message)
     with pytest.raises(ProtocolError, match=str(MAX_FRAME_BYTES)):

@@ -8,7 +8,7 @@ import pytest
 from pagewire.services.router.answers import Usage
 from pagewire.services.router.http_io import EventStream
 from pagewire.services.router.responses import CompletionFormat
-from pagewire.services.router.stream import TextDelta
+from pagewire.shared.answer_text import TextDelta
 from pagewire.shared.errors import NoWorkerError
 from pagewire.tests.support.aio import run_async
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from pagewire.services.router.inputs import read_chat, read_completion
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
+from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults
 
 MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
+PLAIN = ServedModel.load(RouterSettings(served_model_name="m", generation_config="none"))
 CONTEXT = 512
 
 
@@ -193,10 +196,31 @@ def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted():
 
 
 def test_defaults_of_a_completion():
-    (prompt,) = completion().prompts
+    raw = encoded({"model": "m", "prompt": "Hi"})
+    (prompt,) = read_completion(raw, PLAIN, CONTEXT).prompts
     sampling = prompt.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert (sampling.seed, sampling.max_tokens, prompt.echo) == (None, 16, "")
+
+
+@pytest.mark.parametrize("unset", [{}, {"temperature": None, "top_p": None, "max_tokens": None}])
+def test_the_models_defaults_hold_where_a_request_says_nothing(unset):
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=300)
+    model = replace(MODEL, defaults=defaults)
+    said = ResolvedSampling(temperature=0.6, top_p=0.9, top_k=20, max_tokens=300)
+    hello = {"messages": [{"role": "user", "content": "Hi"}]}
+    for read, body in ((read_completion, {"prompt": "Hi"}), (read_chat, hello)):
+        raw = encoded({"model": "m", **body, **unset})
+        assert read(raw, model, CONTEXT).prompts[0].sampling == said
+        explicit = {"temperature": 1.0, "top_p": 1, "top_k": 0, "max_tokens": 400}
+        raw = encoded({"model": "m", **body, **explicit})
+        assert read(raw, model, CONTEXT).prompts[0].sampling == ResolvedSampling(max_tokens=400)
+
+
+def test_the_demo_is_greedy_unless_asked_otherwise():
+    assert completion().prompts[0].sampling.temperature == 0
+    assert completion(temperature=None).prompts[0].sampling.temperature == 0
+    assert completion(temperature=1.0).prompts[0].sampling.temperature == 1
 
 
 def test_every_parameter_reaches_the_worker():

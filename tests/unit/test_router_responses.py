@@ -5,11 +5,11 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
-from pagewire.services.router.answers import Answer, Usage, seeded
+from pagewire.services.router.answers import Answer, Usage
 from pagewire.services.router.errors import BodyTooLargeError, ContextLengthError, describe
 from pagewire.services.router.responses import DONE, ChatFormat, CompletionFormat, model_card
 from pagewire.services.router.served_model import ServedModel
-from pagewire.services.router.stream import TextDelta
+from pagewire.shared.answer_text import TextDelta
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import (
     ChannelError,
@@ -19,7 +19,6 @@ from pagewire.shared.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from pagewire.shared.request import SamplingParams
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
 
@@ -127,14 +126,3 @@ def test_overload_and_absence_say_when_to_try_again():
     assert describe(OverloadedError("x", retry_after_s=3.4)).headers == {"Retry-After": "3"}
     assert describe(OverloadedError("x", retry_after_s=0.1)).headers == {"Retry-After": "1"}
     assert int(describe(NoWorkerError("x")).headers["Retry-After"]) >= 1
-
-
-def test_choices_have_seeds_of_their_own_that_follow_from_the_first():
-    sampling = SamplingParams(seed=42)
-    seeds = [seeded(sampling, choice).seed for choice in range(16)]
-    assert seeds[0] == 42
-    assert len(set(seeds)) == 16
-    assert seeds == [seeded(sampling, choice).seed for choice in range(16)]
-    for choice in range(16):
-        seeded(sampling, choice).validate()
-    assert seeded(SamplingParams(), 3).seed is None

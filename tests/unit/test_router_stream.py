@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.services.router.mailbox import MAX_TAKEN_TOKENS, Lost, Mailbox
-from pagewire.services.router.stream import AnswerStream, TextAssembler, TextDelta
+from pagewire.services.router.stream import AnswerStream
+from pagewire.shared.answer_text import TextAssembler, TextDelta
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.protocol import Refused, TokenOutput

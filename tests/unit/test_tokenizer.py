@@ -141,6 +141,17 @@ class TestIncrementalDetokenizer:
         stream = IncrementalDetokenizer(DEMO, DEMO.encode("prompt"))
         assert stream.push(ids) + stream.flush() == DEMO.decode(ids)
 
+    @given(
+        st.lists(st.integers(0, DEMO.vocab_size - 1), max_size=200),
+        st.lists(st.integers(0, DEMO.vocab_size - 1), max_size=12),
+    )
+    def test_all_at_once_gives_what_one_by_one_does(
+        self, ids: list[int], prompt: list[int]
+    ) -> None:
+        stream = IncrementalDetokenizer(DEMO, prompt)
+        one_by_one = stream.push(ids) + stream.flush()
+        assert IncrementalDetokenizer(DEMO, prompt).finish(ids) == one_by_one
+
     def test_emoji_appears_with_its_last_token(self) -> None:
         ids = DEMO.encode("👋", add_special_tokens=False)
         assert len(ids) > 1

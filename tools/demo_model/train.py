@@ -141,6 +141,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write everything that a Hugging Face model directory has."""
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
+    _make_greedy(out / "generation_config.json")
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     tokenizer_config = {
@@ -157,6 +158,16 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         source = demo_model_path() / name
         if source.resolve() != (out / name).resolve():
             shutil.copyfile(source, out / name)
+
+
+def _make_greedy(generation_config: Path) -> None:
+    """Let the sampling defaults be greedy: off its greedy path the model says nothing of use.
+
+    Hugging Face's classes refuse to save this temperature, though they read it.
+    """
+    fields = json.loads(generation_config.read_text(encoding="utf-8")) | {"temperature": 0.0}
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    generation_config.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

@@ -12,24 +12,29 @@ class StopMatcher:
     the result does not depend on how the text is cut into pieces.
 
     Attributes:
-        matched: whether a stop string was found; then nothing more comes through.
+        matched_stop: the stop string that was found; then nothing more comes through.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.matched = False
+        self.matched_stop: str | None = None
         self._stops = tuple(stops)
         self._held = ""  # the longest end of the text that may begin a stop string
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string was found."""
+        return self.matched_stop is not None
 
     def push(self, text: str) -> str:
         """Add text; return what of it, and of the text held back, is certain."""
         if not self._stops or self.matched:
             return "" if self.matched else text
         text = self._held + text
-        found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
-            self.matched = True
+            _end, at, self.matched_stop = min(found)
             self._held = ""
-            return text[: min(found)[1]]
+            return text[:at]
         hold = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -1,0 +1,102 @@
+"""Sampling defaults from a model's `generation_config.json`, as vLLM and SGLang apply them.
+
+`temperature`, `top_p`, `top_k` and `max_new_tokens` hold where a request says nothing. As in both,
+`do_sample` is not applied: a temperature of 0 is what makes a model greedy.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from pagewire.shared.config import GenerationConfig
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.model.config import GENERATION_FILE, read_json
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults
+
+logger = logging.getLogger(__name__)
+
+_APPLIED = {  # the file's names, and ours
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_new_tokens": "max_tokens",
+}
+# Fields that change tokens in Hugging Face's `generate`, and the values that ask for nothing.
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "do_sample": (True,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_p": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "renormalize_logits": (False,),
+    "repetition_penalty": (1,),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([],),
+    "suppress_tokens": ([],),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+
+
+def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaults:
+    """Read the sampling defaults in a model directory, and log what of them is not applied.
+
+    Args:
+        path: of the model; a directory without the file suggests nothing.
+        mode: "none" leaves the file unread.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or a value is out of range; one line.
+    """
+    file = path / GENERATION_FILE
+    if mode == "none" or not file.exists():
+        return SamplingDefaults()
+    fields = Fields(read_json(file), str(file))
+    given = {
+        ours: _checked(fields, theirs, ours)
+        for theirs, ours in _APPLIED.items()
+        if fields.raw.get(theirs) is not None
+    }
+    is_greedy = given.get("temperature") == 0  # and so asks for what do_sample=False asks for
+    ignored = [
+        f"{name}={reprlib.repr(fields.raw[name])}"
+        for name, neutral in _NOT_APPLIED.items()
+        if fields.raw.get(name) is not None and fields.raw[name] not in neutral
+        if not (name == "do_sample" and is_greedy)
+    ]
+    if ignored:
+        logger.warning("%s: not applied: %s", file, ", ".join(ignored))
+    return SamplingDefaults(**given)
+
+
+def _checked(fields: Fields, theirs: str, ours: str) -> Any:
+    value = fields.raw[theirs]
+    if theirs == "top_k" and value == -1:  # some files say so for "all tokens"
+        value = 0
+    try:
+        ResolvedSampling(**{ours: value}).validate()
+    except InvalidRequestError as exc:
+        raise fields.error(
+            f"{theirs}{exc.message.removeprefix(ours)}; correct it, or leave the file's sampling "
+            "defaults out with --generation-config none"
+        ) from exc
+    return value

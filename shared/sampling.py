@@ -1,0 +1,199 @@
+"""How tokens are chosen: what a caller asks for, what the model suggests, and what holds.
+
+    SamplingParams (None: unset)  +  SamplingDefaults of the model  ->  ResolvedSampling
+
+The router and the offline `LLM` resolve a request once. Workers and engines only see the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.errors import InvalidRequestError
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICES = 16_384
+_INT64 = 2**63
+
+
+class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one sequence are chosen and when it stops; nothing is unset.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        seed: makes the tokens reproducible; None draws one when the sequence is made.
+        max_tokens: upper bound on generated tokens.
+        stop_token_ids: end after any of these; the model's end-of-sequence ids are added to
+            them unless `ignore_eos`.
+        ignore_eos: generate on past the end of the sequence.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    ignore_eos: bool = False
+
+    def validate(self) -> None:
+        """Check types and ranges; a NaN fails every comparison and so is refused.
+
+        Raises:
+            InvalidRequestError: a field is out of range; names it.
+        """
+        _check(
+            self,
+            (_is_real(self.temperature, 0, 100), "temperature", "between 0 and 100"),
+            (
+                _is_real(self.top_p, 0, 1) and self.top_p > 0,
+                "top_p",
+                "greater than 0 and at most 1",
+            ),
+            (
+                _is_int(self.top_k, 0, 2**31),
+                "top_k",
+                "0 (all tokens) or a positive integer below 2**31",
+            ),
+            (_is_int(self.max_tokens, 1, 2**31), "max_tokens", "an integer of at least 1"),
+            (
+                self.seed is None or _is_int(self.seed, -_INT64, _INT64),
+                "seed",
+                "a 64-bit integer",
+            ),
+            (
+                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS
+                and all(_is_int(token, 0, 2**31) for token in self.stop_token_ids),
+                "stop_token_ids",
+                f"at most {MAX_STOP_TOKEN_IDS} token ids, none negative",
+            ),
+        )
+
+    def for_choice(self, choice: int) -> ResolvedSampling:
+        """Return the parameters of one of n answers: the first has the caller's own seed.
+
+        The others' seeds are a function of that seed and their index. Without a seed each answer
+        gets one of its own later.
+        """
+        if choice == 0 or self.seed is None:
+            return self
+        raw = hashlib.blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest()
+        return msgspec.structs.replace(self, seed=int.from_bytes(raw, "big", signed=True))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What holds where a request says nothing.
+
+    Attributes:
+        max_tokens: None if the model suggests none.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | None = None
+
+    def answer_length(self, room: int, otherwise: int) -> int:
+        """Return the `max_tokens` of a request that gives none.
+
+        Args:
+            room: tokens that fit after the prompt.
+            otherwise: where the model suggests none, either.
+        """
+        return min(room, otherwise if self.max_tokens is None else self.max_tokens)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller asks for. None means unset: the model's defaults hold.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        seed: makes the tokens reproducible; the further answers of `n` have seeds derived from it.
+        max_tokens: upper bound on generated tokens.
+        stop: strings that end an answer and are not part of its text.
+        stop_token_ids: tokens that end an answer, in addition to the model's own.
+        ignore_eos: generate on past the end of the sequence.
+        n: answers to each prompt, each sampled on its own.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    n: int = 1
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, one or several."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def resolve(self, defaults: SamplingDefaults, max_tokens: int) -> ResolvedSampling:
+        """Fill in what is unset, and check everything.
+
+        Args:
+            defaults: the model's.
+            max_tokens: if unset; see `SamplingDefaults.answer_length`.
+
+        Raises:
+            InvalidRequestError: a field has a wrong type or is out of range; names it.
+        """
+        _check(
+            self,
+            (_is_list(self.stop_token_ids), "stop_token_ids", "a list of token ids"),
+            (_is_int(self.n, 1, MAX_CHOICES + 1), "n", f"between 1 and {MAX_CHOICES}"),
+            (isinstance(self.ignore_eos, bool), "ignore_eos", "True or False"),
+            (_are_stop_strings(self.stop), "stop", "a string or a list of strings, none empty"),
+        )
+        top_k = defaults.top_k if self.top_k is None else self.top_k
+        resolved = ResolvedSampling(
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=0 if top_k == -1 else top_k,
+            seed=self.seed,
+            max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+        resolved.validate()
+        return resolved
+
+
+def _check(params: msgspec.Struct, *checks: tuple[bool, str, str]) -> None:
+    for ok, field, rule in checks:
+        if not ok:
+            value = reprlib.repr(getattr(params, field))
+            raise InvalidRequestError(f"{field} must be {rule}, not {value}", field)
+
+
+def _is_real(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_int(value: object, low: int, end: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
+
+
+def _is_list(value: object) -> bool:
+    return value is None or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
+
+
+def _are_stop_strings(value: object) -> bool:
+    if isinstance(value, str):
+        return value != ""
+    return _is_list(value) and all(isinstance(stop, str) and stop for stop in value or ())  # type: ignore[attr-defined]

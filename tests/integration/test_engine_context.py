@@ -1,0 +1,40 @@
+"""The context and the KV pool: what was asked for is had or refused, what shrank is announced."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pagewire import LLM
+from pagewire.shared.config import EngineSettings, load_settings
+from pagewire.shared.engine.build import build_engine, fit_context
+from pagewire.shared.errors import ConfigError
+
+
+def test_a_context_that_does_not_fit_the_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len .*at most 32, .* raise num_blocks to 4"):
+        LLM("demo", num_blocks=2, max_model_len=64)
+
+
+def test_a_context_that_memory_does_not_hold_is_refused_with_what_would_fit() -> None:
+    settings = load_settings(EngineSettings, {"max_model_len": 4096})
+    with pytest.raises(ConfigError, match=r"--max-model-len 4096 does not fit: .*holds 320 tokens"):
+        fit_context(settings, 4096, num_blocks=20)
+    assert fit_context(settings, 4096, num_blocks=256) == 4096
+
+
+def test_a_default_that_had_to_shrink_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    built = build_engine(load_settings(EngineSettings, {"device": "cpu", "num_blocks": 2}))
+    assert (built.max_model_len, built.full_model_len) == (32, 4096)
+    [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the context is 32 tokens, not the model's 4096" in record.getMessage()
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 256}, {"max_model_len": 64}])
+def test_a_context_that_fits_is_not_spoken_of(
+    settings: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    built = build_engine(load_settings(EngineSettings, {"device": "cpu", **settings}))
+    assert built.max_model_len == built.full_model_len == settings.get("max_model_len", 4096)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -1,0 +1,154 @@
+"""Sampling parameters: what a caller asks for, the model's defaults, and what comes of both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.sampling import (
+    MAX_CHOICES,
+    MAX_STOP_TOKEN_IDS,
+    ResolvedSampling,
+    SamplingDefaults,
+    SamplingParams,
+)
+
+DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=512)
+
+GOOD = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 100.0},
+    {"top_p": 1e-6},
+    {"top_k": 1},
+    {"seed": -(2**63)},
+    {"seed": 2**63 - 1},
+    {"max_tokens": 1},
+    {"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS))},
+]
+BAD = [
+    ("temperature", -0.1),
+    ("temperature", 100.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0.0),
+    ("top_p", 1.1),
+    ("top_p", math.nan),
+    ("top_k", -1),
+    ("top_k", 2**31),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
+    ("max_tokens", 0),
+    ("max_tokens", 2**31),
+    ("stop_token_ids", (-1,)),
+    ("stop_token_ids", (2**31,)),
+    ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS + 1))),
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=lambda fields: ",".join(fields) or "defaults")
+def test_values_in_range_are_taken(fields: dict[str, Any]) -> None:
+    ResolvedSampling(**fields).validate()
+
+
+@pytest.mark.parametrize(("field", "value"), BAD, ids=[f"{f}={v!r:.12}" for f, v in BAD])
+def test_values_out_of_range_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        ResolvedSampling(**{field: value}).validate()
+    assert caught.value.param == field
+
+
+@given(value=st.floats())
+def test_no_float_slips_through_as_temperature_or_top_p(value: float) -> None:
+    for field, ok in (("temperature", 0 <= value <= 100), ("top_p", 0 < value <= 1)):
+        try:
+            ResolvedSampling(**{field: value}).validate()
+        except InvalidRequestError:
+            assert not ok
+        else:
+            assert ok
+
+
+def test_a_refusal_is_short_whatever_was_asked_for() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ResolvedSampling(stop_token_ids=(1,) * 500_000).validate()
+    assert len(caught.value.message) < 300
+
+
+def test_what_is_unset_has_the_models_defaults() -> None:
+    resolved = SamplingParams().resolve(DEFAULTS, 99)
+    assert resolved == ResolvedSampling(temperature=0.6, top_p=0.9, top_k=20, max_tokens=99)
+    plain = SamplingParams().resolve(SamplingDefaults(), 16)
+    assert plain == ResolvedSampling()
+
+
+def test_what_is_set_wins_even_where_it_equals_the_usual_default() -> None:
+    asked = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=700)
+    resolved = asked.resolve(DEFAULTS, 99)
+    assert (resolved.temperature, resolved.top_p, resolved.top_k) == (1.0, 1.0, 0)
+    assert resolved.max_tokens == 700  # the model's is a default, not a cap
+    assert SamplingParams(top_k=-1).resolve(DEFAULTS, 99).top_k == 0
+
+
+def test_the_length_of_an_answer_is_the_models_where_it_fits() -> None:
+    assert DEFAULTS.answer_length(room=4000, otherwise=16) == 512
+    assert DEFAULTS.answer_length(room=100, otherwise=16) == 100
+    assert SamplingDefaults().answer_length(room=4000, otherwise=16) == 16
+    assert SamplingDefaults().answer_length(room=7, otherwise=16) == 7
+
+
+ASKED_BADLY: list[tuple[str, Any]] = [
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("temperature", -1),
+    ("top_p", "all"),
+    ("top_k", 1.5),
+    ("top_k", -2),
+    ("max_tokens", 0),
+    ("max_tokens", "5"),
+    ("seed", "x"),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 5),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", "abc"),
+    ("stop_token_ids", ["a"]),
+    ("ignore_eos", 1),
+    ("n", 0),
+    ("n", 1.0),
+    ("n", MAX_CHOICES + 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), ASKED_BADLY, ids=[f"{f}={v!r:.12}" for f, v in ASKED_BADLY]
+)
+def test_what_is_asked_for_wrongly_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        SamplingParams(**{field: value}).resolve(SamplingDefaults(), 16)
+    assert caught.value.param == field
+    assert "\n" not in caught.value.message
+
+
+def test_stop_strings_come_one_or_several() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:
+    sampling = ResolvedSampling(seed=42)
+    seeds = [sampling.for_choice(choice).seed for choice in range(16)]
+    assert seeds[0] == 42
+    assert len(set(seeds)) == 16
+    assert seeds == [sampling.for_choice(choice).seed for choice in range(16)]
+    for choice in range(16):
+        sampling.for_choice(choice).validate()
+    assert ResolvedSampling().for_choice(3).seed is None
