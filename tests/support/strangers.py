@@ -8,11 +8,13 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 FLOOD = 48  # connections at once
 CALL_S = 2.0
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what was not sent, and resets
+Manner = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
+
 _REFUSALS = (OSError, TimeoutError)  # the port may end what we do as it likes
 
 
@@ -40,7 +42,7 @@ class Stranger:
                 await self._visit(self._rng.choice(manners), next(self._payloads))
             await asyncio.sleep(self._rng.uniform(0, 0.04))
 
-    async def _visit(self, manner, payload: bytes) -> None:
+    async def _visit(self, manner: Manner, payload: bytes) -> None:
         try:
             async with asyncio.timeout(CALL_S):
                 reader, writer = await asyncio.open_connection(self.host, self.port)
@@ -52,7 +54,10 @@ class Stranger:
                 async with asyncio.timeout(CALL_S):
                     await manner(reader, writer, payload)
         finally:
-            writer.transport.abort() if manner == self._reset else writer.close()
+            if manner == self._reset:
+                writer.transport.abort()
+            else:
+                writer.close()
 
     async def _say(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes

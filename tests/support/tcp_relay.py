@@ -55,9 +55,8 @@ class Recorder:
             assert task is not None
             self._connections.add(task)
             try:
-                await self._connect(port, reader, writer)
-            except (OSError, asyncio.CancelledError):  # an end has gone, or the test is over
-                pass
+                with contextlib.suppress(OSError, asyncio.CancelledError):  # an end has gone, or we
+                    await self._connect(port, reader, writer)
             finally:
                 writer.close()
                 self._connections.discard(task)
