@@ -141,7 +141,7 @@ async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -
         show_ready_box(context.console, health, context.url, store.description, context.log_dir)
         while True:
             await _look(supervisor, context, store, client)
-            await asyncio.sleep(RUNNING_POLL_S)
+            await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
 
 
 async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:

@@ -59,7 +59,8 @@ def plan_services(
     """
     workers = list(_plan_workers(options, machine, shared_env))
     router = {**options.router_options, "host": options.host, "port": options.port}
-    return [*workers, ChildSpec("router", service_argv("router", router), dict(shared_env))]
+    argv = service_argv("router", router)
+    return [*workers, ChildSpec("router", argv, dict(shared_env), is_front=True)]
 
 
 def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
