@@ -152,7 +152,7 @@ async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -
         with _announced(context, health):
             while True:
                 await _look(supervisor, context, store, client)
-                await asyncio.sleep(RUNNING_POLL_S)
+                await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
 
 
 def _announced(context: ClusterContext, health: Health) -> AbstractContextManager[None]:

@@ -61,7 +61,7 @@ def plan_services(
     workers = list(_plan_workers(options, machine, shared_env))
     router = {**options.router_options, "host": options.host, "port": options.port}
     env = {**shared_env, EXPECTED: ",".join(options.worker_names)}
-    return [*workers, ChildSpec(ROUTER, service_argv("router", router), env)]
+    return [*workers, ChildSpec(ROUTER, service_argv("router", router), env, is_front=True)]
 
 
 def expecting_nobody(spec: ChildSpec) -> ChildSpec:

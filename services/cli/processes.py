@@ -32,12 +32,14 @@ class ChildSpec:
         argv: program and arguments.
         env: variables on top of the supervisor's own.
         is_store: the others depend on it, so it starts first and stops last.
+        is_front: all requests come through it, so it is never left down for long.
     """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     is_store: bool = False
+    is_front: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,33 @@ class RestartPolicy:
     Attributes:
         first_delay_s: before the first restart; doubles with each failure in a row.
         max_delay_s: upper bound of the delay.
+        front_max_delay_s: likewise, for a child that all requests come through. Without it nobody
+            is answered, and it starts in a second or two, so that trying more often costs little.
+            A worker's requests go on elsewhere or wait, and its start costs much more.
+        front_served_delay_s: likewise, if it was ready before it died: the next try will succeed.
         stable_s: a child that lived this long has no failures behind it.
         start_attempts: tries that a child has before the cluster is ready.
     """
 
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
+    front_max_delay_s: float = 5.0
+    front_served_delay_s: float = 1.0
     stable_s: float = 60.0
     start_attempts: int = 3
 
-    def delay(self, failures: int) -> float:
-        """Return the pause after so many failures in a row, at least one."""
-        return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(failures - 1, 32)))
+    def delay(self, failures: int, *, is_front: bool = False, served: bool = False) -> float:
+        """Return the pause after n failures in a row.
+
+        Args:
+            failures: at least one.
+            is_front: all requests come through the child.
+            served: it was ready before it died.
+        """
+        longest = self.max_delay_s
+        if is_front:
+            longest = self.front_served_delay_s if served else self.front_max_delay_s
+        return float(min(longest, self.first_delay_s * 2 ** min(failures - 1, 32)))
 
 
 class State(Enum):
@@ -131,6 +146,11 @@ class Supervisor:
     def statuses(self) -> list[ChildStatus]:
         """All children in the order of their start."""
         return list(self._statuses.values())
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every child does its work, as far as is known."""
+        return all(status.state is State.READY for status in self._statuses.values())
 
     def start(self, spec: ChildSpec) -> None:
         """Start a child and keep it running."""
@@ -230,6 +250,7 @@ class Supervisor:
         if time.monotonic() - started >= self._policy.stable_s:
             status.failures = 0
         status.failures += 1
+        served = status.state is State.READY
         status.enter(State.RESTARTING)
         if self._is_starting(status) and ended.code == EXIT_CONFIG:
             self._fail(ConfigError(f"{status.name}: {refusal_in(status.log.tail(REPORTED_LINES))}"))
@@ -238,7 +259,7 @@ class Supervisor:
         if self._is_starting(status) and status.failures >= self._policy.start_attempts:
             self._fail(ClusterStartError(f"giving up: {status.name} does not start"))
             return False
-        delay = self._policy.delay(status.failures)
+        delay = self._policy.delay(status.failures, is_front=status.spec.is_front, served=served)
         self._say(f"starting {status.name} again in {delay:g} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), delay)

@@ -68,6 +68,18 @@ class Up:
     def pid_of(self, name: str) -> int:
         return int((self.state / f"{name}.alive").read_text())
 
+    @property
+    def router_pid(self) -> int:
+        return int((self.state / "router.pid").read_text())
+
+    def answers(self) -> bool:
+        """Whether the router takes connections."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         self.process.send_signal(number)
         return self.process.wait(30)
@@ -153,6 +165,34 @@ def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
     cluster.wait_for("prefill-0 is ready again")
     assert cluster.pid_of("prefill-0") != first
     assert "decode-0 died" not in cluster.stdout
+
+
+def test_killed_router_is_soon_back_however_often(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    outages = []
+    for number in range(1, 6):
+        os.kill(cluster.router_pid, signal.SIGKILL)
+        began = time.monotonic()
+        wait_until(lambda: not cluster.answers(), 5)
+        wait_until(cluster.answers, 20, lambda: cluster.stdout)
+        outages.append(time.monotonic() - began)
+        again = "router is ready again"
+        wait_until(lambda: cluster.stdout.count(again) == number, 5)  # noqa: B023
+    assert "starting router again in 1 s" in cluster.stdout
+    assert max(outages) < 4, outages  # 1 s, and the start of a process on a busy machine
+
+
+def test_router_that_cannot_start_is_not_tried_without_pause(start: StartCluster) -> None:
+    cluster = start()
+    cluster.wait_for(READY)
+    (cluster.state / "router.orders").write_text("exit 2")
+    os.kill(cluster.router_pid, signal.SIGKILL)
+    for delay in ("0.5", "1", "2", "4", "5"):
+        cluster.wait_for(f"starting router again in {delay} s")
+    (cluster.state / "router.orders").unlink()
+    cluster.wait_for("router is ready again")
+    assert cluster.stdout.count("router died") == 5
 
 
 def test_reader_that_goes_away_does_not_end_the_cluster(start: StartCluster) -> None:

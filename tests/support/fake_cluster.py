@@ -4,9 +4,9 @@
     python fake_cluster.py router STATE_DIR PORT            answers /health
     python fake_cluster.py worker STATE_DIR NAME            a file says that it is alive
 
-Workers write their pid to `NAME.alive` in the state directory, and do what `NAME.orders` says when
-they start: "exit CODE", "late" (waits for `NAME.go`) or "stubborn" (ignores SIGTERM and has a child
-of its own).
+Workers write their pid to `NAME.alive` in the state directory, the router to `router.pid`. They do
+what `NAME.orders` says when they start: "exit CODE", or, a worker, "late" (waits for `NAME.go`) or
+"stubborn" (ignores SIGTERM and has a child of its own).
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def router(state: Path, port: int) -> None:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
+    _obey_exit(state, "router")
     (state / "router.pid").write_text(str(os.getpid()))
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
@@ -77,11 +78,7 @@ def router(state: Path, port: int) -> None:
 def worker(state: Path, name: str) -> None:
     """Follow the orders, or say that it is alive and stay."""
     print(f"{name} is loading", flush=True)
-    orders_file = state / f"{name}.orders"
-    orders = orders_file.read_text().split() if orders_file.exists() else []
-    if orders[:1] == ["exit"]:
-        print(f"pagewire: {name} has a bad setting", file=sys.stderr)
-        sys.exit(int(orders[1]))
+    orders = _obey_exit(state, name)
     while orders == ["late"] and not (state / f"{name}.go").exists():
         time.sleep(0.05)
     if orders == ["stubborn"]:
@@ -92,6 +89,16 @@ def worker(state: Path, name: str) -> None:
     written.write_text(str(os.getpid()))
     written.replace(state / f"{name}.alive")
     time.sleep(600)
+
+
+def _obey_exit(state: Path, name: str) -> list[str]:
+    """Exit if that is ordered; return any other order."""
+    orders_file = state / f"{name}.orders"
+    orders = orders_file.read_text().split() if orders_file.exists() else []
+    if orders[:1] == ["exit"]:
+        print(f"pagewire: {name} has a bad setting", file=sys.stderr)
+        sys.exit(int(orders[1]))
+    return orders
 
 
 def _service(path: Path) -> dict[str, Any]:

@@ -93,6 +93,13 @@ def test_delays_double_up_to_a_bound() -> None:
     assert [policy.delay(failures) for failures in (1, 2, 3, 4, 10_000)] == [0.5, 1, 2, 3, 3]
 
 
+def test_delays_of_the_front_are_short() -> None:
+    policy, failures = RestartPolicy(), (1, 2, 3, 4, 5, 10_000)
+    served = [policy.delay(n, is_front=True, served=True) for n in failures]
+    assert served == [0.5, 1, 1, 1, 1, 1]
+    assert [policy.delay(n, is_front=True) for n in failures] == [0.5, 1, 2, 4, 5, 5]
+
+
 def test_child_output_is_complete_when_it_has_ended(log: OutputLog) -> None:
     async def run() -> ExitStatus:
         child = await Child.spawn(script("print('x' * 300_000); print('last')"), log)
