@@ -92,9 +92,10 @@ def show(console: Console, finding: Finding) -> None:
     """Print a finding, and below it what to do."""
     detail = finding.detail if len(finding.detail) <= CUT_AT else f"{finding.detail[:CUT_AT]}..."
     line = Text(f"{finding.level:<5}", style=STYLES[finding.level])
-    console.print(line.append(f"{finding.name:<10}{detail}", style="default"), soft_wrap=True)
+    soft_wrap = not console.is_terminal  # a terminal gets lines that break between words
+    console.print(line.append(f"{finding.name:<10}{detail}", style="default"), soft_wrap=soft_wrap)
     if finding.advice:
-        console.print(Text(f"{'':15}-> {finding.advice}"), soft_wrap=True)
+        console.print(Text(f"{'':15}-> {finding.advice}"), soft_wrap=soft_wrap)
 
 
 async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:

@@ -151,14 +151,14 @@ def _headlines(found: ClusterStatus, before: ClusterStatus | None) -> Iterator[s
 
 
 def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
 
 
 def _workers_table(workers: list[WorkerStatus]) -> Table:
     table = _table()
     for name in ("worker", "role", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting", "queued\ntokens", "KV\nused", "KV\ncached", "KV\nblocks"):
+    for name in ("run", "wait", "queued\ntokens", "KV\nused", "KV\ncached", "KV\nblocks"):
         table.add_column(name, justify="right")
     for worker in workers:
         service = worker.service

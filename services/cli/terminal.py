@@ -37,7 +37,9 @@ def printable(text: str) -> str:
 
 def note(line: str, style: str = "dim") -> None:
     """Print a line about the answers to stderr, so that stdout has nothing but answers."""
-    Console(stderr=True).print(Text(printable(line), style=style), soft_wrap=True)
+    console = Console(stderr=True)
+    # A terminal gets lines that break between words, a file one line.
+    console.print(Text(printable(line), style=style), soft_wrap=not console.is_terminal)
 
 
 def print_whole(console: Console, tables: RenderableType) -> None:

@@ -84,9 +84,10 @@ def test_pages_become_one_status() -> None:
     assert body["workers"][1]["links"] == HEALTH["services"][1]["links"]
 
 
-def test_view_fits_a_terminal_and_tells_all() -> None:
+def test_view_fits_a_terminal_and_shows_all() -> None:
     text = shown(snapshot())
     assert max(map(len, text.splitlines())) <= 80
+    assert max(len(line.rstrip()) for line in text.splitlines()[4:]) <= 64  # the tables
     rows = [line.split() for line in text.splitlines()]
     assert ["prefill-0", "prefill", "draining", "-", "-", "-", "-", "-", "-"] in rows
     assert ["decode-0", "decode", "ready", "2", "-", "-", "25.0%", "0.0%", "64"] in rows
