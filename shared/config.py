@@ -5,6 +5,7 @@ Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command lin
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -172,6 +173,11 @@ class RouterSettings(ClusterSettings):
     policy: Literal["prefix", "round_robin"] = "prefix"
     max_queue: Positive = 1024
     request_timeout_s: Seconds = 300.0
+
+
+def threads_are_chosen() -> bool:
+    """Whether the environment says how many threads torch's operations get on the CPU."""
+    return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
 def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:
