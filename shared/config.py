@@ -272,6 +272,11 @@ _ALL_FIELDS = {
 }
 
 
+def threads_are_chosen() -> bool:
+    """Whether the environment says how many threads torch's operations get on the CPU."""
+    return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
 def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:
     """Read settings from the environment, with the command line's values on top.
 

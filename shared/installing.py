@@ -14,7 +14,7 @@ def install_command(extra: str, *options: str, only: str | None = None) -> str:
     """Return the pip command that installs what an extra of Pagewire requires, for a shell.
 
     It names the packages that the installed metadata asks for, and this interpreter's own pip, so
-    that it works in a checkout, beside an installed wheel and in an image alike.
+    that it works in a checkout, with an installed wheel and in an image alike.
 
     Args:
         extra: of pyproject.toml, such as `worker`.

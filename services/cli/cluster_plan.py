@@ -10,7 +10,7 @@ from typing import Any
 
 from pagewire.services.cli.machine import LOOPBACK, Machine
 from pagewire.services.cli.processes import ChildSpec
-from pagewire.shared.config import EngineSettings
+from pagewire.shared.config import EngineSettings, threads_are_chosen
 from pagewire.shared.errors import ConfigError
 
 DRAIN_TIMEOUT_S = 5.0
@@ -100,7 +100,7 @@ def _plan_workers(
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
             settings["gpu_memory_utilization"] = share
-        else:
+        elif len(names) > 1 and not threads_are_chosen():  # one alone chooses by its model
             env["OMP_NUM_THREADS"] = str(max(1, machine.cores // len(names)))
         yield ChildSpec(name, service_argv(role, settings), env)
 

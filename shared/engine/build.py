@@ -24,6 +24,7 @@ from pagewire.shared.engine.scheduler import (
     SchedulerLimits,
 )
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
@@ -91,6 +92,7 @@ def build_engine(
     ops = choose_ops(settings.kernels, device)
     progress("loading weights")
     model = load_model(path, config, device, dtype, ops, settings.load_format, full_model_len)
+    settle_threads(model, device)
     shape = KvShape.of(config, settings.block_size, dtype)
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(

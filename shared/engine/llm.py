@@ -38,6 +38,9 @@ class LLM:
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         """Load a model.
 
+        On the CPU, a small model lowers torch's number of threads, which the whole process
+        shares. OMP_NUM_THREADS or `torch.set_num_threads` chooses another, before or after.
+
         Args:
             model: a local Hugging Face directory, a hub id, or "demo".
             settings: fields of `LLMSettings`.

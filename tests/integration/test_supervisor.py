@@ -169,7 +169,7 @@ def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
 
 def test_killed_router_is_soon_back_however_often(start: StartCluster) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     outages = []
     for number in range(1, 6):
         os.kill(cluster.router_pid, signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_killed_router_is_soon_back_however_often(start: StartCluster) -> None:
 
 def test_router_that_cannot_start_is_not_tried_without_pause(start: StartCluster) -> None:
     cluster = start()
-    cluster.wait_for(READY)
+    cluster.wait_ready()
     (cluster.state / "router.orders").write_text("exit 2")
     os.kill(cluster.router_pid, signal.SIGKILL)
     for delay in ("0.5", "1", "2", "4", "5"):

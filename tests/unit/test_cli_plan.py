@@ -70,10 +70,23 @@ def test_workers_keep_their_ids_and_stay_on_loopback() -> None:
 
 
 @pytest.mark.parametrize(("decode", "threads"), [(1, "4"), (3, "2"), (15, "1")])
-def test_workers_share_the_cores(decode: int, threads: str) -> None:
+def test_workers_share_the_cores(
+    decode: int, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     specs = plan(decode=decode)
     assert specs["decode-0"].env["OMP_NUM_THREADS"] == threads
     assert "CUDA_VISIBLE_DEVICES" not in specs["decode-0"].env
+
+
+def test_one_worker_chooses_its_threads_by_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "OMP_NUM_THREADS" not in plan(prefill=0, decode=1)["decode-0"].env
+
+
+def test_threads_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in plan(decode=3)["decode-0"].env
 
 
 def test_each_worker_has_its_own_gpu_first() -> None:

@@ -32,7 +32,7 @@ from pagewire.shared.transfer import StagingPool, create_transport
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = ("*.py", "*.md", "*.sh", "*.yml", "Makefile", "Dockerfile")
-BUILD_TOOLS = {"wheel"}  # besides those that pyproject.toml names
+BUILD_TOOLS = {"wheel"}  # pyproject.toml names the others
 # From "pip install" to the end of the quotation, command or line.
 ADVICE = re.compile(r"\bpip install\b([^`\n&]*)")
 
