@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-# Without a link a decode worker computes prompts itself, so a link that cannot be had is no reason
-# to wait for ever.
+# Without a link a decode worker computes prompts itself, so the wait for links has an end.
 LINK_WAIT_S = 15.0
 
 

@@ -60,6 +60,15 @@ def test_log_directory_that_cannot_be_made(tmp_path: Path) -> None:
     assert_one_line(pagewire("up", "--log-dir", asked), f"--log-dir {asked}", "Not a directory")
 
 
+def test_ready_file_that_cannot_be_written(tmp_path: Path) -> None:
+    missing = tmp_path / "no-such-folder" / "ready.json"
+    assert_one_line(pagewire("up", "--port", "0", "--ready-file", str(missing)), str(missing))
+    mine = tmp_path / "notes.txt"
+    mine.write_text("mine")
+    assert_one_line(pagewire("up", "--port", "0", "--ready-file", str(mine)), "not a ready file")
+    assert mine.read_text() == "mine"
+
+
 def test_unsupported_architecture(tmp_path: Path) -> None:
     config = json.loads((demo_model_path() / "config.json").read_text())
     config["architectures"] = ["MysteryForCausalLM"]
