@@ -28,7 +28,7 @@ _COMPOSE = {  # of docker-compose.yml, .env and the containers' start script
 }
 _OTHERS = _CLIENT | _COMPOSE
 _TESTS = "TEST_"
-# What Kubernetes tells every container about a Service `pagewire` or `pagewire-something`.
+# What Kubernetes sets in every container for a Service `pagewire` or `pagewire-something`.
 _SERVICE = re.compile(
     r"(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?"
 )
