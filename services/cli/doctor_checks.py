@@ -112,7 +112,7 @@ def judge_ucx(probe: Mapping[str, Any] | None, chosen: str) -> Finding:
         why = "KV_TRANSPORT is zmq" if chosen == "zmq" else "workers do not run on a GPU"
         return Finding("ok", "UCX", f"not used, since {why}: KV blocks cross over ZeroMQ")
     if "error" in probe:
-        advice = f"for UCX: {install_command('ucx')}; for ZeroMQ: --kv-transport zmq"
+        advice = f"for ZeroMQ: --kv-transport zmq; for UCX: {install_command('ucx')}"
         return Finding("warn", "UCX", f"does not work: {probe['error']}", advice)
     lanes = ", ".join(
         f"{memory} memory by {lane or 'an unknown lane'}" for memory, lane in probe["lanes"].items()

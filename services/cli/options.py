@@ -68,10 +68,11 @@ ServedModelName = Annotated[
 ]
 GenerationConfig = Annotated[
     Literal["auto", "none"] | None,
-    typer.Option(
-        help="auto: a request that gives no temperature, top_p, top_k or max_tokens gets those "
-        "of the model's generation_config.json.",
-        show_default="auto",
+    setting(
+        RouterSettings,
+        "generation_config",
+        "auto: a request that gives no temperature, top_p, top_k or max_tokens gets those of the "
+        "model's generation_config.json.",
     ),
 ]
 Device = Annotated[

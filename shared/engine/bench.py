@@ -120,7 +120,7 @@ class Bench:
         prompts = self._prompts(count, length)
         sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
         start = time.perf_counter()
-        self._llm.generate(prompts, sampling)
+        self._llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
     def ttft(self) -> None:

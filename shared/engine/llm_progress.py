@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 
@@ -15,22 +16,24 @@ class GenerationProgress:
     """Shows how many answers are done and how fast tokens go; silent if not on a terminal."""
 
     def __init__(self, total: int, wanted: bool) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
+        self._bar: Progress | None = None
+        if not (wanted and sys.stderr.isatty()):
+            return  # not even made: a short answer takes a GPU less time than that
+        self._bar = Progress(
             TextColumn("answers"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
-            console=console,
-            disable=not (wanted and console.is_terminal),
+            console=Console(stderr=True),
         )
-        self._task = self._progress.add_task("", total=total, speed="")
+        self._task = self._bar.add_task("", total=total, speed="")
         self._done = self._prompt_tokens = self._output_tokens = 0
         self._start = self._shown = time.monotonic()
 
     def __enter__(self) -> GenerationProgress:
-        self._progress.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -39,25 +42,26 @@ class GenerationProgress:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._show(time.monotonic())
-        self._progress.stop()
+        if self._bar is not None:
+            self._show(self._bar, time.monotonic())
+            self._bar.stop()
 
-    def add(self, done: int = 0, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Count what a step gave: answers that ended, prompts and tokens that were computed."""
-        if self._progress.disable:
+    def add(self, done: bool, prompt_tokens: int, output_tokens: int) -> None:
+        """Count what a step gave one answer, and whether that was its end."""
+        if self._bar is None:
             return
         self._done += done
         self._prompt_tokens += prompt_tokens
         self._output_tokens += output_tokens
         now = time.monotonic()
         if now - self._shown >= UPDATE_S:
-            self._show(now)
+            self._show(self._bar, now)
 
-    def _show(self, now: float) -> None:
+    def _show(self, bar: Progress, now: float) -> None:
         self._shown = now
         seconds = max(now - self._start, 1e-6)
         speed = (
             f"{self._prompt_tokens / seconds:,.0f} prompt tokens/s, "
             f"{self._output_tokens / seconds:,.0f} output tokens/s"
         )
-        self._progress.update(self._task, completed=self._done, speed=speed)
+        bar.update(self._task, completed=self._done, speed=speed)

@@ -107,7 +107,8 @@ def _parts_of(name: str, prompt: Mapping[Any, Any]) -> tuple[str | None, list[An
 
 
 def _checked_ids(name: str, token_ids: list[Any], vocab_size: int) -> list[int]:
-    if not all(type(token) is int and 0 <= token < vocab_size for token in token_ids):
+    are_ints = set(map(type, token_ids)) <= {int}  # and so not booleans
+    if not are_ints or (token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size):
         raise InvalidRequestError(
             f"{name}: token ids must be integers from 0 to {vocab_size - 1}", "prompts"
         )

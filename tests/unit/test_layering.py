@@ -201,6 +201,8 @@ def test_what_serves_imports_declared_packages_alone() -> None:
     for file in source_files():
         for imported in imports_of(file):
             top = imported.module.split(".")[0]
+            if imported.is_for_types:
+                continue
             distribution = DISTRIBUTIONS.get(top, top.replace("_", "-"))
             if top not in sys.stdlib_module_names | {"pagewire"} and distribution not in declared:
                 wrong.append(f"{file.relative_to(ROOT)}:{imported.line} imports {top}")

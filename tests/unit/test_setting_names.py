@@ -132,8 +132,9 @@ def test_all_names_of_the_compose_files_are_known(
     text = "".join((ROOT / file).read_text() for file in files)
     names = set(re.findall(r"PAGEWIRE_[A-Z_]+[A-Z]", text))
     assert {"PAGEWIRE_BIND", "PAGEWIRE_MODELS", "PAGEWIRE_GPU_LOCKS"} < names
-    for name in names - {f"PAGEWIRE_{field.upper()}" for field in WorkerSettings.model_fields}:
-        monkeypatch.setenv(name, {"PAGEWIRE_POLICY": "prefix"}.get(name, "8000"))
+    fields = WorkerSettings.model_fields | RouterSettings.model_fields
+    for name in names - {f"PAGEWIRE_{field.upper()}" for field in fields}:
+        monkeypatch.setenv(name, "something")
     monkeypatch.setenv("PAGEWIRE_URL", "http://127.0.0.1:8000")
     monkeypatch.setenv("PAGEWIRE_TEST_SOMETHING", "1")
     load_settings(RouterSettings, {})
