@@ -117,7 +117,7 @@ def test_each_form_of_a_prompt_means_the_same(llm: LLM) -> None:
         {"prompt_token_ids": [1.5]},
         {"prompt_token_ids": [True]},
         [{"prompt": "x"}, {"prompt": ["x"]}],
-        object(),
+        pytest.param(object(), id="object"),
     ],
     ids=repr,
 )
