@@ -38,7 +38,7 @@ from pagewire.shared.sampling import ResolvedSampling
 logger = logging.getLogger(__name__)
 
 MAX_MOVES = 3  # a request that kills its workers must not kill all
-WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if there is no other
+WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if none is left
 RETRY_S = 0.1
 
 
