@@ -19,7 +19,6 @@ from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import (
     CancelPrefill,
@@ -43,27 +42,31 @@ class RemotePrefills:
 
     Args:
         runtime: of this worker.
+        on_reserved: called with a request's name in the engine, the position of the first block
+            that is missing, and the number of all its blocks.
         on_first_token: called once a request, with the message and the worker that sent it.
     """
 
     def __init__(
         self,
         runtime: WorkerRuntime,
+        on_reserved: Callable[[str, int, int], None],
         on_first_token: Callable[[DecodeRequest, PrefillDone, str], None],
     ) -> None:
         self._runtime = runtime
         self._tell_first_token = on_first_token
         self._by_job: dict[str, DecodeRequest] = {}
         self._parts = BlockParts.of_layout(runtime.built.layout)
-        self._scatterer = PieceScatterer(runtime.built.core, runtime.in_loop(self._on_scattered))
+        self._scatterer = PieceScatterer(
+            runtime.built.core,
+            runtime.built.runner,
+            runtime.in_loop(self._on_scattered),
+            runtime.in_loop(on_reserved),
+        )
         self._tell_activated = runtime.in_loop(self._on_activated)
         runtime.built.core.hooks.append(self._scatterer)
         self._vigil = runtime.vigil(lambda: bool(self._by_job))
         self._links = PrefillLinks(runtime, runtime.directory, self._on_message, self._on_link_lost)
-
-    def reserve(self, sequence: Sequence) -> None:
-        """Note that a request's blocks are reserved. Call it in the engine's thread."""
-        self._scatterer.reserve(sequence)
 
     def start(self) -> None:
         """Keep links to prefill workers, take pieces."""

@@ -19,7 +19,6 @@ from pagewire.services.decode.remote_prefill import RemotePrefills
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
-from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.protocol import (
     Cancel,
@@ -44,8 +43,7 @@ class DecodeService:
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
-        self._remote = RemotePrefills(runtime, self._on_first_token)
-        runtime.built.core.scheduler.on_reserved = self._announce_reservation
+        self._remote = RemotePrefills(runtime, self._on_reserved, self._on_first_token)
 
     @property
     def num_active(self) -> int:
@@ -158,16 +156,6 @@ class DecodeService:
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known
-
-    def _announce_reservation(self, sequence: Sequence) -> None:
-        """Tell the event loop which blocks are reserved. Runs in the engine's thread."""
-        self._remote.reserve(sequence)
-        block_size = self._runtime.built.layout.block_size
-        self._runtime.in_loop(self._on_reserved)(
-            sequence.request_id,
-            sequence.num_computed_tokens // block_size,
-            len(sequence.block_ids),
-        )
 
     def _on_reserved(self, engine_id: str, first_block: int, num_blocks: int) -> None:
         request = self._requests.get(engine_id)

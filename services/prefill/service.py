@@ -51,13 +51,14 @@ class PrefillService:
         self._peers = DecodePeers(runtime)
         self._parts = BlockParts.of_layout(runtime.built.layout)
         self._packer = PiecePacker(
-            executor=runtime.built.runner,
+            moves=runtime.built.runner,
             staging=runtime.send_staging,
             block_size=runtime.built.layout.block_size,
             parts=self._parts,
             on_packed=runtime.in_loop(self._on_packed),
             on_packing=runtime.in_loop(self._on_packing),
             on_dropped=runtime.in_loop(self._on_dropped),
+            on_failed=runtime.in_loop(self._on_failed),
         )
         runtime.built.core.hooks.append(self._packer)
         self._vigil = runtime.vigil(lambda: bool(self._jobs))
@@ -148,7 +149,7 @@ class PrefillService:
         except (InvalidRequestError, OverloadedError) as exc:
             self._runtime.in_loop(self._fail)(job, str(exc))
             return
-        self._packer.start(job.job_id, sequence, ticket.first_block, slot_bytes)
+        self._packer.start(job.job_id, ticket.first_block, slot_bytes)
 
     # Its blocks leave
 
@@ -176,6 +177,11 @@ class PrefillService:
     def _on_dropped(self, piece: StagedPiece) -> None:
         if (announced := self._take_announced(piece)) is not None:
             announced.resolve(packed=False)
+
+    def _on_failed(self, job_id: str) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._fail(job, "its blocks could not be packed")
 
     def _take_announced(self, piece: StagedPiece) -> Announced | None:
         announced = self._next

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import Expect, Export, StepPlan, Withdraw
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
@@ -129,8 +130,9 @@ class Simulation:
             caching=world.caching,
             overlap=world.overlap,
         )
-        self.core.scheduler.on_reserved = self.on_reserved
+        self.core.hooks.append(self)
         self.lives: dict[str, Life] = {}
+        self.exported: dict[str, int] = {}  # blocks of each prefill job
         self.to_come = sorted(enumerate(world.arrivals), key=lambda item: item[1].at)
         self.now = 0
 
@@ -192,12 +194,40 @@ class Simulation:
         plain.num_resumed_tokens = len(resumed)
         return plain
 
-    def on_reserved(self, sequence: Sequence) -> None:
+    def is_due(self) -> bool:
+        return False
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Play the KV side: look at what it is told."""
+        for work in plan.kv if plan is not None else []:
+            sequence = self.lives[work.request_id].sequence
+            match work:
+                case Expect():
+                    self.on_reserved(sequence, work)
+                case Export():
+                    self.on_export(sequence, work)
+                case Withdraw():
+                    self.exported.pop(work.request_id, None)
+        return False
+
+    def on_reserved(self, sequence: Sequence, expect: Expect) -> None:
+        assert expect.block_ids == sequence.block_ids
         assert len(sequence.block_ids) * self.world.block_size >= len(sequence.token_ids)
+        assert expect.first * self.world.block_size == sequence.num_computed_tokens
         assert len(sequence.token_ids) - sequence.num_computed_tokens > (
             self.world.local_prefill_tokens
         )
         self.lives[sequence.request_id].reserved_at = self.now
+
+    def on_export(self, sequence: Sequence, export: Export) -> None:
+        """Blocks come in order, once, and have been written by the steps launched so far."""
+        size = self.world.block_size
+        assert export.first == self.exported.get(export.request_id, 0)
+        end = self.exported[export.request_id] = export.first + len(export.block_ids)
+        assert export.is_last == (end * size >= len(sequence.token_ids))
+        for position, block in enumerate(export.block_ids, export.first):
+            tokens = sequence.token_ids[position * size :][:size]
+            assert self.device.cells[block][: len(tokens)] == tokens
 
     def tend(self, life: Life) -> None:
         """Play the client and the workers around a request."""
@@ -252,6 +282,7 @@ def test_every_sequence_ends_with_its_own_tokens(world: World) -> None:
             )
         assert life.sequence.num_in_flight_tokens == 0
         assert life.sequence.block_ids == []
+    assert simulation.exported == {}
     scheduler = simulation.core.scheduler
     assert scheduler.pool.counts().used == 0
     assert list(scheduler.holders()) == []
