@@ -115,7 +115,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 KvWork = Export | Expect | Withdraw
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """One step.
 
     Attributes:
@@ -170,7 +170,7 @@ class StepResult(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-class Supply(msgspec.Struct, frozen=True):
+class Supply(msgspec.Struct, frozen=True, tag=True):
     """What the sampling of a plan with `awaits_supply` waits for.
 
     Attributes:

@@ -204,8 +204,13 @@ class FakeDevice:
 
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""
-        for position in range(sequence.num_computed_tokens, len(sequence.token_ids)):
-            self._put(sequence.block_ids, position, sequence.token_ids[position])
+        first = sequence.num_computed_tokens
+        self.write(sequence.block_ids, first, sequence.token_ids[first:])
+
+    def write(self, block_ids: list[int], first: int, token_ids: list[int]) -> None:
+        """Write the KV of tokens from a position on."""
+        for position, token in enumerate(token_ids, first):
+            self._put(block_ids, position, token)
 
     def content(self, sequence: Sequence) -> list[int | None]:
         """What the blocks hold of all that a sequence has computed."""

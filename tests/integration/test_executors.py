@@ -1,0 +1,113 @@
+"""Plans as values: recorded and run again, and run in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.executor import PendingStep
+from pagewire.shared.engine.recording import Recorder, replay
+from pagewire.shared.engine.step import StepPlan
+from pagewire.tests.support.executor_pipe import PipeDevice, PipeExecutor, executor_process
+from pagewire.tests.support.simulation import Simulation, World, worlds
+
+PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
+SAMPLING = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
+] * 3
+TIGHT = {"device": "cpu", "num_blocks": 12, "max_num_batched_tokens": 40}  # some are preempted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_llm(**more: Any) -> LLM:
+    llm = LLM("demo", **TIGHT, **more)
+    llm.engine.core.overlap = True
+    return llm
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    tokens = [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)]
+    assert llm.engine.core.scheduler.num_preemptions > 0
+    llm.engine.core.scheduler.check_integrity()
+    return tokens
+
+
+class Keeper(Recorder):
+    """Keeps the results, too."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm.engine.runner)
+        self.steps: list[PendingStep] = []
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        self.steps.append(super().execute(plan))
+        return self.steps[-1]
+
+
+@pytest.fixture(scope="module")
+def kept(one_thread: None) -> tuple[list[list[int]], Keeper]:
+    """The tokens of a run, and what was recorded of it."""
+    llm = make_llm()
+    keeper = Keeper(llm)
+    llm.engine.core.executor = keeper
+    return tokens_of(llm), keeper
+
+
+def test_recorded_plans_give_the_same_tokens_again(kept: tuple[list[list[int]], Keeper]) -> None:
+    tokens, keeper = kept
+    results = list(replay(keeper.record, make_llm().engine.runner))
+    assert results == [step.wait() for step in keeper.steps]
+    assert sum(len(result.tokens) for result in results) >= sum(map(len, tokens))
+
+
+def test_a_changed_plan_gives_other_tokens(kept: tuple[list[list[int]], Keeper]) -> None:
+    """So that a plan does say what the tokens depend on."""
+    _tokens, keeper = kept
+    first = msgspec.msgpack.decode(keeper.record[0], type=StepPlan)
+    other = [msgspec.structs.replace(more, block_ids=more.block_ids[::-1]) for more in first.blocks]
+    swapped = [(new.slot + 1) % len(first.new_slots) for new in first.new_slots]
+    mixed = [
+        msgspec.structs.replace(new, slot=slot)
+        for new, slot in zip(first.new_slots, swapped, strict=True)
+    ]
+    wrong = msgspec.structs.replace(first, blocks=other, new_slots=mixed)
+    record = [msgspec.msgpack.encode(wrong), *keeper.record[1:]]
+    results = list(replay(record, make_llm().engine.runner))
+    assert results != [step.wait() for step in keeper.steps]
+
+
+def test_model_in_another_process_gives_the_same_tokens(
+    kept: tuple[list[list[int]], Keeper],
+) -> None:
+    llm = make_llm()
+    with executor_process(**TIGHT) as process:
+        llm.engine.core.executor = PipeExecutor(process)
+        assert tokens_of(llm) == kept[0]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[PipeDevice]:
+    with executor_process() as process:
+        yield PipeDevice(process)
+
+
+@settings(max_examples=60)
+@given(world=worlds())
+def test_sequences_end_with_their_own_tokens_over_a_pipe(pipe: PipeDevice, world: World) -> None:
+    simulation = Simulation(world, pipe)
+    simulation.run()
+    simulation.check_ends()
