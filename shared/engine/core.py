@@ -15,11 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
-from pagewire.shared.engine.executor import Executor, PendingStep
+from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
 from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
@@ -47,26 +46,6 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     error: str | None = None
-
-
-class StepHook(Protocol):
-    """Work that belongs between steps, e.g. moving KV blocks.
-
-    `after_launch` runs once an iteration. It returns whether it has unfinished work, so that
-    `is_due` is asked soon.
-    """
-
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what is to be done between two steps.
-
-        Args:
-            plan: what was launched in this iteration, if anything was.
-        """
-        ...
-
-    def is_due(self) -> bool:
-        """Whether the device has done what `after_launch` waits for. Asked often: to be quick."""
-        ...
 
 
 @dataclass(slots=True)
@@ -122,12 +101,31 @@ class EngineCore:
             InvalidRequestError: the name is in use, or see `Scheduler.add`.
             OverloadedError: see `Scheduler.add`.
         """
-        request_id = sequence.request_id
+        self._check_name(sequence.request_id)
+        self.scheduler.add(sequence)
+        self._enter(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence continue the tokens that are known of a live one.
+
+        Args:
+            parent: a live sequence.
+            child: with the same tokens, and parameters of its own.
+
+        Raises:
+            InvalidRequestError, OverloadedError: see `add`.
+        """
+        self._check_name(child.request_id)
+        self.scheduler.fork(parent, child)
+        self._enter(child)
+
+    def _check_name(self, request_id: str) -> None:
         if request_id in self._sequences or request_id in self.scheduler.held:
             raise InvalidRequestError(f"there is a request {request_id} already", "request_id")
+
+    def _enter(self, sequence: Sequence) -> None:
         sequence.arrival_s = self.clock()
-        self.scheduler.add(sequence)
-        self._sequences[request_id] = sequence
+        self._sequences[sequence.request_id] = sequence
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""

@@ -1,4 +1,4 @@
-"""The seam between the engine and the device or devices that it drives."""
+"""The seams between the engine, the device or devices that it drives, and the KV side."""
 
 from __future__ import annotations
 
@@ -69,4 +69,24 @@ class BlockMoves(Protocol):
         self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
     ) -> PendingCheck:
         """Scatter staging into blocks and check them, once plan `after` has run, likewise."""
+        ...
+
+
+class StepHook(Protocol):
+    """Work that belongs between steps, e.g. moving KV blocks.
+
+    `after_launch` runs once an iteration. It returns whether it has unfinished work, so that
+    `is_due` is asked soon.
+    """
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do what is to be done between two steps.
+
+        Args:
+            plan: what was launched in this iteration, if anything was.
+        """
+        ...
+
+    def is_due(self) -> bool:
+        """Whether the device has done what `after_launch` waits for. Asked often: to be quick."""
         ...

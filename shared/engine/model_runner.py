@@ -148,13 +148,14 @@ class ModelRunner:
         """
         if self._awaiting is not None:
             raise IntegrityError(f"step {self._awaiting.number} waits for a supply")
+        if plan.copies:
+            self._copy_blocks(plan.copies)
         if any(isinstance(work, Expect) for work in plan.kv):
+            # A block that is copied from may be one that is expected.
             self._events.note(plan.number - 1, [self.mover.mark()])
         self._part_markers = []
         self._marks_parts = any(isinstance(work, Export) for work in plan.kv)
         self.state.apply(plan)
-        if plan.copies:
-            self._copy_blocks(plan.copies)
         pending = self._launch(plan)
         if self._marks_parts:
             is_complete = len(self._part_markers) == self.mover.parts.count

@@ -110,7 +110,7 @@ class PlanDraft:
     freed: list[int] = field(default_factory=list)
     new_slots: list[NewSlot] = field(default_factory=list)
     blocks: list[SlotBlocks] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # target -> source
     inputs: list[SlotInput] = field(default_factory=list)
     kv: list[KvWork] = field(default_factory=list)
 
@@ -127,6 +127,16 @@ class PlanDraft:
         """Note the token of a row that no step has left in its slot."""
         token = sequence.token_ids[position]
         self.inputs.append(SlotInput(slot_of(sequence), token, position))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Note that a block gets the content of another."""
+        # All sources are read before a target is written: a copy of a copy is one of the first.
+        self.copies[target] = self.copies.get(source, source)
+
+    def drop_copies(self, blocks: list[int]) -> None:
+        """Note that these blocks belong to nobody any more."""
+        for block in blocks if self.copies else ():
+            self.copies.pop(block, None)
 
     def free_slot(self, slot: int) -> None:
         """Note that a slot's owner is gone, and drop what the draft has for it."""
@@ -171,7 +181,7 @@ class PlanDraft:
             freed=self.freed,
             new_slots=self.new_slots,
             blocks=self.blocks,
-            copies=self.copies,
+            copies=[(source, target) for target, source in self.copies.items()],
             inputs=self.inputs,
             kv=self.kv,
         )

@@ -16,140 +16,21 @@ block is missing and the end is not reached.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pagewire.shared.engine.schedule import (
-    PlanDraft,
-    Schedule,
-    ScheduledTokens,
-    SchedulerLimits,
-)
+from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.errors import (
-    ConfigError,
-    InvalidRequestError,
-    OverloadedError,
-    SchedulingError,
-)
-from pagewire.shared.kv_cache.block_hash import BlockHasher
-from pagewire.shared.kv_cache.block_pool import BlockPool
+from pagewire.shared.engine.sequence_table import SequenceTable
+from pagewire.shared.errors import SchedulingError
 from pagewire.shared.request import RequestStatus
-
-_BLOCKS_ARE_GOOD = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 
 
 @dataclass(slots=True)
-class Scheduler:
-    """The queue, the running batch and the block pool that they share.
+class Scheduler(SequenceTable):
+    """Decides over the sequences of its table."""
 
-    Raises:
-        ConfigError: the longest sequence needs more blocks than there are.
-    """
-
-    limits: SchedulerLimits
-    pool: BlockPool
-    hasher: BlockHasher
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)
-    reserved: dict[str, Sequence] = field(default_factory=dict)
-    held: dict[str, Sequence] = field(default_factory=dict)
-    _free_slots: list[int] = field(init=False)
     num_preemptions: int = 0
     _num_plans: int = 0
-    _draft: PlanDraft = field(default_factory=PlanDraft)
-    _pinned: Counter[int] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self._block_size
-        if longest > pool_tokens:
-            # Such a sequence would wait for ever for more blocks than there are.
-            raise ConfigError(
-                f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
-                f"of {self._block_size}: lower --max-model-len or raise --num-blocks"
-            )
-        self._free_slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
-
-    @property
-    def _block_size(self) -> int:
-        return self.hasher.block_size
-
-    # Requests come and go
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
-
-        Raises:
-            InvalidRequestError: it could never run here.
-            OverloadedError: the queue is full.
-        """
-        if not 1 <= len(sequence.token_ids) < self.limits.max_model_len:
-            raise InvalidRequestError(
-                f"a prompt of {len(sequence.token_ids)} tokens does not fit: "
-                f"between 1 and {self.limits.max_model_len - 1} are possible here",
-                "prompt",
-            )
-        if len(self.waiting) >= self.limits.max_waiting:
-            raise OverloadedError(f"{len(self.waiting)} requests are waiting already")
-        if not sequence.prefill_only:  # such a one has nothing to run after its first token
-            longest = sequence.num_prompt_tokens + sequence.sampling.max_tokens
-            sequence.run_until = min(longest, self.limits.max_model_len) - 1
-        self.waiting.append(sequence)
-
-    def finish(self, sequence: Sequence, status: RequestStatus) -> None:
-        """End a sequence and free what it has, unless its blocks are to be held for sending."""
-        was = sequence.status
-        sequence.transition(status)
-        if was is RequestStatus.RUNNING:
-            self.running.remove(sequence)
-        elif was is RequestStatus.RESERVED:
-            del self.reserved[sequence.request_id]
-            self._draft.withdraw(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self._give_up_slot(sequence)
-        if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
-            self.held[sequence.request_id] = sequence
-        else:
-            self._give_up_blocks(sequence)
-
-    def forget(self, request_id: str) -> None:
-        """Free the blocks of a finished prefill job; unknown ids are fine."""
-        sequence = self.held.pop(request_id, None)
-        if sequence is not None:
-            self._give_up_blocks(sequence)
-
-    def activate(self, sequence: Sequence, first_token: int) -> None:
-        """Let a reserved sequence run: its prompt's KV has arrived, its first token is known."""
-        sequence.transition(RequestStatus.RUNNING)
-        del self.reserved[sequence.request_id]
-        sequence.remote_prefill = False  # if it is preempted, it is computed again here
-        sequence.num_computed_tokens = len(sequence.token_ids)
-        self.register_blocks(sequence, 0, sequence.num_computed_tokens)
-        sequence.token_ids.append(first_token)
-        self.running.append(sequence)
-
-    def fall_back(self, sequence: Sequence) -> None:
-        """Compute a reserved sequence's prompt here after all: first in the queue."""
-        sequence.transition(RequestStatus.WAITING)
-        del self.reserved[sequence.request_id]
-        sequence.remote_prefill = False
-        self._draft.withdraw(sequence)
-        self._give_up_slot(sequence)
-        self._give_up_blocks(sequence)
-        self.waiting.appendleft(sequence)
-
-    def pin(self, blocks: list[int]) -> None:
-        """Keep blocks from being given to others while something still writes to them."""
-        self.pool.acquire(blocks)
-        self._pinned.update(blocks)
-
-    def unpin(self, blocks: list[int]) -> None:
-        """Nothing writes to these blocks any more."""
-        self._pinned.subtract(blocks)
-        self._pinned += Counter()  # drops what is not pinned at all
-        self.pool.release(blocks)
 
     # One step
 
@@ -283,15 +164,6 @@ class Scheduler:
             if sequence.prefill_only:
                 self._draft.export(sequence, self._block_size)
 
-    def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks that tokens `start .. end - 1` filled findable: their KV is written."""
-        size = self._block_size
-        if start // size == end // size or not self.pool.enable_caching:
-            return
-        sequence.extend_hashes(self.hasher)
-        full = min(end // size, len(sequence.block_hashes))
-        self.pool.register(sequence.block_ids, sequence.block_hashes, start // size, full)
-
     # Admission and preemption
 
     def _admit_waiting(self, budget: int, decision: Schedule) -> None:
@@ -356,47 +228,3 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
         return victim
-
-    # What a sequence holds
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _give_up_slot(self, sequence: Sequence) -> None:
-        sequence.num_late_tokens = sequence.num_in_flight_tokens
-        sequence.decodes_from_slot = False
-        sequence.decode_until = 0
-        if sequence.slot is not None:
-            self._free_slots.append(sequence.slot)
-            self._draft.free_slot(sequence.slot)
-            sequence.slot = None
-
-    def _give_up_blocks(self, sequence: Sequence) -> None:
-        if sequence.num_exported_blocks:
-            self._draft.withdraw(sequence)
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed_tokens = 0
-        sequence.num_exported_blocks = 0
-
-    def holders(self) -> Iterable[Sequence]:
-        """All sequences that may hold blocks."""
-        return [*self.running, *self.reserved.values(), *self.held.values(), *self.waiting]
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens that wait to be prefilled, here and in the running batch's chunks."""
-        waiting = sum(len(sequence.token_ids) for sequence in self.waiting)
-        chunked = [sequence for sequence in self.running if not sequence.decodes_from_slot]
-        return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
-
-    def check_integrity(self) -> None:
-        """Check that the pool's books agree with what the sequences hold.
-
-        Raises:
-            IntegrityError: they do not.
-        """
-        references = Counter(self._pinned)
-        for sequence in self.holders():
-            references.update(sequence.block_ids)
-        self.pool.check_integrity(references)

@@ -11,8 +11,8 @@ schedule, which names sequences, and gives the plan to the executor, which knows
 only. So a plan can be encoded, sent to another process, recorded and replayed, and an executor is
 the model on this process's device, a rank of several, a fake, or a recording.
 
-A plan is applied in this order: `freed`, `new_slots`, `blocks`, `copies`, `inputs`, then the
-decode rows and the prefill chunks. A plan without rows is a plan: it prepares slots, or carries
+A plan is applied in this order: `copies`, `freed`, `new_slots`, `blocks`, `inputs`, then the decode
+rows and the prefill chunks. A plan without rows is a plan: it prepares slots, or carries
 news for the KV side. Plans are numbered from 1, and "after plan n" names a point in the device's
 work; each executor maps it to an event of its own.
 
@@ -125,7 +125,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
         freed: slots that nobody has any more.
         new_slots: slots that got an owner; one may be among `freed` as well.
         blocks: additions to block tables.
-        copies: pairs (from, to) of blocks; a source is not a target of the same plan.
+        copies: pairs (from, to) of blocks; all are read before one is written.
         inputs: of decode rows whose slot does not have it.
         kv: what the KV side is to do.
         awaits_supply: sampling waits for `Executor.supply`.

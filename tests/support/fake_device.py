@@ -262,6 +262,10 @@ class FakeDevice:
             assert chunk.length > (1 if chunk.samples else 0), "this is a decode row"
 
     def _apply(self, plan: StepPlan) -> None:
+        copied = [list(self.cells[source]) for source, _target in plan.copies]
+        for (_source, target), cells in zip(plan.copies, copied, strict=True):
+            self.cells[target] = cells
+            self._written[target] = plan.number
         for slot in plan.freed:
             self._slots.pop(slot, None)
         running = {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
@@ -274,9 +278,6 @@ class FakeDevice:
             table = self._slots[more.slot].table
             assert len(table) == more.first and more.block_ids
             table += more.block_ids
-        for source, target in plan.copies:
-            self.cells[target] = list(self.cells[source])
-            self._written[target] = plan.number
         for put in plan.inputs:
             assert put.slot in plan.decodes
             owned = self._slots[put.slot]

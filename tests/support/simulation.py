@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hypothesis import strategies as st
@@ -32,6 +32,7 @@ class Arrival:
     fate: Fate
     delay: int
     abort_after: int | None
+    fork_after: int | None
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
         fate=draw(st.sampled_from(FATES)),
         delay=draw(st.integers(0, 6)),
         abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
+        fork_after=draw(st.sampled_from([None] * 6 + [1, 2, 4, 7])),
     )
 
 
@@ -108,6 +110,7 @@ class Life:
     finish_reason: str | None = None
     reserved_at: int | None = None
     finished_at: int | None = None
+    has_forked: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -252,10 +255,32 @@ class Simulation:
             self.core.abort(sequence.request_id)
             life.finish_reason = "abort"
             return
+        if arrival.fork_after is not None and self.now - arrival.at >= arrival.fork_after:
+            self.fork(life)
         if sequence.status is not RequestStatus.RESERVED or life.reserved_at is None:
             return
         if self.now - life.reserved_at >= arrival.delay:
             self.end_reservation(life)
+
+    def fork(self, life: Life) -> None:
+        """Let a second sequence with another seed continue what is known of one."""
+        parent = life.sequence
+        if life.has_forked or parent.prefill_only or parent.is_finished:
+            return
+        life.has_forked = True
+        arrival = replace(life.arrival, at=self.now, kind="local", fork_after=None)
+        child = make_sequence(
+            f"{parent.request_id}-fork",
+            parent.token_ids[: parent.num_prompt_tokens],
+            resumed=parent.token_ids[parent.num_prompt_tokens :],
+            max_tokens=arrival.max_tokens,
+            stop=arrival.stop,
+            seed=1 - arrival.seed,
+        )
+        limit = self.core.scheduler.limits.max_model_len
+        expected = generate(child, limit)[child.num_resumed_tokens :]
+        self.core.fork(parent, child)
+        self.lives[child.request_id] = Life(arrival, child, expected)
 
     def end_reservation(self, life: Life) -> None:
         sequence, fate = life.sequence, life.arrival.fate
