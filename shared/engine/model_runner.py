@@ -181,8 +181,9 @@ class ModelRunner:
 
     def _allowed(self, mask: bytes, logits: torch.Tensor) -> torch.Tensor:
         """Return which tokens a mask allows, [vocab] bool."""
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-        return torch.from_numpy(bits[: logits.shape[1]].astype(bool)).to(logits.device)
+        packed = np.frombuffer(mask, np.uint8)
+        bits = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
+        return torch.from_numpy(bits.astype(bool)).to(logits.device)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])

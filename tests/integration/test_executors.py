@@ -11,9 +11,12 @@ import torch
 from hypothesis import given, settings
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.executor import PendingStep
 from pagewire.shared.engine.recording import Recorder, replay
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.step import NewSlot, PrefillChunk, SlotBlocks, StepPlan, Supply
+from pagewire.shared.errors import IntegrityError
+from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.executor_pipe import PipeDevice, PipeExecutor, executor_process
 from pagewire.tests.support.simulation import Simulation, World, worlds
 
@@ -111,3 +114,42 @@ def test_sequences_end_with_their_own_tokens_over_a_pipe(pipe: PipeDevice, world
     simulation = Simulation(world, pipe)
     simulation.run()
     simulation.check_ends()
+
+
+def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
+    runner = make_llm().engine.runner
+    slots = [NewSlot(slot, SamplingParams(temperature=0, seed=0)) for slot in (0, 1)]
+    plan = StepPlan(
+        number=1,
+        new_slots=slots,
+        blocks=[SlotBlocks(0, 0, [3]), SlotBlocks(1, 0, [5])],
+        chunks=[PrefillChunk(slot, 0, PROMPTS[5][:12], samples=True) for slot in (0, 1)],
+    )
+    free = runner.execute(plan).wait().tokens
+    assert free[0] == free[1]
+    awaiting = runner.execute(msgspec.structs.replace(plan, number=2, awaits_supply=True))
+    assert not awaiting.is_done()
+    with pytest.raises(IntegrityError, match="step 2 waits"):
+        runner.execute(StepPlan(number=3, decodes=[0]))
+    mask = bytearray(2048 // 8)
+    mask[77 // 8] |= 1 << 77 % 8
+    runner.supply(Supply(number=2, masks={1: bytes(mask)}))
+    assert awaiting.wait().tokens == [free[0], 77]
+
+
+def test_forked_sequence_goes_on_as_its_parent_would() -> None:
+    llm = make_llm()
+    core = llm.engine.core
+    parent = new_sequence("parent", PROMPTS[3][:37], SAMPLING[0], ())
+    core.add(parent)
+    while len(parent.token_ids) < 40:
+        core.step()
+    prompt, outputs = parent.token_ids[:37], parent.token_ids[37:]
+    child = new_sequence("child", prompt, SAMPLING[0], (), outputs)
+    core.fork(parent, child)
+    assert child.status is RequestStatus.RUNNING
+    while core.has_work:
+        core.step()
+    assert child.token_ids == parent.token_ids
+    assert len(child.token_ids) == 37 + 20
+    core.scheduler.check_integrity()

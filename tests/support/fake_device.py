@@ -19,7 +19,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import Export, PrefillChunk, StepPlan, StepResult, Supply
+from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, StepResult, Supply
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
 from pagewire.shared.request import SamplingParams
@@ -264,6 +264,7 @@ class FakeDevice:
     def _apply(self, plan: StepPlan) -> None:
         copied = [list(self.cells[source]) for source, _target in plan.copies]
         for (_source, target), cells in zip(plan.copies, copied, strict=True):
+            assert not any(isinstance(w, Expect) and target in w.block_ids for w in plan.kv)
             self.cells[target] = cells
             self._written[target] = plan.number
         for slot in plan.freed:
