@@ -282,14 +282,19 @@ class EngineCore:
         self._deliver(sequence, token)
 
     def _attend(self, sequence: Sequence, token: int) -> None:
-        """Do what a new token makes necessary: keep a full block, end the sequence, deliver it."""
-        num_tokens = len(sequence.token_ids)
+        """Deliver a token that may end a sequence, fill a block, or be the first."""
+        num_tokens, was_first = len(sequence.token_ids), sequence.attend_at == 0
         scheduler = self.scheduler
-        scheduler.register_blocks(sequence, num_tokens - 2, num_tokens - 1)
-        size = scheduler.hasher.block_size
-        block_is_full_at = (num_tokens - 1) // size * size + size + 1
-        sequence.attend_at = min(block_is_full_at, sequence.run_until + 1)
-        self._deliver(sequence, token)
+        sequence.attend_at = sequence.run_until + 1
+        if scheduler.pool.enable_caching:
+            size = scheduler.block_size
+            scheduler.register_blocks(sequence, num_tokens - 2, num_tokens - 1)
+            full_at = (num_tokens - 1) // size * size + size + 1
+            sequence.attend_at = min(sequence.attend_at, full_at)
+        if was_first or num_tokens > sequence.run_until or token in sequence.stop_token_ids:
+            self._deliver(sequence, token)
+        else:
+            self._outputs.append(StepOutput(sequence.request_id, [token]))
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
         first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1

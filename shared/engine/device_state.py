@@ -72,7 +72,9 @@ class DeviceState:
 
     def upload(self, rows: list[list[int]]) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
-        host = torch.tensor(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host = torch.from_numpy(np.array(rows, np.int64))
+        if self.device.type == "cuda":
+            host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
     def _add_blocks(self, additions: list[SlotBlocks]) -> None:

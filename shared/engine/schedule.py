@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import (
@@ -176,7 +177,7 @@ class PlanDraft:
             return None
         return StepPlan(
             number=number,
-            decodes=[slot_of(sequence) for sequence in decision.rows],
+            decodes=_slots_of(decision.rows),
             chunks=[_chunk_of(part) for part in decision.chunks],
             freed=self.freed,
             new_slots=self.new_slots,
@@ -196,6 +197,12 @@ def slot_of(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise IntegrityError(f"{sequence.request_id} is to run and has no slot")
     return sequence.slot
+
+
+def _slots_of(rows: list[Sequence]) -> list[int]:
+    """Return the slots of decode rows: `slot_of` each, and quicker."""
+    slots = [sequence.slot for sequence in rows]
+    return cast("list[int]", slots) if None not in slots else [slot_of(row) for row in rows]
 
 
 def _chunk_of(part: ScheduledTokens) -> PrefillChunk:

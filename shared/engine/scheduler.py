@@ -149,7 +149,7 @@ class Scheduler(SequenceTable):
     def _note_room(self, sequence: Sequence) -> None:
         """Note up to where a sequence decodes in the blocks that it has."""
         if sequence.decodes_from_slot:
-            capacity = len(sequence.block_ids) * self._block_size
+            capacity = len(sequence.block_ids) * self.block_size
             sequence.decode_until = min(capacity, sequence.run_until)
 
     def _book(self, decision: Schedule) -> None:
@@ -162,7 +162,7 @@ class Scheduler(SequenceTable):
                 sequence.decodes_from_slot = True
                 self._note_room(sequence)
             if sequence.prefill_only:
-                self._draft.export(sequence, self._block_size)
+                self._draft.export(sequence, self.block_size)
 
     # Admission and preemption
 
@@ -189,7 +189,7 @@ class Scheduler(SequenceTable):
         sequence.block_ids = cached  # now, so that they are given back whatever happens
         sequence.block_ids = [*cached, *self.pool.allocate(missing)]
         self.waiting.popleft()
-        sequence.num_computed_tokens = len(cached) * self._block_size
+        sequence.num_computed_tokens = len(cached) * self.block_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             decision.admitted.append(sequence)
@@ -208,14 +208,14 @@ class Scheduler(SequenceTable):
         sequence.transition(RequestStatus.RESERVED)
         self.reserved[sequence.request_id] = sequence
         decision.reserved.append(sequence)
-        self._draft.expect(sequence, self._block_size)
+        self._draft.expect(sequence, self.block_size)
 
     def _usable_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks of a sequence, at least one token short of all it has."""
         if not self.pool.enable_caching:
             return []
         sequence.extend_hashes(self.hasher)
-        most = (len(sequence.token_ids) - 1) // self._block_size
+        most = (len(sequence.token_ids) - 1) // self.block_size
         return self.pool.lookup(sequence.block_hashes[:most])
 
     def _preempt_youngest(self, decision: Schedule) -> Sequence:

@@ -31,6 +31,7 @@ class SequenceTable:
         waiting: the queue; first those that were preempted.
         running: in the order of their admission.
         reserved: by name; their blocks wait for another worker's KV.
+        block_size: tokens of a block.
         held: by name; finished prefill jobs whose blocks are still being sent.
 
     Raises:
@@ -44,23 +45,21 @@ class SequenceTable:
     running: list[Sequence] = field(default_factory=list)
     reserved: dict[str, Sequence] = field(default_factory=dict)
     held: dict[str, Sequence] = field(default_factory=dict)
+    block_size: int = field(init=False)
     _free_slots: list[int] = field(init=False)
     _draft: PlanDraft = field(default_factory=PlanDraft)
     _pinned: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self._block_size
+        self.block_size = self.hasher.block_size
+        longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self.block_size
         if longest > pool_tokens:
             # Such a sequence would wait for ever for more blocks than there are.
             raise ConfigError(
                 f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
-                f"of {self._block_size}: lower --max-model-len or raise --num-blocks"
+                f"of {self.block_size}: lower --max-model-len or raise --num-blocks"
             )
         self._free_slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
-
-    @property
-    def _block_size(self) -> int:
-        return self.hasher.block_size
 
     # Requests come and go
 
@@ -149,10 +148,10 @@ class SequenceTable:
             return
         self.waiting.remove(child)
         blocks = parent.block_ids[: self._blocks_for(known)]
-        child.block_ids, own = self.pool.fork(blocks, known // self._block_size)
+        child.block_ids, own = self.pool.fork(blocks, known // self.block_size)
         for source, target in zip(blocks[-len(own) :], own, strict=True) if own else ():
             self._draft.copy_block(source, target)
-        child.block_hashes = parent.block_hashes[: known // self._block_size]
+        child.block_hashes = parent.block_hashes[: known // self.block_size]
         child.num_computed_tokens = child.num_cached_tokens = known
         child.slot = self._free_slots.pop()
         self._draft.add_slot(child)
@@ -173,7 +172,7 @@ class SequenceTable:
     # What a sequence holds
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     def _give_up_slot(self, sequence: Sequence) -> None:
         sequence.num_late_tokens = sequence.num_in_flight_tokens
@@ -217,7 +216,7 @@ class SequenceTable:
 
     def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks that tokens `start .. end - 1` filled findable: their KV is written."""
-        size = self._block_size
+        size = self.block_size
         if start // size == end // size or not self.pool.enable_caching:
             return
         sequence.extend_hashes(self.hasher)
