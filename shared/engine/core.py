@@ -256,45 +256,37 @@ class EngineCore:
 
     def _accept(self, schedule: Schedule, tokens: list[int], lost: set[Sequence]) -> None:
         """Append a step's tokens to their sequences."""
-        for part in schedule.chunks:
+        for part in (*schedule.entries, *schedule.chunks):
             if part.sequence not in lost:
                 self.scheduler.register_blocks(part.sequence, part.start, part.end)
+                part.sequence.has_known_token = part.samples
+        sampled = schedule.sampled
+        self.stats.tokens_generated += len(tokens)
+        if lost:
+            self._accept_late(sampled, tokens, lost)
+            sampled, tokens = _without(sampled, tokens, lost)
         add_output = self._outputs.append
-        for sequence, token in zip(schedule.sampled, tokens, strict=True):
-            if lost and sequence in lost:
-                self._accept_late(sequence, token)
-                continue
+        for sequence, token in zip(sampled, tokens, strict=True):
             token_ids = sequence.token_ids
             token_ids.append(token)
-            if len(token_ids) >= sequence.attend_at or token in sequence.stop_token_ids:
-                self._attend(sequence, token)
-            else:
+            if len(token_ids) < sequence.attend_at and token not in sequence.stop_token_ids:
                 add_output(StepOutput(sequence.request_id, [token]))
-        self.stats.tokens_generated += len(tokens)
+            else:
+                sequence.attend_at = sequence.run_until + 1
+                self._deliver(sequence, token)
 
-    def _accept_late(self, sequence: Sequence, token: int) -> None:
-        """Take a token of a life that is over; drop it if the sequence has ended."""
-        sequence.num_late_tokens -= 1
-        if sequence.is_finished or sequence.prefill_only:
-            self.stats.tokens_generated -= 1
-            return  # what a prefill job is for is its blocks: without them it runs again
-        sequence.token_ids.append(token)
-        self._deliver(sequence, token)
-
-    def _attend(self, sequence: Sequence, token: int) -> None:
-        """Deliver a token that may end a sequence, fill a block, or be the first."""
-        num_tokens, was_first = len(sequence.token_ids), sequence.attend_at == 0
-        scheduler = self.scheduler
-        sequence.attend_at = sequence.run_until + 1
-        if scheduler.pool.enable_caching:
-            size = scheduler.block_size
-            scheduler.register_blocks(sequence, num_tokens - 2, num_tokens - 1)
-            full_at = (num_tokens - 1) // size * size + size + 1
-            sequence.attend_at = min(sequence.attend_at, full_at)
-        if was_first or num_tokens > sequence.run_until or token in sequence.stop_token_ids:
-            self._deliver(sequence, token)
-        else:
-            self._outputs.append(StepOutput(sequence.request_id, [token]))
+    def _accept_late(self, sampled: list[Sequence], tokens: list[int], lost: set[Sequence]) -> None:
+        """Take tokens of lives that are over; drop those of sequences that have ended."""
+        for sequence, token in zip(sampled, tokens, strict=True):
+            if sequence not in lost:
+                continue
+            sequence.num_late_tokens -= 1
+            if sequence.is_finished or sequence.prefill_only:
+                # What a prefill job is for is its blocks: without them it runs again.
+                self.stats.tokens_generated -= 1
+            else:
+                sequence.token_ids.append(token)
+                self._deliver(sequence, token)
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
         first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1
@@ -398,3 +390,10 @@ class EngineCore:
                     sequence.request_id, [], finish_reason="error", error="the model step failed"
                 )
             )
+
+
+def _without(
+    sampled: list[Sequence], tokens: list[int], lost: set[Sequence]
+) -> tuple[list[Sequence], list[int]]:
+    pairs = [pair for pair in zip(sampled, tokens, strict=True) if pair[0] not in lost]
+    return [sequence for sequence, _ in pairs], [token for _, token in pairs]

@@ -70,9 +70,9 @@ class DeviceState:
         if plan.inputs:
             self._put_inputs(plan.inputs)
 
-    def upload(self, rows: list[list[int]]) -> torch.Tensor:
+    def upload(self, rows: list[list[int]] | BlockTables) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
-        host = torch.from_numpy(np.array(rows, np.int64))
+        host = torch.from_numpy(np.asarray(rows, np.int64))
         if self.device.type == "cuda":
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
@@ -84,8 +84,9 @@ class DeviceState:
             first = more.slot * self.max_blocks + more.first
             index.extend(range(first, first + len(more.block_ids)))
             blocks.extend(more.block_ids)
-        self.host_tables.reshape(-1)[index] = blocks
-        update = self.upload([index, blocks])
+        rows = np.array([index, blocks], np.int64)
+        self.host_tables.reshape(-1)[rows[0]] = rows[1]
+        update = self.upload(rows)
         self.block_tables.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))
 
     def _put_inputs(self, inputs: list[SlotInput]) -> None:

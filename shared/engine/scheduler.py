@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
+from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens, slot_of
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.sequence_table import SequenceTable
+from pagewire.shared.engine.step import SlotBlocks
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.request import RequestStatus
 
@@ -76,31 +77,46 @@ class Scheduler(SequenceTable):
 
         Rows come before chunks: a long prompt does not hold up the answers under way.
         """
-        rows: list[Sequence] = []
         growing: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for sequence in self.running:
-            if sequence.num_computed_tokens < sequence.decode_until:
-                rows.append(sequence)
-            elif sequence.decodes_from_slot:
-                if sequence.num_computed_tokens < sequence.run_until:
-                    rows.append(sequence)
-                    growing.append(sequence)
+        idle: set[Sequence] = set()
+        for sequence in [s for s in self.running if s.num_computed_tokens >= s.decode_until]:
+            if sequence.decodes_from_slot and sequence.num_computed_tokens >= sequence.run_until:
+                idle.add(sequence)  # its last token is in flight
             elif sequence.num_uncomputed_tokens == 1:
-                rows.append(sequence)
                 growing.append(sequence)
             else:
+                idle.add(sequence)
                 prefilling.append(sequence)
+        rows = [s for s in self.running if s not in idle] if idle else list(self.running)
         limit = self.limits.max_num_batched_tokens
         if len(rows) > limit:
             del rows[limit:]
             chosen = set(rows)
             growing = [sequence for sequence in growing if sequence in chosen]
         decision.rows = rows
+        if len(growing) <= self.pool.num_available:
+            growing = self._grow_by_one(growing, decision)
         for sequence in growing:
             if sequence.status is RequestStatus.RUNNING:
                 self._prepare_row(sequence, decision)
         return prefilling
+
+    def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> list[Sequence]:
+        """Give each row whose token is in its slot the one block that it lacks; quickly.
+
+        Returns:
+            The others.
+        """
+        plain = [sequence for sequence in growing if sequence.decodes_from_slot]
+        decision.touched += plain
+        add, size = self._draft.blocks.append, self.block_size
+        for sequence, block in zip(plain, self.pool.allocate(len(plain)), strict=True):
+            blocks = sequence.block_ids
+            add(SlotBlocks(slot_of(sequence), len(blocks), [block]))
+            blocks.append(block)
+            sequence.decode_until = min(len(blocks) * size, sequence.run_until)
+        return [sequence for sequence in growing if not sequence.decodes_from_slot]
 
     def _prepare_row(self, sequence: Sequence, decision: Schedule) -> None:
         """Take the block that a decode row needs, and bring its token if the slot lacks it."""

@@ -35,8 +35,8 @@ class Sequence:
         decodes_from_slot: the slot holds the next input token.
         run_until: the position at which its last token is known to lie, whatever it is.
         decode_until: decode rows below this position need no decision.
-        attend_at: an accepted token that makes it this long is more than a token to deliver: a
-            block is full, or the sequence ends.
+        has_known_token: the host knows a token that was sampled in this life.
+        attend_at: an accepted token that makes it this long is the first or the last one.
     """
 
     request_id: str
@@ -59,6 +59,7 @@ class Sequence:
     decodes_from_slot: bool = False
     run_until: int = 0
     decode_until: int = 0
+    has_known_token: bool = False
     attend_at: int = 0
     first_scheduled_s: float | None = None
 

@@ -186,11 +186,24 @@ class SequenceTable:
     def _give_up_blocks(self, sequence: Sequence) -> None:
         if sequence.num_exported_blocks:
             self._draft.withdraw(sequence)
-        self._draft.drop_copies(sequence.block_ids)
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed_tokens = 0
-        sequence.num_exported_blocks = 0
+        try:
+            self._keep_output(sequence)
+        finally:
+            self._draft.drop_copies(sequence.block_ids)
+            self.pool.release(sequence.block_ids)
+            sequence.block_ids = []
+            sequence.num_computed_tokens = 0
+            sequence.num_exported_blocks = 0
+
+    def _keep_output(self, sequence: Sequence) -> None:
+        """Make the full blocks of a sequence's output findable before it gives them up.
+
+        Now, and not block by block as the answer grows: many are hashed more quickly at once.
+        """
+        if sequence.has_known_token and sequence.status is not RequestStatus.FINISHED_ERROR:
+            # The newest token has not run.
+            self.register_blocks(sequence, 0, len(sequence.token_ids) - 1)
+        sequence.has_known_token = False
 
     def holders(self) -> Iterable[Sequence]:
         """All sequences that may hold blocks."""
