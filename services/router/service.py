@@ -81,7 +81,7 @@ class RouterService:
             settings.request_timeout_s,
         )
         registry = self.metrics.registry
-        registry.register(StateCollector(model.name, self.dispatcher, self.directory))
+        registry.register(StateCollector(model.name, self.dispatcher.admission, self.directory))
         self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(model.name, self._http, registry)
@@ -134,7 +134,7 @@ class RouterService:
             OverloadedError: the queue is full.
         """
         self._check_serving()
-        self.dispatcher.check_room()
+        self.dispatcher.admission.check_room()
 
     def admit(self) -> AbstractContextManager[None]:
         """Check again when its body is here, and count it while it is read.
@@ -144,7 +144,7 @@ class RouterService:
             OverloadedError: the queue is full; on entering.
         """
         self._check_serving()
-        return self.dispatcher.reading()
+        return self.dispatcher.admission.reading()
 
     def _check_serving(self) -> None:
         if self.is_draining:

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from pagewire.services.router.dispatch import Dispatcher
+from pagewire.services.router.admission import Admission
 from pagewire.shared.registry import WorkerDirectory
 
 
 class StateCollector:
     """Reads the requests in the system and whether Redis answers."""
 
-    def __init__(self, model_name: str, dispatcher: Dispatcher, directory: WorkerDirectory) -> None:
+    def __init__(self, model_name: str, admission: Admission, directory: WorkerDirectory) -> None:
         self._model_name = model_name
-        self._dispatcher, self._directory = dispatcher, directory
+        self._admission, self._directory = admission, directory
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
         for name, text, value in (
-            ("num_requests_running", "Sequences whose tokens come", self._dispatcher.num_running),
-            ("num_requests_waiting", "Sequences without a token", self._dispatcher.num_waiting),
+            ("num_requests_running", "Sequences whose tokens come", self._admission.num_running),
+            ("num_requests_waiting", "Sequences without a token", self._admission.num_waiting),
         ):
             yield of_model(self._model_name, name, text, value)
         yield GaugeMetricFamily(
