@@ -8,13 +8,41 @@ of a CUDA graph's batch use it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagewire.shared.engine.prefill_inputs import BlockTables
 from pagewire.shared.engine.step import NewSlot, SlotBlocks, SlotInput, StepPlan
+from pagewire.shared.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A sampling parameter, which has a tensor with an entry for each slot.
+
+    Attributes:
+        default: of slots that nobody has.
+        of: takes it out of a request's parameters.
+    """
+
+    name: str
+    dtype: torch.dtype
+    default: float
+    of: Callable[[SamplingParams], float]
+
+
+# By the names that `kernels.Sample` has for them.
+PARAMETERS = (
+    Parameter("temperature", torch.float32, 0.0, lambda params: params.temperature),
+    Parameter("top_k", torch.int32, 0, lambda params: params.top_k),
+    Parameter("top_p", torch.float32, 1.0, lambda params: params.top_p),
+    Parameter("seeds", torch.int64, 0, lambda params: params.seed or 0),
+)
 
 
 @dataclass(slots=True)
@@ -26,7 +54,7 @@ class DeviceState:
         position: [S + 1] int64, of that token.
         block_tables: [S + 1, max_blocks] int32.
         host_tables: [S + 1, max_blocks] int64, the same on the host.
-        temperature, top_k, top_p, seeds: [S + 1], as `kernels.Sample` takes them.
+        parameters: by name, [S + 1] each; see `PARAMETERS`.
     """
 
     num_slots: int
@@ -36,10 +64,7 @@ class DeviceState:
     position: torch.Tensor = field(init=False)
     block_tables: torch.Tensor = field(init=False)
     host_tables: BlockTables = field(init=False)
-    temperature: torch.Tensor = field(init=False)
-    top_k: torch.Tensor = field(init=False)
-    top_p: torch.Tensor = field(init=False)
-    seeds: torch.Tensor = field(init=False)
+    parameters: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         rows = self.num_slots + 1
@@ -50,10 +75,10 @@ class DeviceState:
         self.last_token = zeros(rows, dtype=torch.int64)
         self.position = zeros(rows, dtype=torch.int64)
         self.block_tables = zeros(rows, self.max_blocks, dtype=torch.int32)
-        self.temperature = zeros(rows, dtype=torch.float32)
-        self.top_k = zeros(rows, dtype=torch.int32)
-        self.top_p = torch.ones(rows, dtype=torch.float32, device=self.device)
-        self.seeds = zeros(rows, dtype=torch.int64)
+        self.parameters = {
+            p.name: torch.full((rows,), p.default, dtype=p.dtype, device=self.device)
+            for p in PARAMETERS
+        }
         self.host_tables = np.zeros((rows, self.max_blocks), np.int64)
 
     @property
@@ -72,7 +97,10 @@ class DeviceState:
 
     def upload(self, rows: list[list[int]] | BlockTables) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
-        host = torch.from_numpy(np.asarray(rows, np.int64))
+        return self._to_device(np.asarray(rows, np.int64))
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        host = torch.from_numpy(array)
         if self.device.type == "cuda":
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
@@ -95,18 +123,16 @@ class DeviceState:
         self.last_token.index_copy_(0, slots, tokens)
         self.position.index_copy_(0, slots, positions)
 
+    def sampling(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parameters of these slots, [B] int64, as `kernels.Sample` takes them."""
+        return {name: tensor[slots] for name, tensor in self.parameters.items()}
+
     def _set_parameters(self, newcomers: list[NewSlot]) -> None:
-        params = [new.sampling for new in newcomers]
-        slots = [new.slot for new in newcomers]
-        whole = self.upload([slots, [p.top_k for p in params], [p.seed or 0 for p in params]])
-        host = torch.tensor(
-            [[p.temperature for p in params], [p.top_p for p in params]],
-            dtype=torch.float32,
-            pin_memory=self.device.type == "cuda",
-        )
-        real = host.to(self.device, non_blocking=True)
-        index = whole[0]
-        self.top_k.index_copy_(0, index, whole[1].to(torch.int32))
-        self.seeds.index_copy_(0, index, whole[2])
-        self.temperature.index_copy_(0, index, real[0])
-        self.top_p.index_copy_(0, index, real[1])
+        index = self.upload([[new.slot for new in newcomers]])[0]
+        for is_real, dtype in (False, np.int64), (True, np.float32):  # a copy for each
+            some = [p for p in PARAMETERS if p.dtype.is_floating_point == is_real]
+            values = [[p.of(new.sampling) for new in newcomers] for p in some]
+            update = self._to_device(np.array(values, dtype))
+            for parameter, column in zip(some, update, strict=True):
+                tensor = self.parameters[parameter.name]
+                tensor.index_copy_(0, index, column.to(parameter.dtype))

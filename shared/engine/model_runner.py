@@ -314,14 +314,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Draw a token a row of `logits` [B, vocab] and leave it in its slot."""
         state = self.state
-        tokens = self.ops.sample(
-            logits,
-            state.temperature[slots],
-            state.top_k[slots],
-            state.top_p[slots],
-            state.seeds[slots],
-            positions,
-        )
+        tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
         state.last_token.index_copy_(0, slots, tokens)
         state.position.index_copy_(0, slots, positions)
         return tokens

@@ -22,7 +22,7 @@ def test_prepared_slot_has_its_parameters_and_blocks_before_it_runs() -> None:
     state.apply(admitted(1, [7, 8], seed=5))
     assert state.block_tables.tolist() == [[0] * 4, [7, 8, 0, 0], [0] * 4]
     assert state.host_tables.tolist() == state.block_tables.tolist()
-    assert state.seeds.tolist() == [0, 5, 0]
+    assert state.parameters["seeds"].tolist() == [0, 5, 0]
 
 
 def test_later_plan_brings_what_is_new() -> None:
@@ -41,4 +41,4 @@ def test_next_owner_of_a_slot_has_its_own_blocks_and_parameters() -> None:
     state.apply(admitted(0, [7, 8], seed=5))
     state.apply(admitted(0, [3, 4], seed=6))
     assert state.block_tables[0].tolist() == [3, 4, 0, 0]
-    assert state.seeds[0].item() == 6
+    assert state.parameters["seeds"][0].item() == 6
