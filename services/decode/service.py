@@ -30,20 +30,26 @@ from pagewire.shared.protocol import (
     TokenOutput,
     clip_text,
 )
+from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
 
 class DecodeService:
-    """Requests of all routers that are connected."""
+    """Requests of all routers that are connected.
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
-        self._runtime = runtime
+    Args:
+        runtime: of this worker.
+        engine: that answers them.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, engine: EngineHandle) -> None:
+        self._runtime, self._engine = runtime, engine
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
-        self._remote = RemotePrefills(runtime, self._on_reserved, self._on_first_token)
+        self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
 
     @property
     def num_active(self) -> int:
@@ -91,7 +97,7 @@ class DecodeService:
             return
         request = DecodeRequest(peer_id, message, engine_id=f"r{next(self._ids)}")
         try:
-            self._runtime.engine.submit(lambda core: self._add(core, request))
+            self._engine.submit(lambda core: self._add(core, request))
         except OverloadedError as exc:
             self._refuse(peer_id, message.request_id, exc)
             return
@@ -101,7 +107,7 @@ class DecodeService:
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.sampling.validate()
-        vocab_size = self._runtime.built.config.vocab_size
+        vocab_size = self._engine.vocab_size
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
         if any(t >= vocab_size for t in (*message.prompt_token_ids, *message.output_token_ids)):
@@ -132,14 +138,14 @@ class DecodeService:
             request.engine_id,
             message.prompt_token_ids,
             message.sampling,
-            self._runtime.built.config.eos_token_ids,
+            self._engine.eos_token_ids,
             message.output_token_ids,
         )
         sequence.remote_prefill = bool(message.prefill_workers)
         try:
             core.add(sequence)
         except (InvalidRequestError, OverloadedError) as exc:
-            self._runtime.in_loop(self._on_not_added)(request, exc)
+            self._engine.in_loop(self._on_not_added)(request, exc)
 
     def _on_not_added(
         self, request: DecodeRequest, error: InvalidRequestError | OverloadedError
@@ -150,7 +156,7 @@ class DecodeService:
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
             self._remote.cancel(request)
-            self._runtime.engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
+            self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
         known = self._requests.pop(request.engine_id, None) is not None

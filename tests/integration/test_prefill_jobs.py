@@ -93,7 +93,7 @@ class Peers:
 @asynccontextmanager
 async def prefilling() -> AsyncIterator[tuple[ServiceRuntime, PrefillService, Peers]]:
     async with service_runtime() as runtime:
-        service = PrefillService(cast("WorkerRuntime", runtime))
+        service = PrefillService(cast("WorkerRuntime", runtime), runtime.engine_handle)
         peers = Peers()
         service._peers = cast(Any, peers)
         runtime.on_outputs = service.on_outputs
