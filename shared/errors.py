@@ -17,6 +17,7 @@
     |   +-- TransferTimeoutError
     |   +-- LayoutMismatchError    the two sides' caches are shaped differently
     +-- IllegalTransitionError a request status change that the table does not allow: a bug
+    +-- SchedulingError        the scheduler failed on some sequences: a bug
     +-- IntegrityError         block accounting does not add up: a bug
 
 Errors of libraries are mapped to these at the edge, raised `from` what caused them.
@@ -122,6 +123,18 @@ class LayoutMismatchError(TransferError):
 
 class IllegalTransitionError(PagewireError):
     """A request was moved to a status that its present one does not lead to."""
+
+
+class SchedulingError(PagewireError):
+    """The scheduler failed in the middle of a decision; the cause says how.
+
+    Attributes:
+        request_ids: the sequences that it had changed.
+    """
+
+    def __init__(self, request_ids: list[str]) -> None:
+        super().__init__(f"the scheduler failed on {len(request_ids)} sequences")
+        self.request_ids = request_ids
 
 
 class IntegrityError(PagewireError):

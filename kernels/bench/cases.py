@@ -158,8 +158,7 @@ def _sample(rows: int, kind: str) -> BenchCase:
     x = sampling_inputs(logits, *SAMPLING[kind])
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        columns = (x.temperature, x.top_k, x.top_p, x.seeds, x.positions)
-        return (ops.sample(x.logits, *columns),)
+        return (ops.sample(*x.arguments),)
 
     return BenchCase("sample", f"{rows} rows, {kind}", call, 2.0 * rows * VOCABULARY, exact=True)
 

@@ -102,6 +102,11 @@ class SamplingInputs:
     seeds: torch.Tensor  # [B] int64
     positions: torch.Tensor  # [B] int64
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """What `Sample` takes, in its order."""
+        return self.logits, self.temperature, self.top_k, self.top_p, self.seeds, self.positions
+
 
 def sampling_inputs(
     logits: torch.Tensor,

@@ -13,4 +13,6 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-    return run_worker(settings, "decode", DecodeService)
+    return run_worker(
+        settings, "decode", lambda runtime: DecodeService(runtime, runtime.engine_handle)
+    )

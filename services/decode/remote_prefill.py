@@ -19,8 +19,6 @@ from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.scatterer import Completion, PieceFate, PieceScatterer
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
@@ -33,6 +31,7 @@ from pagewire.shared.protocol import (
 )
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.base import KvTransport, ReceivedPiece
+from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import LocalPrefill
 from pagewire.shared.worker.runtime import WorkerRuntime
 
@@ -44,27 +43,33 @@ class RemotePrefills:
 
     Args:
         runtime: of this worker.
+        engine: that goes on with what they compute.
+        on_reserved: called with a request's name in the engine, the position of the first block
+            that is missing, and the number of all its blocks.
         on_first_token: called once a request, with the message and the worker that sent it.
     """
 
     def __init__(
         self,
         runtime: WorkerRuntime,
+        engine: EngineHandle,
+        on_reserved: Callable[[str, int, int], None],
         on_first_token: Callable[[DecodeRequest, PrefillDone, str], None],
     ) -> None:
-        self._runtime = runtime
+        self._runtime, self._engine = runtime, engine
         self._tell_first_token = on_first_token
         self._by_job: dict[str, DecodeRequest] = {}
-        self._parts = BlockParts.of_layout(runtime.built.layout)
-        self._scatterer = PieceScatterer(runtime.built.core, runtime.in_loop(self._on_scattered))
-        self._tell_activated = runtime.in_loop(self._on_activated)
-        runtime.built.core.hooks.append(self._scatterer)
+        self._parts = engine.parts
+        self._scatterer = PieceScatterer(
+            engine.core,
+            engine.moves,
+            engine.in_loop(self._on_scattered),
+            engine.in_loop(on_reserved),
+        )
+        self._tell_activated = engine.in_loop(self._on_activated)
+        engine.add_hook(self._scatterer)
         self._vigil = runtime.vigil(lambda: bool(self._by_job))
         self._links = PrefillLinks(runtime, runtime.directory, self._on_message, self._on_link_lost)
-
-    def reserve(self, sequence: Sequence) -> None:
-        """Note that a request's blocks are reserved. Call it in the engine's thread."""
-        self._scatterer.reserve(sequence)
 
     def start(self) -> None:
         """Keep links to prefill workers, take pieces."""
@@ -139,7 +144,7 @@ class RemotePrefills:
             first_token,
             lambda: self._tell_activated(request, remote, time.monotonic()),
         )
-        self._runtime.engine.submit(
+        self._engine.submit(
             lambda core: self._scatterer.complete(request.engine_id, completion), admitted=True
         )
 
@@ -185,7 +190,7 @@ class RemotePrefills:
                 core.fall_back(sequence, first_token)
                 counter.inc()
 
-        self._runtime.engine.submit(fall_back, admitted=True)
+        self._engine.submit(fall_back, admitted=True)
 
     # Blocks that arrive
 
@@ -209,7 +214,7 @@ class RemotePrefills:
             metrics.pieces.labels("received", "unwanted").inc()
             return
         engine_id = request.engine_id
-        self._runtime.engine.submit(
+        self._engine.submit(
             lambda core: self._scatterer.scatter(engine_id, header, slot), admitted=True
         )
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from pagewire.shared.engine.block_mover import PendingCheck
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.cuda_graph import Marker
+from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
 from pagewire.shared.protocol import PieceHeader
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.transfer.staging import StagingSlot
@@ -81,7 +82,7 @@ class _Reservation:
 
     Attributes:
         num_blocks: of the sequence.
-        made: the point behind which nothing that was launched writes to them.
+        after: the last plan whose work may touch them.
         pieces: job and number of those that have landed or are landing.
         landing: what these write, and no later piece has written.
         filled: what is intact, by job; what no later piece has been written to.
@@ -89,7 +90,7 @@ class _Reservation:
     """
 
     num_blocks: int
-    made: Marker
+    after: int
     pieces: set[tuple[str, int]] = field(default_factory=set)
     landing: dict[tuple[str, int], _Coverage] = field(default_factory=dict)
     filled: dict[str, _Coverage] = field(default_factory=dict)
@@ -131,22 +132,18 @@ class PieceScatterer:
 
     Attributes:
         core: its sequences are looked up and activated.
+        moves: of its blocks.
         on_scattered: called in the engine's thread, when the slot has been released.
+        on_reserved: called there with the first block that is expected and the number of blocks,
+            when pieces for a sequence may come.
     """
 
     core: EngineCore
+    moves: BlockMoves
     on_scattered: Callable[[str, PieceHeader, PieceFate], None]
+    on_reserved: Callable[[str, int, int], None] = lambda _request_id, _first, _count: None
     _reservations: dict[str, _Reservation] = field(default_factory=dict)
     _scattering: deque[_Scattering] = field(default_factory=deque)
-
-    def reserve(self, sequence: Sequence) -> None:
-        """Note when a sequence's blocks were reserved, and introduce it; call it as they are."""
-        for ended in self._reservations.keys() - self.core.scheduler.reserved.keys():
-            del self._reservations[ended]
-        self._reservations[sequence.request_id] = _Reservation(
-            len(sequence.block_ids), self.core.executor.mark()
-        )
-        self.core.executor.introduce(sequence)
 
     def complete(self, request_id: str, completion: Completion) -> None:
         """Activate a sequence as soon as its blocks are there; one that has ended needs none."""
@@ -174,8 +171,8 @@ class PieceScatterer:
             return
         try:
             blocks = [sequence.block_ids[position] for position in header.positions]
-            check = self.core.executor.unpack(
-                slot.buffer, blocks, _parts_of(header), header.seed, reservation.made
+            check = self.moves.unpack(
+                slot.buffer, blocks, _parts_of(header), header.seed, reservation.after
             )
         except BaseException:
             slot.release()
@@ -184,8 +181,16 @@ class PieceScatterer:
         self.core.scheduler.pin(blocks)
         self._scattering.append(_Scattering(request_id, header, slot, blocks, check))
 
-    def after_launch(self) -> bool:
-        """Check the pieces whose blocks have been moved."""
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Take note of new reservations; check the pieces whose blocks have been moved."""
+        for work in plan.kv if plan is not None else ():
+            if isinstance(work, Withdraw):
+                self._reservations.pop(work.request_id, None)
+            elif isinstance(work, Expect) and plan is not None:
+                num_blocks = len(work.block_ids)
+                made = _Reservation(num_blocks, after=plan.number - 1)
+                self._reservations[work.request_id] = made
+                self.on_reserved(work.request_id, work.first, num_blocks)
         while self.is_due():
             done = self._scattering.popleft()
             intact = done.check.is_intact()  # the slot's next move tells it in the same place

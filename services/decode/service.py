@@ -19,7 +19,6 @@ from pagewire.services.decode.remote_prefill import RemotePrefills
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
-from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.protocol import (
     Cancel,
@@ -31,21 +30,26 @@ from pagewire.shared.protocol import (
     TokenOutput,
     clip_text,
 )
+from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
 
 class DecodeService:
-    """Requests of all routers that are connected."""
+    """Requests of all routers that are connected.
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
-        self._runtime = runtime
+    Args:
+        runtime: of this worker.
+        engine: that answers them.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, engine: EngineHandle) -> None:
+        self._runtime, self._engine = runtime, engine
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
-        self._remote = RemotePrefills(runtime, self._on_first_token)
-        runtime.built.core.scheduler.on_reserved = self._announce_reservation
+        self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
         runtime.transfer_metrics.show_local_prefills()
 
     @property
@@ -94,7 +98,7 @@ class DecodeService:
             return
         request = DecodeRequest(peer_id, message, engine_id=f"r{next(self._ids)}")
         try:
-            self._runtime.engine.submit(lambda core: self._add(core, request))
+            self._engine.submit(lambda core: self._add(core, request))
         except OverloadedError as exc:
             self._refuse(peer_id, message.request_id, exc)
             return
@@ -104,7 +108,7 @@ class DecodeService:
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.sampling.validate()
-        vocab_size = self._runtime.built.config.vocab_size
+        vocab_size = self._engine.vocab_size
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
         if any(t >= vocab_size for t in (*message.prompt_token_ids, *message.output_token_ids)):
@@ -135,14 +139,14 @@ class DecodeService:
             request.engine_id,
             message.prompt_token_ids,
             message.sampling,
-            self._runtime.built.config.eos_token_ids,
+            self._engine.eos_token_ids,
             message.output_token_ids,
         )
         sequence.remote_prefill = bool(message.prefill_workers)
         try:
             core.add(sequence)
         except (InvalidRequestError, OverloadedError) as exc:
-            self._runtime.in_loop(self._on_not_added)(request, exc)
+            self._engine.in_loop(self._on_not_added)(request, exc)
 
     def _on_not_added(
         self, request: DecodeRequest, error: InvalidRequestError | OverloadedError
@@ -153,22 +157,12 @@ class DecodeService:
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
             self._remote.cancel(request)
-            self._runtime.engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
+            self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known
-
-    def _announce_reservation(self, sequence: Sequence) -> None:
-        """Tell the event loop which blocks are reserved. Runs in the engine's thread."""
-        self._remote.reserve(sequence)
-        block_size = self._runtime.built.layout.block_size
-        self._runtime.in_loop(self._on_reserved)(
-            sequence.request_id,
-            sequence.num_computed_tokens // block_size,
-            len(sequence.block_ids),
-        )
 
     def _on_reserved(self, engine_id: str, first_block: int, num_blocks: int) -> None:
         request = self._requests.get(engine_id)

@@ -13,4 +13,6 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-    return run_worker(settings, "prefill", PrefillService)
+    return run_worker(
+        settings, "prefill", lambda runtime: PrefillService(runtime, runtime.engine_handle)
+    )

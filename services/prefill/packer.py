@@ -10,6 +10,7 @@ is launched, and handed over by another when it is packed.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 
 from pagewire.services.prefill.spans import Span, SpanQueue
 from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.cuda_graph import Marker
-from pagewire.shared.engine.model_runner import Executor
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.step import Export, StepPlan
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.transfer.staging import StagingPool, StagingSlot
+
+logger = logging.getLogger(__name__)
 
 # To move fewer bytes than these takes less than to handle the further pieces. For an 8B Llama they
 # are 512 tokens.
@@ -49,15 +51,15 @@ class StagedPiece:
 
 @dataclass(frozen=True, slots=True)
 class _Milestone:
-    """Launched work that made blocks final.
+    """A plan that makes blocks final.
 
     Attributes:
         final: blocks before this position are final.
-        markers: the points behind which each part is; or one, behind which all of them are.
+        plan: its number.
     """
 
     final: int
-    markers: list[Marker]
+    plan: int
 
 
 @dataclass(slots=True)
@@ -66,35 +68,41 @@ class _Job:
 
     Attributes:
         queue: what is still to be packed for the first time.
-        milestones: of the sequence's present life, in order.
-        num_preemptions: of the sequence when these were noted; it loses all blocks with one.
+        blocks: that were exported, by position.
+        milestones: how they became final, in order.
+        life: grows when the sequence loses its blocks, and blocks and milestones with them.
         begins_run: earlier final blocks had all been packed when the next ones became final.
     """
 
-    sequence: Sequence
     queue: SpanQueue
     next_piece: int = 0
+    blocks: list[int] = field(default_factory=list)
     milestones: list[_Milestone] = field(default_factory=list)
-    num_preemptions: int = 0
+    life: int = 0
     begins_run: bool = False
     resend: deque[tuple[int, Span]] = field(default_factory=deque)
 
     @property
     def num_final_blocks(self) -> int:
-        """Blocks that may be packed behind their milestones."""
-        return self.milestones[-1].final if self.milestones else 0
+        """Blocks that may be packed after their milestones."""
+        return len(self.blocks)
 
-    def marker_of(self, span: Span) -> Marker:
-        """The point behind which the parts of these blocks are final."""
+    def plan_of(self, span: Span) -> int:
+        """The plan that makes these blocks final."""
         last = span.positions[-1]
-        markers = next(m.markers for m in self.milestones if m.final > last)
-        return markers[min(span.parts[-1], len(markers) - 1)]
+        return next(m.plan for m in self.milestones if m.final > last)
+
+    def lose_blocks(self) -> None:
+        """Forget the blocks: they belong to others now."""
+        self.blocks.clear()
+        self.milestones.clear()
+        self.life += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
     piece: StagedPiece
-    num_preemptions: int
+    life: int
     move: PendingMove
 
 
@@ -107,6 +115,7 @@ class PiecePacker:
     """The step hook of a prefill engine.
 
     Attributes:
+        moves: of the engine's blocks.
         staging: slots of one block or more to pack into; a job waits while none is free.
         parts: of a block.
         on_packed: hands a piece over, in the engine's thread.
@@ -114,9 +123,10 @@ class PiecePacker:
         on_packing: announces the piece that is packed next, unless it is packed at once; the device
             may still be computing its blocks.
         on_dropped: an announced piece will not be handed over after all.
+        on_failed: called with the name of a job that was dropped, because packing it failed.
     """
 
-    executor: Executor
+    moves: BlockMoves
     staging: StagingPool
     block_size: int
     parts: BlockParts
@@ -124,26 +134,21 @@ class PiecePacker:
     divided_bytes: int = DIVIDED_BYTES
     on_packing: Callable[[StagedPiece], None] = _tell_nobody
     on_dropped: Callable[[StagedPiece], None] = _tell_nobody
+    on_failed: Callable[[str], None] = lambda _job_id: None
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _packing: deque[_Packing] = field(default_factory=deque)
     _announced: StagedPiece | None = None  # the first in `_packing`, once it has been announced
 
-    def __post_init__(self) -> None:
-        self.executor.marks_parts = True
-
-    def start(
-        self, job_id: str, sequence: Sequence, first_block: int, receiver_slot_bytes: int
-    ) -> None:
+    def start(self, job_id: str, first_block: int, receiver_slot_bytes: int) -> None:
         """Pack a job's blocks from `first_block` on, as they become final.
 
         Args:
-            job_id: names it in pieces.
-            sequence: what the engine computes.
+            job_id: names its sequence in the engine, and itself in pieces.
             first_block: earlier ones are not wanted.
             receiver_slot_bytes: holds one block or more; a piece fits the slots of both sides.
         """
         slot_bytes = min(self.staging.slot_bytes, receiver_slot_bytes)
-        self._jobs[job_id] = _Job(sequence, SpanQueue(self.parts, slot_bytes, first_block))
+        self._jobs[job_id] = _Job(SpanQueue(self.parts, slot_bytes, first_block))
 
     def send_again(self, job_id: str, piece: int, span: Span) -> None:
         """Pack what a piece had that got lost or damaged once more."""
@@ -154,11 +159,22 @@ class PiecePacker:
         """Forget a job; its blocks may be freed from now on."""
         self._jobs.pop(job_id, None)
 
-    def after_launch(self) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         """Pack what is final as far as there are slots, hand over what has been packed."""
-        for job_id, job in self._jobs.items():
-            self._note_progress(job)
-            self._pack_job(job_id, job)
+        for work in plan.kv if plan is not None else ():
+            job = self._jobs.get(work.request_id)
+            if job is not None and plan is not None:
+                if isinstance(work, Export):
+                    self._note_final(job, work, plan.number)
+                else:
+                    job.lose_blocks()
+        for job_id, job in list(self._jobs.items()):
+            try:
+                self._pack_job(job_id, job)
+            except Exception:
+                logger.exception("job %s cannot be packed", job_id)
+                self.drop(job_id)
+                self.on_failed(job_id)
         self._hand_over_packed()
         return bool(self._packing)
 
@@ -184,33 +200,17 @@ class PiecePacker:
         is_first = job.begins_run and all(p.piece.job_id != job_id for p in self._packing)
         return job.queue.next(job.num_final_blocks, is_first=is_first)
 
-    def _note_progress(self, job: _Job) -> None:
-        """Mark the end of the launched work if it makes further blocks final."""
-        if job.num_preemptions != job.sequence.num_preemptions:
-            job.num_preemptions = job.sequence.num_preemptions
-            job.milestones.clear()
-        final = self._num_final_blocks(job.sequence)
-        if final <= job.num_final_blocks:
-            return
+    def _note_final(self, job: _Job, export: Export, plan: int) -> None:
+        """Note the blocks that a plan makes final."""
         job.begins_run |= job.queue.next(job.num_final_blocks, is_first=False) is None
-        markers = self.executor.part_markers() or [self.executor.mark()]
-        job.milestones.append(_Milestone(final, markers))
+        job.blocks += export.block_ids
+        final = job.num_final_blocks
+        job.milestones.append(_Milestone(final, plan))
         if final > job.queue.planned:
-            by_part = len(markers) > 1 and self._is_divided(job, final)
-            job.queue.add(final, by_part=by_part)
-
-    def _is_divided(self, job: _Job, final: int) -> bool:
-        """Whether the blocks that become final now end the prompt, and are worth dividing."""
-        if job.sequence.num_computed_tokens < job.sequence.num_prompt_tokens:
-            return False
-        return (final - job.queue.planned) * self.parts.block_bytes > self.divided_bytes
-
-    def _num_final_blocks(self, sequence: Sequence) -> int:
-        """Blocks that launched steps have filled; the last one counts when the prompt ends."""
-        computed = sequence.num_computed_tokens
-        if computed >= sequence.num_prompt_tokens:
-            return -(-sequence.num_prompt_tokens // self.block_size)
-        return computed // self.block_size
+            num_bytes = (final - job.queue.planned) * self.parts.block_bytes
+            # What ends the prompt is divided if it is worth it, and can be.
+            is_large = export.is_last and num_bytes > self.divided_bytes
+            job.queue.add(final, by_part=is_large and self.moves.marks_parts(plan))
 
     def _pack(self, job_id: str, job: _Job, number: int, span: Span) -> bool:
         slot = self.staging.try_acquire()
@@ -218,15 +218,13 @@ class PiecePacker:
             return False
         nbytes = self.parts.packed_bytes(len(span.positions), len(span.parts))
         piece = StagedPiece(job_id, number, span, _random_seed(), slot, nbytes)
-        blocks = [job.sequence.block_ids[position] for position in span.positions]
+        blocks = [job.blocks[position] for position in span.positions]
         try:
-            move = self.executor.pack(
-                blocks, span.parts, slot.buffer, piece.seed, job.marker_of(span)
-            )
+            move = self.moves.pack(blocks, span.parts, slot.buffer, piece.seed, job.plan_of(span))
         except BaseException:
             slot.release()
             raise
-        self._packing.append(_Packing(piece, job.num_preemptions, move))
+        self._packing.append(_Packing(piece, job.life, move))
         self._hand_over_packed()  # it must not wait until everything that is final is launched
         return True
 
@@ -247,7 +245,7 @@ class PiecePacker:
         was_announced, self._announced = piece is self._announced, None
         if job is None:
             self._drop(piece, was_announced)
-        elif job.sequence.num_preemptions != packing.num_preemptions:
+        elif job.life != packing.life:
             # The blocks were given away while they were read: what was packed may be another's.
             self._drop(piece, was_announced)
             job.resend.append((piece.piece, piece.span))

@@ -20,7 +20,6 @@ from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
-from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
@@ -35,6 +34,7 @@ from pagewire.shared.protocol import (
     ProbeDone,
     clip_text,
 )
+from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import SentFate
 from pagewire.shared.worker.runtime import WorkerRuntime
 
@@ -42,25 +42,31 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Jobs of all decode workers that are connected."""
+    """Jobs of all decode workers that are connected.
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
-        self._runtime = runtime
+    Args:
+        runtime: of this worker.
+        engine: that computes them.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, engine: EngineHandle) -> None:
+        self._runtime, self._engine = runtime, engine
         self._tasks = runtime.tasks
         self._jobs: dict[str, PrefillJob] = {}
         self._next: Announced | None = None  # the piece that is packed next
         self._peers = DecodePeers(runtime)
-        self._parts = BlockParts.of_layout(runtime.built.layout)
+        self._parts = engine.parts
         self._packer = PiecePacker(
-            executor=runtime.built.runner,
+            moves=engine.moves,
             staging=runtime.send_staging,
-            block_size=runtime.built.layout.block_size,
+            block_size=engine.layout.block_size,
             parts=self._parts,
-            on_packed=runtime.in_loop(self._on_packed),
-            on_packing=runtime.in_loop(self._on_packing),
-            on_dropped=runtime.in_loop(self._on_dropped),
+            on_packed=engine.in_loop(self._on_packed),
+            on_packing=engine.in_loop(self._on_packing),
+            on_dropped=engine.in_loop(self._on_dropped),
+            on_failed=engine.in_loop(self._on_failed),
         )
-        runtime.built.core.hooks.append(self._packer)
+        engine.add_hook(self._packer)
         self._vigil = runtime.vigil(lambda: bool(self._jobs))
         self._post = runtime.server.post
         runtime.transfer_metrics.show_sent()
@@ -113,12 +119,12 @@ class PrefillService:
         if refusal is not None:
             self._post(peer_id, PrefillFailed(job_id=ticket.job_id, reason=refusal))
             return
-        block_size = self._runtime.built.layout.block_size
+        block_size = self._engine.layout.block_size
         num_blocks = -(-len(ticket.token_ids) // block_size)
         job = PrefillJob(peer_id, ticket, num_blocks, self._parts.count)
         slot_bytes = self._peers.slot_bytes(peer_id)
         try:
-            self._runtime.engine.submit(lambda core: self._start(core, job, slot_bytes))
+            self._engine.submit(lambda core: self._start(core, job, slot_bytes))
         except OverloadedError as exc:
             self._post(peer_id, PrefillFailed(job_id=job.job_id, reason=str(exc)))
             return
@@ -135,7 +141,7 @@ class PrefillService:
             return "no KV way is open to this decode worker"
         if ticket.job_id in self._jobs:
             return "there is a job of this id already"
-        vocab_size = self._runtime.built.config.vocab_size
+        vocab_size = self._engine.vocab_size
         if any(token >= vocab_size for token in ticket.token_ids):
             return f"token ids must be below {vocab_size}"
         return None
@@ -148,9 +154,9 @@ class PrefillService:
         try:
             core.add(sequence)
         except (InvalidRequestError, OverloadedError) as exc:
-            self._runtime.in_loop(self._fail)(job, str(exc))
+            self._engine.in_loop(self._fail)(job, str(exc))
             return
-        self._packer.start(job.job_id, sequence, ticket.first_block, slot_bytes)
+        self._packer.start(job.job_id, ticket.first_block, slot_bytes)
 
     # Its blocks leave
 
@@ -178,6 +184,11 @@ class PrefillService:
     def _on_dropped(self, piece: StagedPiece) -> None:
         if (announced := self._take_announced(piece)) is not None:
             announced.resolve(packed=False)
+
+    def _on_failed(self, job_id: str) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._fail(job, "its blocks could not be packed")
 
     def _take_announced(self, piece: StagedPiece) -> Announced | None:
         announced = self._next
@@ -252,7 +263,7 @@ class PrefillService:
         logger.warning("job %s: piece %d %s; sending it again", job.job_id, piece, reason)
         self._runtime.transfer_metrics.resends.inc()
         span = job.spans[piece]
-        self._runtime.engine.submit(
+        self._engine.submit(
             lambda _core: self._packer.send_again(job.job_id, piece, span), admitted=True
         )
 
@@ -301,7 +312,7 @@ class PrefillService:
         if self._is_live(job):
             del self._jobs[job.job_id]
             job.stop_timers()
-            self._runtime.engine.submit(lambda core: self._free(core, job.job_id), admitted=True)
+            self._engine.submit(lambda core: self._free(core, job.job_id), admitted=True)
 
     def _free(self, core: EngineCore, job_id: str) -> None:
         self._packer.drop(job_id)

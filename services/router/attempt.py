@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 
 from pagewire.services.router.decode_links import DecodeLink
 from pagewire.services.router.load_ledger import Entry, LoadLedger
 from pagewire.services.router.mailbox import Lost, Mailbox
-from pagewire.services.router.metrics import RequestMeter
 from pagewire.shared.errors import ChannelError
 from pagewire.shared.protocol import Cancel, Generate, Refused, TokenOutput
 
@@ -21,13 +21,18 @@ class Attempt:
     Attributes:
         request_id: random and of this attempt alone, so that nothing late is taken for another's.
         mailbox: where its events arrive.
+
+    Args:
+        on_arrival: called with each output before it goes into the mailbox.
     """
 
-    def __init__(self, link: DecodeLink, meter: RequestMeter, ledger: LoadLedger) -> None:
+    def __init__(
+        self, link: DecodeLink, on_arrival: Callable[[TokenOutput], None], ledger: LoadLedger
+    ) -> None:
         self.link = link
         self.request_id = secrets.token_hex(16)
         self.mailbox = Mailbox()
-        self._meter, self._ledger = meter, ledger
+        self._on_arrival, self._ledger = on_arrival, ledger
         self._decode_load: Entry | None = None
         self._prefill_load: Entry | None = None
 
@@ -45,7 +50,7 @@ class Attempt:
 
     def on_output(self, output: TokenOutput) -> None:
         """Take what a step gave."""
-        self._meter.on_output(output)
+        self._on_arrival(output)
         self._unload(prefill_only=output.finish_reason is None)
         self.mailbox.put_output(output)
 

@@ -13,11 +13,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import msgspec
 
+from pagewire.services.router.admission import Admission, Place
 from pagewire.services.router.attempt import Attempt
 from pagewire.services.router.decode_links import DecodeLinks
 from pagewire.services.router.load_ledger import LoadLedger
@@ -49,26 +49,25 @@ class TokenStream:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, prompt_ids: list[int], sampling: ResolvedSampling
+        self,
+        dispatcher: Dispatcher,
+        place: Place,
+        prompt_ids: list[int],
+        sampling: ResolvedSampling,
     ) -> None:
         if sampling.seed is None:
             # Any worker must be able to go on with the same tokens.
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-        self._dispatcher = dispatcher
+        self._dispatcher, self._place = dispatcher, place
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._output_ids: list[int] = []
-        self._meter = dispatcher.metrics.meter(len(prompt_ids), on_end=self._leave)
+        self._meter = dispatcher.metrics.meter(len(prompt_ids))
         self._attempt: Attempt | None = None
         self._refused_by: set[str] = set()
         self._overloaded = False
         self._moves = 0
         self._wait_until: float | None = None
         self._ended = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether no token has come yet."""
-        return not self._meter.has_tokens
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -100,9 +99,15 @@ class TokenStream:
         self._ended = True
         self._end_attempt(cancel=True)
         self._meter.end(ending)
+        self._place.leave()
 
-    def _leave(self) -> None:
-        self._dispatcher.forget(self)
+    def _on_arrival(self, output: TokenOutput) -> None:
+        """Count tokens when they arrive, not when a client reads them."""
+        self._meter.on_output(output)
+        if output.token_ids:
+            self._place.note_tokens()
+        if output.finish_reason is not None and output.finish_reason != "abort":
+            self._place.leave()
 
     def _end_attempt(self, cancel: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
@@ -207,7 +212,7 @@ class TokenStream:
             link = self._dispatcher.links.get(worker_id)
             if link is None:
                 continue
-            attempt = Attempt(link, self._meter, self._dispatcher.ledger)
+            attempt = Attempt(link, self._on_arrival, self._dispatcher.ledger)
             uncached = prompt.uncached_tokens(prefills[0]) if prefills else 0
             try:
                 attempt.start(
@@ -232,11 +237,11 @@ class Dispatcher:
     """All requests of this router.
 
     Args:
-        max_queue: sequences in the system at once, and requests that are still read.
+        max_queue: see `Admission`.
         request_timeout_s: without any token, after which a request fails.
 
     Attributes:
-        num_reading: requests whose bodies are decoded and tokenized.
+        admission: counts the sequences in the system.
     """
 
     def __init__(
@@ -249,43 +254,8 @@ class Dispatcher:
         request_timeout_s: float,
     ) -> None:
         self.placer, self.links, self.ledger, self.metrics = placer, links, ledger, metrics
-        self.max_queue, self.request_timeout_s = max_queue, request_timeout_s
-        self.num_reading = 0
-        self._streams: set[TokenStream] = set()
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without a token so far."""
-        return sum(stream.is_waiting for stream in self._streams)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences whose tokens come."""
-        return len(self._streams) - self.num_waiting
-
-    def check_room(self, count: int = 1) -> None:
-        """Check that so many sequences more may enter.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
-        held = len(self._streams) + self.num_reading
-        if held + count > self.max_queue:
-            raise OverloadedError(f"{held} requests are in the system")
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Count a request of which nobody knows yet how many sequences it will be.
-
-        Raises:
-            OverloadedError: the queue is full.
-        """
-        self.check_room()
-        self.num_reading += 1
-        try:
-            yield
-        finally:
-            self.num_reading -= 1
+        self.admission = Admission(max_queue)
+        self.request_timeout_s = request_timeout_s
 
     def open(self, requests: Iterable[tuple[list[int], ResolvedSampling]]) -> list[TokenStream]:
         """Let sequences enter, all or none. The caller closes each.
@@ -295,17 +265,8 @@ class Dispatcher:
             OverloadedError: the queue is full.
         """
         requests = list(requests)
-        if len(requests) > self.max_queue:
-            raise InvalidRequestError(
-                f"n: {len(requests)} answers in one request are more than the {self.max_queue} "
-                "that this server works on at once",
-                "n",
-            )
-        self.check_room(len(requests))
-        streams = [TokenStream(self, ids, sampling) for ids, sampling in requests]
-        self._streams.update(streams)
-        return streams
-
-    def forget(self, stream: TokenStream) -> None:
-        """Note that a sequence holds nothing any more."""
-        self._streams.discard(stream)
+        places = self.admission.enter(len(requests))
+        return [
+            TokenStream(self, place, ids, sampling)
+            for place, (ids, sampling) in zip(places, requests, strict=True)
+        ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -87,9 +86,9 @@ class RouterMetrics:
             registry=self.registry,
         )
 
-    def meter(self, num_prompt_tokens: int, on_end: Callable[[], None]) -> RequestMeter:
+    def meter(self, num_prompt_tokens: int) -> RequestMeter:
         """Return the meter of a new sequence."""
-        return RequestMeter(self, num_prompt_tokens, on_end)
+        return RequestMeter(self, num_prompt_tokens)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(
@@ -103,24 +102,13 @@ class RouterMetrics:
 
 
 class RequestMeter:
-    """Measures one sequence, at the moment its tokens arrive and not when a client reads them.
+    """Measures one sequence, at the moment its tokens arrive and not when a client reads them."""
 
-    Args:
-        on_end: called once, when the sequence holds no worker any more.
-    """
-
-    def __init__(
-        self, metrics: RouterMetrics, num_prompt_tokens: int, on_end: Callable[[], None]
-    ) -> None:
-        self._metrics, self._num_prompt_tokens, self._on_end = metrics, num_prompt_tokens, on_end
+    def __init__(self, metrics: RouterMetrics, num_prompt_tokens: int) -> None:
+        self._metrics, self._num_prompt_tokens = metrics, num_prompt_tokens
         self._start = time.monotonic()
         self._last: float | None = None
         self._ended = False
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the first token has come."""
-        return self._last is not None
 
     def on_output(self, output: TokenOutput) -> None:
         """Count what a step gave."""
@@ -141,7 +129,6 @@ class RequestMeter:
         self._metrics.endings[ending].inc()
         if ending in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)
-        self._on_end()
 
     def _count_tokens(self, count: int, cached_tokens: int) -> None:
         now, metrics = time.monotonic(), self._metrics

@@ -86,7 +86,9 @@ class RouterService:
         )
         registry = self.metrics.registry
         registry.register(
-            StateCollector(model.name, self.dispatcher, self.directory, workers, self._index)
+            StateCollector(
+                model.name, self.dispatcher.admission, self.directory, workers, self._index
+            )
         )
         self.bodies = BodyMemory()
         self._http = httpx.AsyncClient(trust_env=False)
@@ -140,7 +142,7 @@ class RouterService:
             OverloadedError: the queue is full.
         """
         self._check_serving()
-        self.dispatcher.check_room()
+        self.dispatcher.admission.check_room()
 
     def admit(self) -> AbstractContextManager[None]:
         """Check again when its body is here, and count it while it is read.
@@ -150,7 +152,7 @@ class RouterService:
             OverloadedError: the queue is full; on entering.
         """
         self._check_serving()
-        return self.dispatcher.reading()
+        return self.dispatcher.admission.reading()
 
     def _check_serving(self) -> None:
         if self.is_draining:

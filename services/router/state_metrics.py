@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pagewire.services.router.dispatch import Dispatcher
+from pagewire.services.router.admission import Admission
 from pagewire.shared.fault_metrics import ignored_records
 from pagewire.shared.prefix_index import PrefixIndex
 from pagewire.shared.registry import Registry, WorkerDirectory
@@ -18,20 +18,20 @@ class StateCollector:
     def __init__(
         self,
         model_name: str,
-        dispatcher: Dispatcher,
+        admission: Admission,
         directory: WorkerDirectory,
         registry: Registry,
         index: PrefixIndex,
     ) -> None:
         self._model_name = model_name
-        self._dispatcher, self._directory = dispatcher, directory
+        self._admission, self._directory = admission, directory
         self._registry, self._index = registry, index
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
         for name, text, value in (
-            ("num_requests_running", "Sequences whose tokens come", self._dispatcher.num_running),
-            ("num_requests_waiting", "Sequences without a token", self._dispatcher.num_waiting),
+            ("num_requests_running", "Sequences whose tokens come", self._admission.num_running),
+            ("num_requests_waiting", "Sequences without a token", self._admission.num_waiting),
         ):
             yield of_model(self._model_name, name, text, value)
         yield GaugeMetricFamily(

@@ -17,13 +17,10 @@ from pagewire.shared.config import EngineSettings
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
-from pagewire.shared.engine.scheduler import (
-    ScheduledBatch,
-    ScheduledTokens,
-    Scheduler,
-    SchedulerLimits,
-)
+from pagewire.shared.engine.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import NewSlot, PrefillChunk, SlotBlocks, StepPlan
 from pagewire.shared.engine.threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHasher
@@ -34,7 +31,6 @@ from pagewire.shared.model.config import ModelConfig, load_config, model_fingerp
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.protocol import BlockLayout
-from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import ResolvedSampling
 
 logger = logging.getLogger(__name__)
@@ -315,23 +311,19 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     length = min(
         settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
     )
-    sequence = Sequence(
-        request_id="warm-up",
-        token_ids=[0] * length,
-        num_prompt_tokens=length,
-        sampling=ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0),
-        stop_token_ids=frozenset(),
-        status=RequestStatus.RUNNING,
-        block_ids=list(range(-(-(length + 1) // settings.block_size))),
-        slot=0,
+    sampling = ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0)
+    block_ids = list(range(-(-(length + 1) // settings.block_size)))
+    prefill = StepPlan(
+        number=0,
+        new_slots=[NewSlot(0, sampling)],
+        blocks=[SlotBlocks(0, 0, block_ids)],
+        chunks=[PrefillChunk(0, 0, [0] * length, samples=True)],
     )
-    chunk = ScheduledTokens(sequence, 0, length, True, 0)
-    runner.execute(ScheduledBatch([], [chunk])).wait()
-    row = ScheduledTokens(sequence, length, 1, True, 0)
-    runner.execute(ScheduledBatch([row], [])).wait()
+    runner.execute(prefill).wait()
+    runner.execute(StepPlan(number=0, decodes=[0])).wait()
     parts = runner.mover.parts
     size = parts.packed_bytes(1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], parts.whole, staging, 1, runner.mark())
-    if not runner.unpack(staging, [0], parts.whole, 1, runner.mark()).is_intact():
+    runner.pack([0], parts.whole, staging, 1, after=0)
+    if not runner.unpack(staging, [0], parts.whole, 1, after=0).is_intact():
         raise IntegrityError("a KV block was damaged by packing and unpacking it on this device")

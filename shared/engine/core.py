@@ -1,8 +1,11 @@
 """The engine's step loop: schedule, run, postprocess. One thread calls it.
 
-With overlap, step n + 1 is launched before the tokens of step n are read, so that the host's work
-hides behind the device's. Stop conditions are then seen a step late; the one token too many is
-dropped.
+With overlap, step n + 1 is launched before the tokens of step n are read, so that the host works
+while the device does. Stop conditions are then seen a step late; the one token too many is dropped.
+
+An error in the middle of an iteration fails the sequences that the iteration touched and no others.
+The block accounting is checked then, and the loop ends only if that fails, or if the device fails
+step after step.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from pagewire.shared.engine.model_runner import Executor, PendingTokens
-from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens, Scheduler
+import msgspec
+
+from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
+from pagewire.shared.engine.schedule import Schedule
+from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.errors import InvalidRequestError, SchedulingError
 from pagewire.shared.request import FinishReason, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -25,8 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step gave one sequence.
 
     Attributes:
@@ -43,22 +48,6 @@ class StepOutput:
     error: str | None = None
 
 
-class StepHook(Protocol):
-    """Work that belongs between steps, e.g. moving KV blocks.
-
-    `after_launch` runs once a loop turn, behind the launch of a step if there was one. It returns
-    whether it has unfinished work, so that `is_due` is asked soon.
-    """
-
-    def after_launch(self) -> bool:
-        """Do what is to be done between two steps."""
-        ...
-
-    def is_due(self) -> bool:
-        """Whether the device has done what `after_launch` waits for. Asked often: to be quick."""
-        ...
-
-
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the start."""
@@ -68,6 +57,19 @@ class EngineStats:
     tokens_generated: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on the device.
+
+    Attributes:
+        lost: sequences that have lost their blocks since; what they computed is not kept.
+    """
+
+    schedule: Schedule
+    pending: PendingStep
+    lost: set[Sequence] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -87,13 +89,10 @@ class EngineCore:
     clock: Callable[[], float] = time.monotonic
     hooks_busy: bool = False
     _sequences: dict[str, Sequence] = field(default_factory=dict)
-    _in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = field(default_factory=deque)
+    _in_flight: deque[_Launched] = field(default_factory=deque)
     _outputs: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
-    _has_news: bool = False  # for the scheduler, which has had its turn
-
-    def __post_init__(self) -> None:
-        self.scheduler.on_admitted = self._count_admission
+    _has_news: bool = False  # for the scheduler, which has decided already
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence into the queue.
@@ -102,12 +101,31 @@ class EngineCore:
             InvalidRequestError: the name is in use, or see `Scheduler.add`.
             OverloadedError: see `Scheduler.add`.
         """
-        request_id = sequence.request_id
+        self._check_name(sequence.request_id)
+        self.scheduler.add(sequence)
+        self._enter(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence continue the tokens that are known of a live one.
+
+        Args:
+            parent: a live sequence.
+            child: with the same tokens, and parameters of its own.
+
+        Raises:
+            InvalidRequestError, OverloadedError: see `add`.
+        """
+        self._check_name(child.request_id)
+        self.scheduler.fork(parent, child)
+        self._enter(child)
+
+    def _check_name(self, request_id: str) -> None:
         if request_id in self._sequences or request_id in self.scheduler.held:
             raise InvalidRequestError(f"there is a request {request_id} already", "request_id")
+
+    def _enter(self, sequence: Sequence) -> None:
         sequence.arrival_s = self.clock()
-        self.scheduler.add(sequence)
-        self._sequences[request_id] = sequence
+        self._sequences[sequence.request_id] = sequence
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""
@@ -133,7 +151,7 @@ class EngineCore:
 
     def is_due(self) -> bool:
         """Whether the device has done something that the next step waits for; quickly told."""
-        if self._in_flight and self._in_flight[0][1].is_done():
+        if self._in_flight and self._in_flight[0].pending.is_done():
             return True
         return any(hook.is_due() for hook in self.hooks)
 
@@ -142,89 +160,148 @@ class EngineCore:
 
         Args:
             wait: for the step that is due; without, a step that still runs on the device is
-                looked for again at the next call, and the hooks get their turns in between.
+                looked for again at the next call, and the hooks run in between.
 
         Returns:
             The outputs, and whether anything was done that the next call may build on.
 
         Raises:
+            IntegrityError: something failed, and the block accounting is wrong afterwards.
             Exception: whatever the executor raises, when step after step fails.
         """
         depth = 2 if self.overlap else 1
-        batch = self.scheduler.schedule() if len(self._in_flight) < depth else None
-        if batch is not None:
-            self._launch(batch)
-        hooks_busy = [hook.after_launch() for hook in self.hooks]
-        due = len(self._in_flight) == depth or (self._in_flight and batch is None)
-        finished = bool(due and (wait or self._in_flight[0][1].is_done()))
+        num_before = len(self._in_flight)
+        schedule = self._schedule() if num_before < depth else Schedule()
+        plan = self._launch(schedule, schedule.plan) if schedule.plan is not None else None
+        self._run_hooks(schedule, plan)
+        has_rows = len(self._in_flight) > num_before
+        due = len(self._in_flight) == depth or (self._in_flight and not has_rows)
+        finished = bool(due and (wait or self._in_flight[0].pending.is_done()))
         if finished:
-            self._postprocess(*self._in_flight.popleft())
-        self.hooks_busy = any(hooks_busy)
+            self._postprocess(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []
         has_news, self._has_news = self._has_news, False
-        return outputs, bool(batch or finished or outputs or has_news)
+        return outputs, bool(schedule.plan or finished or outputs or has_news)
 
-    def _launch(self, batch: ScheduledBatch) -> None:
+    def _schedule(self) -> Schedule:
+        try:
+            schedule = self.scheduler.schedule()
+        except SchedulingError as exc:
+            logger.exception("scheduling failed, and with it what it had changed")
+            touched = [self._sequences[name] for name in exc.request_ids if name in self._sequences]
+            self._contain(touched)
+            return Schedule()
+        for launched in self._in_flight:
+            launched.lost.update(schedule.preempted)
+        for sequence in schedule.admitted:
+            self.stats.prefix_queries += len(sequence.token_ids)
+            self.stats.prefix_hits += sequence.num_cached_tokens or 0
+        return schedule
+
+    def _launch(self, schedule: Schedule, plan: StepPlan) -> StepPlan | None:
+        """Launch a plan; returns it, or None if that failed."""
         now = self.clock()
-        for part in batch:
+        for part in (*schedule.entries, *schedule.chunks):
             if part.sequence.first_scheduled_s is None:
                 part.sequence.first_scheduled_s = now
         try:
-            pending = self.executor.execute(batch)
+            pending = self.executor.execute(plan)
         except Exception as exc:
             logger.exception("a step failed to launch, and with it its requests")
-            self._fail_batch(batch, exc)
-            return
+            self.scheduler.take_back(schedule)
+            self._fail_step(schedule, exc)
+            return None
+        if not plan.has_rows:
+            return plan  # it has no result
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum(
-            part.length for part in batch if part.start < part.sequence.num_prompt_tokens
+            part.num_prompt_tokens for part in (*schedule.entries, *schedule.chunks)
         )
-        self._in_flight.append((batch, pending))
+        self._in_flight.append(_Launched(schedule, pending))
+        return plan
 
-    def _postprocess(self, batch: ScheduledBatch, pending: PendingTokens) -> None:
+    def _run_hooks(self, schedule: Schedule, plan: StepPlan | None) -> None:
+        self.hooks_busy = False
+        for hook in self.hooks:
+            try:
+                self.hooks_busy |= hook.after_launch(plan)
+            except Exception:
+                logger.exception("a step hook failed, and with it the requests of this step")
+                self._contain(schedule.sequences)
+
+    def _contain(self, touched: list[Sequence]) -> None:
+        """Fail what an error may have left half done.
+
+        Raises:
+            IntegrityError: the block accounting is wrong all the same.
+        """
+        for sequence in touched:
+            self._fail(sequence)
+        self.scheduler.check_integrity()
+
+    def _postprocess(self, launched: _Launched) -> None:
+        schedule = launched.schedule
         try:
-            tokens = pending.wait()
+            tokens = launched.pending.wait().tokens
         except Exception as exc:
             logger.exception("a step failed, and with it its requests")
-            self._fail_batch(batch, exc)
+            self._fail_step(schedule, exc)
             return
         self._failed_steps = 0
-        for part in batch.prefills:
-            if not part.samples:
-                self._register(part)
-        for part, token in zip(batch.sampled(), tokens, strict=True):
-            self._accept(part, token)
+        try:
+            self._accept(schedule, tokens, launched.lost)
+        except Exception:
+            logger.exception("postprocessing failed, and with it the requests of this step")
+            self._contain(schedule.sequences)
 
-    def _register(self, part: ScheduledTokens) -> None:
-        sequence = part.sequence
-        if not part.is_stale and not sequence.is_finished:
-            self.scheduler.register_blocks(sequence, part.start, part.end)
+    def _accept(self, schedule: Schedule, tokens: list[int], lost: set[Sequence]) -> None:
+        """Append a step's tokens to their sequences."""
+        for part in (*schedule.entries, *schedule.chunks):
+            if part.sequence not in lost:
+                self.scheduler.register_blocks(part.sequence, part.start, part.end)
+                part.sequence.has_known_token = part.samples
+        sampled = schedule.sampled
+        self.stats.tokens_generated += len(tokens)
+        if lost:
+            self._accept_late(sampled, tokens, lost)
+            sampled, tokens = _without(sampled, tokens, lost)
+        add_output = self._outputs.append
+        for sequence, token in zip(sampled, tokens, strict=True):
+            token_ids = sequence.token_ids
+            token_ids.append(token)
+            if len(token_ids) < sequence.attend_at and token not in sequence.stop_token_ids:
+                add_output(StepOutput(sequence.request_id, [token]))
+            else:
+                sequence.attend_at = sequence.run_until + 1
+                self._deliver(sequence, token)
 
-    def _accept(self, part: ScheduledTokens, token: int) -> None:
-        """Append a sampled token to its sequence, or drop it if the sequence has ended."""
-        sequence = part.sequence
-        sequence.num_in_flight_tokens -= 1
-        if sequence.is_finished or (sequence.prefill_only and part.is_stale):
-            return  # what a prefill job is for is its blocks: without them it runs again
-        self._register(part)
-        first = len(sequence.token_ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
-        sequence.token_ids.append(token)
-        self.stats.tokens_generated += 1
+    def _accept_late(self, sampled: list[Sequence], tokens: list[int], lost: set[Sequence]) -> None:
+        """Take tokens of lives that are over; drop those of sequences that have ended."""
+        for sequence, token in zip(sampled, tokens, strict=True):
+            if sequence not in lost:
+                continue
+            sequence.num_late_tokens -= 1
+            if sequence.is_finished or sequence.prefill_only:
+                # What a prefill job is for is its blocks: without them it runs again.
+                self.stats.tokens_generated -= 1
+            else:
+                sequence.token_ids.append(token)
+                self._deliver(sequence, token)
+
+    def _deliver(self, sequence: Sequence, token: int) -> None:
+        first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1
+        is_first = len(sequence.token_ids) == first
         status = self._end_of(sequence, token)
         if status is not None:
             self._end(sequence, status)
-        self._outputs.append(self._output_of(sequence, token, first, status))
+        self._outputs.append(self._output_of(sequence, token, is_first, status))
 
     def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
         if sequence.prefill_only:
             return RequestStatus.FINISHED_LENGTH
         if token in sequence.stop_token_ids:
             return RequestStatus.FINISHED_STOPPED
-        if (
-            sequence.num_output_tokens - sequence.num_in_flight_tokens
-            >= sequence.sampling.max_tokens
-            or len(sequence.token_ids) >= self.scheduler.limits.max_model_len
-        ):
+        if len(sequence.token_ids) > sequence.run_until:
             return RequestStatus.FINISHED_LENGTH
         return None
 
@@ -286,31 +363,37 @@ class EngineCore:
     def _end(self, sequence: Sequence, status: RequestStatus) -> None:
         self.scheduler.finish(sequence, status)
         del self._sequences[sequence.request_id]
+        for launched in self._in_flight:
+            launched.lost.add(sequence)
 
-    def _fail_batch(self, batch: ScheduledBatch, error: Exception) -> None:
+    def _fail_step(self, schedule: Schedule, error: Exception) -> None:
         """Fail a step's requests.
 
         Raises:
             Exception: the error, if one step after another fails. A lost device fails them all,
                 and only a new process gets it back.
         """
-        for part in batch:
-            if part.samples:
-                part.sequence.num_in_flight_tokens -= 1
-            if not part.sequence.is_finished:
-                self._fail(part.sequence)
+        for sequence in schedule.sequences:
+            self._fail(sequence)
+        for sequence in schedule.sampled:
+            sequence.num_late_tokens -= 1  # it never comes
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
 
     def _fail(self, sequence: Sequence) -> None:
-        self._end(sequence, RequestStatus.FINISHED_ERROR)
-        self._outputs.append(
-            StepOutput(
-                sequence.request_id, [], finish_reason="error", error="the model step failed"
+        """End a sequence with an error, unless it has ended."""
+        if not sequence.is_finished:
+            self._end(sequence, RequestStatus.FINISHED_ERROR)
+            self._outputs.append(
+                StepOutput(
+                    sequence.request_id, [], finish_reason="error", error="the model step failed"
+                )
             )
-        )
 
-    def _count_admission(self, sequence: Sequence) -> None:
-        self.stats.prefix_queries += len(sequence.token_ids)
-        self.stats.prefix_hits += sequence.num_cached_tokens or 0
+
+def _without(
+    sampled: list[Sequence], tokens: list[int], lost: set[Sequence]
+) -> tuple[list[Sequence], list[int]]:
+    pairs = [pair for pair in zip(sampled, tokens, strict=True) if pair[0] not in lost]
+    return [sequence for sequence, _ in pairs], [token for _, token in pairs]

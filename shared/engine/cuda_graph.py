@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from pagewire.shared.engine.prefill_inputs import PrefillInputs, PrefillShape
-from pagewire.shared.engine.scheduler import ScheduledTokens
+from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
+from pagewire.shared.engine.step import PrefillChunk
 
 LARGEST_PREFILL = 512  # tokens; above it the device is the slower one
 # Beside decode rows, which are a graph of their own: above it, to read the weights twice takes
@@ -154,7 +155,7 @@ class PrefillGraphs:
         """
         graphs = cls(shapes, block_size, padding_slot)
         for shape in reversed(shapes):
-            inputs = graphs._padded([], shape).to(device)
+            inputs = graphs._padded([], shape, np.zeros((0, 0), np.int64)).to(device)
             markers: list[Marker] = []
             graph, tokens = pool.capture(partial(step, inputs, markers))
             graphs._inputs[shape], graphs._markers[shape] = inputs, markers
@@ -162,9 +163,7 @@ class PrefillGraphs:
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
 
-    def shape_of(
-        self, chunks: list[ScheduledTokens], *, beside_decodes: bool
-    ) -> PrefillShape | None:
+    def shape_of(self, chunks: list[PrefillChunk], *, beside_decodes: bool) -> PrefillShape | None:
         """Return the smallest shape that these chunks fit, None if they had better be launched."""
         tokens = sum(chunk.length for chunk in chunks)
         if beside_decodes and tokens > LARGEST_BESIDE_DECODES:
@@ -178,12 +177,16 @@ class PrefillGraphs:
         """Return the events that a replay records."""
         return self._markers[shape]
 
-    def replay(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> torch.Tensor:
+    def replay(
+        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
+    ) -> torch.Tensor:
         """Run a prefill step; returns the tokens of the chunks that sample, perhaps none."""
-        host = self._padded(chunks, shape).buffer.pin_memory()
+        host = self._padded(chunks, shape, tables).buffer.pin_memory()
         self._inputs[shape].buffer.copy_(host, non_blocking=True)
         self._graphs[shape].replay()
         return self._tokens[shape][: sum(chunk.samples for chunk in chunks)]
 
-    def _padded(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> PrefillInputs:
-        return PrefillInputs.build_padded(chunks, self.block_size, shape, self.padding_slot)
+    def _padded(
+        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
+    ) -> PrefillInputs:
+        return PrefillInputs.build_padded(chunks, self.block_size, tables, shape, self.padding_slot)

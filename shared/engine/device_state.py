@@ -8,23 +8,53 @@ of a CUDA graph's batch use it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from pagewire.shared.engine.scheduler import ScheduledBatch
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.prefill_inputs import BlockTables
+from pagewire.shared.engine.step import NewSlot, SlotBlocks, SlotInput, StepPlan
+from pagewire.shared.sampling import ResolvedSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A sampling parameter, which has a tensor with an entry for each slot.
+
+    Attributes:
+        default: of slots that nobody has.
+        of: takes it out of a request's parameters.
+    """
+
+    name: str
+    dtype: torch.dtype
+    default: float
+    of: Callable[[ResolvedSampling], float]
+
+
+# By the names that `kernels.Sample` has for them.
+PARAMETERS = (
+    Parameter("temperature", torch.float32, 0.0, lambda params: params.temperature),
+    Parameter("top_k", torch.int32, 0, lambda params: params.top_k),
+    Parameter("top_p", torch.float32, 1.0, lambda params: params.top_p),
+    Parameter("seeds", torch.int64, 0, lambda params: params.seed or 0),
+)
 
 
 @dataclass(slots=True)
 class DeviceState:
-    """The slots' tensors and what the host knows of their content.
+    """The slots' tensors, and a copy of the block tables on the host.
 
     Attributes:
         last_token: [S + 1] int64, input of the next decode step.
         position: [S + 1] int64, of that token.
         block_tables: [S + 1, max_blocks] int32.
-        temperature, top_k, top_p, seeds: [S + 1], as `kernels.Sample` takes them.
+        host_tables: [S + 1, max_blocks] int64, the same on the host.
+        parameters: by name, [S + 1] each; see `PARAMETERS`.
     """
 
     num_slots: int
@@ -33,12 +63,8 @@ class DeviceState:
     last_token: torch.Tensor = field(init=False)
     position: torch.Tensor = field(init=False)
     block_tables: torch.Tensor = field(init=False)
-    temperature: torch.Tensor = field(init=False)
-    top_k: torch.Tensor = field(init=False)
-    top_p: torch.Tensor = field(init=False)
-    seeds: torch.Tensor = field(init=False)
-    _owners: list[tuple[Sequence, int] | None] = field(init=False)
-    _synced_blocks: list[int] = field(init=False)
+    host_tables: BlockTables = field(init=False)
+    parameters: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         rows = self.num_slots + 1
@@ -49,73 +75,64 @@ class DeviceState:
         self.last_token = zeros(rows, dtype=torch.int64)
         self.position = zeros(rows, dtype=torch.int64)
         self.block_tables = zeros(rows, self.max_blocks, dtype=torch.int32)
-        self.temperature = zeros(rows, dtype=torch.float32)
-        self.top_k = zeros(rows, dtype=torch.int32)
-        self.top_p = torch.ones(rows, dtype=torch.float32, device=self.device)
-        self.seeds = zeros(rows, dtype=torch.int64)
-        self._owners = [None] * rows
-        self._synced_blocks = [0] * rows
+        self.parameters = {
+            p.name: torch.full((rows,), p.default, dtype=p.dtype, device=self.device)
+            for p in PARAMETERS
+        }
+        self.host_tables = np.zeros((rows, self.max_blocks), np.int64)
 
     @property
     def padding_slot(self) -> int:
         """The slot of rows that stand for no sequence."""
         return self.num_slots
 
-    def sync(self, batch: ScheduledBatch) -> None:
-        """Bring the slots of a batch up to date: new owners' parameters, inputs, new blocks."""
-        self.introduce([part.sequence for part in batch])
-        inputs = [
-            (part.sequence.slot, part.input_token, part.start)
-            for part in batch.decodes
-            if part.sequence.slot is not None and part.input_token is not None
-        ]
-        if inputs:
-            slots, tokens, positions = self.upload([list(row) for row in zip(*inputs, strict=True)])
-            self.last_token.index_copy_(0, slots, tokens)
-            self.position.index_copy_(0, slots, positions)
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the slots up to date: new owners' parameters, new blocks, inputs."""
+        if plan.new_slots:
+            self._set_parameters(plan.new_slots)
+        if plan.blocks:
+            self._add_blocks(plan.blocks)
+        if plan.inputs:
+            self._put_inputs(plan.inputs)
 
-    def introduce(self, sequences: list[Sequence]) -> None:
-        """Bring what is known of sequences before they run: parameters, blocks so far."""
-        newcomers: list[Sequence] = []
-        flat_index: list[int] = []
-        blocks: list[int] = []
-        for sequence in sequences:
-            slot = sequence.slot
-            if slot is None:
-                continue
-            if self._owners[slot] != (sequence, sequence.num_preemptions):
-                self._owners[slot] = (sequence, sequence.num_preemptions)
-                self._synced_blocks[slot] = 0
-                newcomers.append(sequence)
-            known, have = self._synced_blocks[slot], len(sequence.block_ids)
-            if known < have:
-                base = slot * self.max_blocks
-                flat_index.extend(range(base + known, base + have))
-                blocks.extend(sequence.block_ids[known:])
-                self._synced_blocks[slot] = have
-        if newcomers:
-            self._set_parameters(newcomers)
-        if blocks:
-            update = self.upload([flat_index, blocks])
-            self.block_tables.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))
-
-    def upload(self, rows: list[list[int]]) -> torch.Tensor:
+    def upload(self, rows: list[list[int]] | BlockTables) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
-        host = torch.tensor(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return self._to_device(np.asarray(rows, np.int64))
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
-    def _set_parameters(self, sequences: list[Sequence]) -> None:
-        params = [sequence.sampling for sequence in sequences]
-        slots = [sequence.slot or 0 for sequence in sequences]
-        whole = self.upload([slots, [p.top_k for p in params], [p.seed or 0 for p in params]])
-        host = torch.tensor(
-            [[p.temperature for p in params], [p.top_p for p in params]],
-            dtype=torch.float32,
-            pin_memory=self.device.type == "cuda",
-        )
-        real = host.to(self.device, non_blocking=True)
-        index = whole[0]
-        self.top_k.index_copy_(0, index, whole[1].to(torch.int32))
-        self.seeds.index_copy_(0, index, whole[2])
-        self.temperature.index_copy_(0, index, real[0])
-        self.top_p.index_copy_(0, index, real[1])
+    def _add_blocks(self, additions: list[SlotBlocks]) -> None:
+        index: list[int] = []
+        blocks: list[int] = []
+        for more in additions:
+            first = more.slot * self.max_blocks + more.first
+            index.extend(range(first, first + len(more.block_ids)))
+            blocks.extend(more.block_ids)
+        rows = np.array([index, blocks], np.int64)
+        self.host_tables.reshape(-1)[rows[0]] = rows[1]
+        update = self.upload(rows)
+        self.block_tables.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))
+
+    def _put_inputs(self, inputs: list[SlotInput]) -> None:
+        rows = [[put.slot, put.token, put.position] for put in inputs]
+        slots, tokens, positions = self.upload([list(row) for row in zip(*rows, strict=True)])
+        self.last_token.index_copy_(0, slots, tokens)
+        self.position.index_copy_(0, slots, positions)
+
+    def sampling(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parameters of these slots, [B] int64, as `kernels.Sample` takes them."""
+        return {name: tensor[slots] for name, tensor in self.parameters.items()}
+
+    def _set_parameters(self, newcomers: list[NewSlot]) -> None:
+        index = self.upload([[new.slot for new in newcomers]])[0]
+        for is_real, dtype in (False, np.int64), (True, np.float32):  # a copy for each
+            some = [p for p in PARAMETERS if p.dtype.is_floating_point == is_real]
+            values = [[p.of(new.sampling) for new in newcomers] for p in some]
+            update = self._to_device(np.array(values, dtype))
+            for parameter, column in zip(some, update, strict=True):
+                tensor = self.parameters[parameter.name]
+                tensor.index_copy_(0, index, column.to(parameter.dtype))

@@ -1,4 +1,4 @@
-"""Runs scheduled batches on one device: builds the inputs, launches the model, samples.
+"""The executor of one device: builds the inputs of a plan, launches the model, samples.
 
 `execute` only launches. The tokens come back through pinned memory and are read a step later, so
 that the host prepares the next step while the device runs this one.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pagewire.kernels import Ops
@@ -23,9 +24,17 @@ from pagewire.shared.engine.cuda_graph import (
     prefill_shapes,
 )
 from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.plan_events import PlanEvents
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
-from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import (
+    Expect,
+    Export,
+    PrefillChunk,
+    StepPlan,
+    StepResult,
+    Supply,
+)
+from pagewire.shared.errors import IntegrityError
 from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
 
 
@@ -46,9 +55,10 @@ class CausalLM(Protocol):
 class PendingTokens:
     """Tokens of a launched step, on their way to the host."""
 
-    __slots__ = ("_event", "_host")
+    __slots__ = ("_event", "_host", "_number")
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, number: int, tokens: torch.Tensor) -> None:
+        self._number = number
         self._event: torch.cuda.Event | None = None
         self._host = tokens
         if tokens.is_cuda:
@@ -61,65 +71,52 @@ class PendingTokens:
         """Whether the tokens are here, without waiting."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> list[int]:
-        """Wait for the step and return one token for each sampled part of its batch."""
+    def wait(self) -> StepResult:
+        """Wait for the step and return its tokens."""
         if self._event is not None:
             self._event.synchronize()
-        tokens: list[int] = self._host.tolist()
-        return tokens
+        return StepResult(self._number, self._host.tolist())
 
 
-class Executor(Protocol):
-    """Seam between the engine and the device(s) it drives.
+@dataclass(slots=True)
+class PendingSupply:
+    """A step whose forward has been launched, and whose sampling waits for its supply.
 
     Attributes:
-        marks_parts: whether steps mark the ends of the parts of the blocks that they write, as
-            far as they can; set by whoever packs.
+        hidden: [N, hidden] of the rows that sample.
+        slots, positions: [N] int64, where the tokens go.
+        tokens: once they are sampled.
     """
 
-    marks_parts: bool
+    number: int
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    tokens: PendingTokens | None = None
 
-    def execute(self, batch: ScheduledBatch) -> PendingTokens:
-        """Launch a step."""
-        ...
+    def is_done(self) -> bool:
+        """Whether the tokens are here, without waiting."""
+        return self.tokens is not None and self.tokens.is_done()
 
-    def introduce(self, sequence: Sequence) -> None:
-        """Bring to the device what is known of a sequence that has a slot and will run."""
-        ...
+    def wait(self) -> StepResult:
+        """Wait for the step and return its tokens.
 
-    def mark(self) -> Marker:
-        """Return the present end of the launched work."""
-        ...
-
-    def part_markers(self) -> list[Marker]:
-        """Return where in the step launched last each part of its blocks is final.
-
-        Empty if nothing but the step's end is known.
+        Raises:
+            IntegrityError: nothing was supplied, so that they would never come.
         """
-        ...
-
-    def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
-    ) -> PendingMove:
-        """Gather blocks into staging, beside the steps, behind those launched at the marker."""
-        ...
-
-    def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
-    ) -> PendingCheck:
-        """Scatter staging into blocks, likewise."""
-        ...
+        if self.tokens is None:
+            raise IntegrityError(f"step {self.number} waits for a supply")
+        return self.tokens.wait()
 
 
 @dataclass(slots=True)
 class ModelRunner:
-    """The executor of one process with one device.
+    """The executor of one process with one device; moves its KV blocks, too.
 
     Attributes:
         kv_pool: [NB, L, 2, KH, BS, D].
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
-        marks_parts: see `Executor`.
     """
 
     model: CausalLM
@@ -129,8 +126,10 @@ class ModelRunner:
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
-    marks_parts: bool = False
-    _part_markers: list[Marker] = field(default_factory=list)
+    _events: PlanEvents = field(default_factory=PlanEvents)
+    _part_markers: list[Marker] = field(default_factory=list)  # of the present plan
+    _marks_parts: bool = False  # the present plan does
+    _awaiting: PendingSupply | None = None
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
@@ -141,24 +140,71 @@ class ModelRunner:
         return int(self.kv_pool.shape[4])
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> PendingTokens:
-        """Launch a step. Later calls' work is ordered behind it."""
+    def execute(self, plan: StepPlan) -> PendingTokens | PendingSupply:
+        """Launch a step. Later calls' work is ordered after it.
+
+        Raises:
+            IntegrityError: the step before has not been supplied with what it awaits.
+        """
+        if self._awaiting is not None:
+            raise IntegrityError(f"step {self._awaiting.number} waits for a supply")
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        if any(isinstance(work, Expect) for work in plan.kv):
+            # A block that is copied from may be one that is expected.
+            self._events.note(plan.number - 1, [self.mover.mark()])
         self._part_markers = []
-        self.state.sync(batch)
-        slots = [part.sequence.slot or 0 for part in batch.decodes]
-        tokens = self._replay(slots, batch.prefills)
-        if tokens is not None:
-            return PendingTokens(tokens)
-        if not batch.prefills:
-            return PendingTokens(self.decode(self.state.upload([slots])[0]))
-        return PendingTokens(self._run_mixed(slots, batch))
+        self._marks_parts = any(isinstance(work, Export) for work in plan.kv)
+        self.state.apply(plan)
+        pending = self._launch(plan)
+        if self._marks_parts:
+            is_complete = len(self._part_markers) == self.mover.parts.count
+            markers = self._part_markers if is_complete else [self.mover.mark()]
+            self._events.note(plan.number, markers)
+        return pending
 
     @torch.inference_mode()
-    def introduce(self, sequence: Sequence) -> None:
-        """Bring what is known of a sequence to its slot, so that its first step need not."""
-        self.state.introduce([sequence])
+    def supply(self, supply: Supply) -> None:
+        """Let the step that awaits it sample.
 
-    def _replay(self, slots: list[int], chunks: list[ScheduledTokens]) -> torch.Tensor | None:
+        Raises:
+            IntegrityError: it is another step that waits, or none.
+        """
+        pending, self._awaiting = self._awaiting, None
+        if pending is None or pending.number != supply.number:
+            raise IntegrityError(f"step {supply.number} does not wait for a supply")
+        logits = self.model.compute_logits(pending.hidden)
+        for row, mask in supply.masks.items():
+            logits[row] = logits[row].masked_fill(~self._allowed(mask, logits), -torch.inf)
+        tokens = self._sample(logits, pending.slots, pending.positions)
+        pending.tokens = PendingTokens(pending.number, tokens)
+
+    def _allowed(self, mask: bytes, logits: torch.Tensor) -> torch.Tensor:
+        """Return which tokens a mask allows, [vocab] bool."""
+        packed = np.frombuffer(mask, np.uint8)
+        bits = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
+        return torch.from_numpy(bits.astype(bool)).to(logits.device)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])
+        self.kv_pool.index_copy_(0, targets, self.kv_pool.index_select(0, sources))
+
+    def _launch(self, plan: StepPlan) -> PendingTokens | PendingSupply:
+        slots, chunks = plan.decodes, plan.chunks
+        if not plan.has_rows:
+            return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
+        if plan.awaits_supply:
+            pending = PendingSupply(plan.number, *self._forward(slots, chunks))
+            self._awaiting = pending
+            return pending
+        tokens = self._replay(slots, chunks)
+        if tokens is None and not chunks:
+            tokens = self.decode(self.state.upload([slots])[0])
+        if tokens is None:
+            tokens = self._run_mixed(slots, chunks)
+        return PendingTokens(plan.number, tokens)
+
+    def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> torch.Tensor | None:
         """Run a step by CUDA graphs, or return None if there are none for all of it.
 
         Decode rows beside small chunks take two graphs: to read the weights twice is quicker than
@@ -177,8 +223,8 @@ class ModelRunner:
         if slots and self.decode_graphs is not None:
             tokens.append(self.decode_graphs.replay(slots))
         if shape is not None and self.prefill_graphs is not None:
-            tokens.append(self.prefill_graphs.replay(chunks, shape))
-            if self.marks_parts:
+            tokens.append(self.prefill_graphs.replay(chunks, shape, self.state.host_tables))
+            if self._marks_parts:
                 self._part_markers = self.prefill_graphs.markers_of(shape)
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
@@ -191,7 +237,8 @@ class ModelRunner:
         hidden = self.model.forward(inputs, self.kv_pool)
         # The padding slot stays at position 0: it runs in many more steps than a sequence does.
         is_real = slots != self.state.padding_slot
-        return self._sample(hidden, slots, torch.where(is_real, inputs.positions + 1, 0))
+        positions = torch.where(is_real, inputs.positions + 1, 0)
+        return self._sample(self.model.compute_logits(hidden), slots, positions)
 
     def prefill(
         self, inputs: PrefillInputs, behind_layer: BehindLayer | None = None
@@ -205,7 +252,8 @@ class ModelRunner:
         if inputs.num_samples == 0:
             # On the device all the same: a step is waited for by its tokens.
             return inputs.sample_slots
-        return self._sample(hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions)
+        logits = self.model.compute_logits(hidden[inputs.rows])
+        return self._sample(logits, inputs.sample_slots, inputs.sample_positions)
 
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
         state = self.state
@@ -227,50 +275,49 @@ class ModelRunner:
             max_query_len=0,
         )
 
-    def _run_mixed(self, slots: list[int], batch: ScheduledBatch) -> torch.Tensor:
+    def _run_mixed(self, slots: list[int], chunks: list[PrefillChunk]) -> torch.Tensor:
         """Run decode rows, if any, and prefill chunks in one pass; returns the tokens."""
-        inputs = PrefillInputs.build(batch.prefills, self.block_size).to(self.state.device)
-        behind_layer = self._marking(self._part_markers) if self.marks_parts else None
+        hidden, sample_slots, positions = self._forward(slots, chunks)
+        if not len(hidden):
+            # On the device all the same: a step is waited for by its tokens.
+            return sample_slots
+        return self._sample(self.model.compute_logits(hidden), sample_slots, positions)
+
+    def _forward(
+        self, slots: list[int], chunks: list[PrefillChunk]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the model; returns hidden states, slots and positions of the rows that sample."""
+        state = self.state
+        behind_layer = self._marking(self._part_markers) if self._marks_parts else None
+        if not chunks:
+            decode_slots = state.upload([slots])[0]
+            decodes = self._decode_inputs(decode_slots)
+            hidden = self.model.forward(decodes, self.kv_pool, behind_layer)
+            return hidden, decode_slots, decodes.positions + 1
+        inputs = PrefillInputs.build(chunks, self.block_size, state.host_tables).to(state.device)
+        forward = inputs.forward_batch(state.block_tables)
         if not slots:
-            return self.prefill(inputs, behind_layer)
-        decode_slots = self.state.upload([slots])[0]
+            hidden = self.model.forward(forward, self.kv_pool, behind_layer)
+            return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
+        decode_slots = state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
-        forward = _joined(decodes, inputs.forward_batch(self.state.block_tables))
-        decode_rows = torch.arange(len(slots), device=self.state.device)
-        rows = torch.cat([decode_rows, inputs.rows + len(slots)])
-        hidden = self.model.forward(forward, self.kv_pool, behind_layer)
-        return self._sample(
-            hidden[rows],
+        hidden = self.model.forward(_joined(decodes, forward), self.kv_pool, behind_layer)
+        decode_rows = torch.arange(len(slots), device=state.device)
+        return (
+            hidden[torch.cat([decode_rows, inputs.rows + len(slots)])],
             torch.cat([decode_slots, inputs.sample_slots]),
             torch.cat([decodes.positions + 1, inputs.sample_positions]),
         )
 
     def _sample(
-        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Draw a token a row of `hidden` [B, hidden] and leave it in its slot."""
+        """Draw a token a row of `logits` [B, vocab] and leave it in its slot."""
         state = self.state
-        tokens = self.ops.sample(
-            self.model.compute_logits(hidden),
-            state.temperature[slots],
-            state.top_k[slots],
-            state.top_p[slots],
-            state.seeds[slots],
-            positions,
-        )
+        tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
         state.last_token.index_copy_(0, slots, tokens)
         state.position.index_copy_(0, slots, positions)
         return tokens
-
-    def mark(self) -> Marker:
-        """Return the present end of the launched work."""
-        return self.mover.mark()
-
-    def part_markers(self) -> list[Marker]:
-        """Return where in the step launched last each part of its blocks is final, if known."""
-        # A step that failed to launch may have marked some.
-        is_complete = len(self._part_markers) == self.mover.parts.count
-        return self._part_markers if is_complete else []
 
     def _marking(self, markers: list[Marker], *, in_graph: bool = False) -> BehindLayer:
         """Return what notes the ends of the parts in a list as a step is launched."""
@@ -286,17 +333,23 @@ class ModelRunner:
         markers.clear()  # a step is run before it is captured
         return self.prefill(inputs, self._marking(markers, in_graph=True))
 
+    def marks_parts(self, plan: int) -> bool:
+        """Whether it is known where in this plan each part of its blocks is final."""
+        return self._events.has_parts(plan)
+
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
     ) -> PendingMove:
-        """Gather blocks into a staging buffer, beside the steps launched behind the marker."""
-        return self.mover.pack(block_ids, parts, staging, seed, after)
+        """Gather blocks into a staging buffer, as `BlockMoves` says."""
+        event = self._events.find(after, parts[-1])
+        return self.mover.pack(block_ids, parts, staging, seed, event)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
     ) -> PendingCheck:
-        """Scatter a staging buffer into blocks, beside the steps launched behind the marker."""
-        return self.mover.unpack(staging, block_ids, parts, seed, after)
+        """Scatter a staging buffer into blocks, as `BlockMoves` says."""
+        event = self._events.find(after, parts[-1])
+        return self.mover.unpack(staging, block_ids, parts, seed, event)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewire.shared.engine.scheduler import ScheduledTokens
+from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.model.inputs import ForwardBatch
 
 _Integers = npt.NDArray[np.int64]
+BlockTables = npt.NDArray[np.int64]  # [slots, blocks of a sequence], on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,22 @@ class PrefillInputs:
     max_query_len: int
 
     @classmethod
-    def build(cls, chunks: list[ScheduledTokens], block_size: int) -> PrefillInputs:
-        """Lay out the inputs of some chunks."""
+    def build(
+        cls, chunks: list[PrefillChunk], block_size: int, tables: BlockTables
+    ) -> PrefillInputs:
+        """Lay out the inputs of some chunks; `tables` has the slots' block tables."""
         num_samples = sum(chunk.samples for chunk in chunks)
         num_tokens = sum(chunk.length for chunk in chunks)
         longest = max(chunk.length for chunk in chunks)
-        flat = torch.from_numpy(np.concatenate(_columns(chunks, block_size)))
+        flat = torch.from_numpy(np.concatenate(_columns(chunks, block_size, tables)))
         return cls(flat, num_tokens, len(chunks), num_samples, longest)
 
     @classmethod
     def build_padded(
         cls,
-        chunks: list[ScheduledTokens],
+        chunks: list[PrefillChunk],
         block_size: int,
+        tables: BlockTables,
         shape: PrefillShape,
         padding_slot: int,
     ) -> PrefillInputs:
@@ -71,7 +75,9 @@ class PrefillInputs:
         fills = [0, 0, -1, padding_slot, 0, num_tokens, 0, padding_slot, 0]
         padded = [
             np.pad(column, (0, size - len(column)), constant_values=fill)
-            for column, size, fill in zip(_columns(chunks, block_size), sizes, fills, strict=True)
+            for column, size, fill in zip(
+                _columns(chunks, block_size, tables), sizes, fills, strict=True
+            )
         ]
         return cls(torch.from_numpy(np.concatenate(padded)), tokens, rows, rows, tokens)
 
@@ -124,25 +130,24 @@ class PrefillInputs:
         return self._tail(2)
 
 
-def _columns(chunks: list[ScheduledTokens], block_size: int) -> list[_Integers]:
+def _columns(chunks: list[PrefillChunk], block_size: int, tables: BlockTables) -> list[_Integers]:
     """Return the parts of the buffer in their order."""
     cumulative = np.cumsum([0, *(chunk.length for chunk in chunks)], dtype=np.int64)
     positions = [np.arange(chunk.start, chunk.end, dtype=np.int64) for chunk in chunks]
     slot_mapping = [
-        _integers(chunk.sequence.block_ids)[position // block_size] * block_size
-        + position % block_size
+        tables[chunk.slot, position // block_size] * block_size + position % block_size
         for chunk, position in zip(chunks, positions, strict=True)
     ]
     samples = [i for i, chunk in enumerate(chunks) if chunk.samples]
     return [
-        _joined([chunk.sequence.token_ids[chunk.start : chunk.end] for chunk in chunks]),
+        _joined([chunk.token_ids for chunk in chunks]),
         _joined(positions),
         _joined(slot_mapping),
-        _integers([chunk.sequence.slot or 0 for chunk in chunks]),
+        _integers([chunk.slot for chunk in chunks]),
         _integers([chunk.end for chunk in chunks]),
         cumulative,
         _integers([cumulative[i + 1] - 1 for i in samples]),
-        _integers([chunks[i].sequence.slot or 0 for i in samples]),
+        _integers([chunks[i].slot for i in samples]),
         _integers([chunks[i].end for i in samples]),
     ]
 

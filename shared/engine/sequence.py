@@ -13,6 +13,9 @@ from pagewire.shared.sampling import ResolvedSampling
 class Sequence:
     """Tokens, blocks and progress of one request.
 
+    A sequence has a life from its admission until it loses its blocks; one that was preempted has
+    several.
+
     Attributes:
         request_id: unique in its engine.
         token_ids: prompt and output, as far as the host knows them.
@@ -26,11 +29,15 @@ class Sequence:
         block_ids: the block table.
         block_hashes: of the full blocks of `token_ids`.
         num_computed_tokens: tokens whose KV the launched steps write.
-        num_in_flight_tokens: sampled by launched steps, not yet known to the host.
+        num_late_tokens: sampled in an earlier life, and not known to the host yet.
         num_cached_tokens: found in the prefix cache at the first admission.
+        num_exported_blocks: of this life, reported as final to the KV side.
         slot: row of the device state while it runs.
         decodes_from_slot: the slot holds the next input token.
-        num_preemptions: grows with each loss of its blocks; tells old step results apart.
+        run_until: the position at which its last token is known to lie, whatever it is.
+        decode_until: decode rows below this position need no decision.
+        has_known_token: the host knows a token that was sampled in this life.
+        attend_at: an accepted token that makes it this long is the first or the last one.
     """
 
     request_id: str
@@ -46,27 +53,28 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_in_flight_tokens: int = 0
+    num_late_tokens: int = 0
     num_cached_tokens: int | None = None
+    num_exported_blocks: int = 0
     slot: int | None = None
     decodes_from_slot: bool = False
-    num_preemptions: int = 0
+    run_until: int = 0
+    decode_until: int = 0
+    has_known_token: bool = False
+    attend_at: int = 0
     first_scheduled_s: float | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Known tokens and those in flight."""
-        return len(self.token_ids) + self.num_in_flight_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens, those in flight included."""
-        return self.num_tokens - self.num_prompt_tokens
+    def num_in_flight_tokens(self) -> int:
+        """Tokens sampled by launched steps, not yet known to the host."""
+        if self.decodes_from_slot:
+            return self.num_computed_tokens + 1 - len(self.token_ids)
+        return self.num_late_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that the next steps have to run."""
-        return self.num_tokens - self.num_computed_tokens
+        """Tokens that the next steps have to run, as far as they can be known."""
+        return 1 if self.decodes_from_slot else len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:

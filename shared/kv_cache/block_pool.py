@@ -123,6 +123,26 @@ class BlockPool:
             self.listener.removed(evicted)
         return taken
 
+    def fork(self, blocks: Sequence[int], num_shared: int) -> tuple[list[int], list[int]]:
+        """Take the blocks of a sequence for a second one that continues its tokens.
+
+        Args:
+            blocks: of the first sequence.
+            num_shared: of these are full, so that nobody writes to them any more. Both refer to
+                them from now on; of the others the second gets a block of its own each, into
+                which the content is to be copied.
+
+        Returns:
+            The second sequence's blocks, and those among them that are its own.
+
+        Raises:
+            IntegrityError: too few blocks are available for its own; check `num_available` first.
+        """
+        own = self.allocate(len(blocks) - num_shared)
+        shared = list(blocks[:num_shared])
+        self.acquire(shared)
+        return [*shared, *own], own
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each of a sequence's blocks, given in the sequence's order."""
         for block in reversed(blocks):

@@ -43,6 +43,7 @@ from pagewire.shared.registry import (
 from pagewire.shared.transfer import create_transport, transports_to_open
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import TransportFaults, WorkerFaults
 from pagewire.shared.worker.metrics import (
@@ -141,6 +142,20 @@ class WorkerRuntime:
         """
         on_gpu = self.built.device.type == "cuda"
         return Vigil(self.engine, self.tasks, is_needed if on_gpu else lambda: False)
+
+    @property
+    def engine_handle(self) -> EngineHandle:
+        """The engine, for the service."""
+        built = self.built
+        return EngineHandle(
+            core=built.core,
+            moves=built.runner,
+            thread=self.engine,
+            layout=built.layout,
+            vocab_size=built.config.vocab_size,
+            eos_token_ids=built.config.eos_token_ids,
+            in_loop=self.in_loop,
+        )
 
     def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
         """Wrap a callback so that it may be called from any thread and runs in the event loop."""

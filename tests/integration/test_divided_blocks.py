@@ -68,7 +68,7 @@ class Sender:
         job = new_sequence("job", PROMPT, GREEDY, ())
         job.prefill_only = True
         self.built.core.add(job)
-        self.packer.start("job", job, 0, 1 << 30)
+        self.packer.start("job", 0, 1 << 30)
         return job
 
     async def send_packed(self) -> None:
@@ -92,7 +92,7 @@ class Receiver:
         self.built, self._node = built, node
         self.fates: list[PieceFate] = []
         self._scatterer = PieceScatterer(
-            built.core, lambda request_id, header, fate: self.fates.append(fate)
+            built.core, built.runner, lambda request_id, header, fate: self.fates.append(fate)
         )
         built.core.hooks.append(self._scatterer)
 
@@ -102,7 +102,6 @@ class Receiver:
         self.built.core.add(sequence)
         self.built.core.step()
         assert sequence.status is RequestStatus.RESERVED
-        self._scatterer.reserve(sequence)
         return sequence
 
     async def take_pieces(self) -> None:

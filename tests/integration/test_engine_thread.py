@@ -15,7 +15,7 @@ import torch
 from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
-from pagewire.shared.engine.scheduler import ScheduledBatch
+from pagewire.shared.engine.step import StepPlan, StepResult
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import OverloadedError
 from pagewire.shared.kv_cache.parts import BlockParts
@@ -165,7 +165,7 @@ class Hook:
     turns: int = 0
     due: bool = True
 
-    def after_launch(self) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         self.turns += 1
         self.then()
         return self.turns < self.busy_turns
@@ -234,7 +234,7 @@ def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) 
 
     def start(core: EngineCore) -> None:
         core.add(job)
-        packer.start("job", job, 0, staging.slot_bytes)
+        packer.start("job", 0, staging.slot_bytes)
 
     with started(core) as engine:
         staging.watch(engine.wake)
@@ -275,8 +275,8 @@ def test_idle_loop_beats() -> None:
 class StuckPending(FakePending):
     """Results that do not come before they are let go."""
 
-    def __init__(self, device: StuckDevice, tokens: list[int]) -> None:
-        super().__init__(device, tokens, None)
+    def __init__(self, device: StuckDevice, result: StepResult) -> None:
+        super().__init__(device, result)
         self._reached, self._go = device.reached, device.go
 
     def is_done(self) -> bool:
@@ -291,8 +291,8 @@ class StuckDevice(FakeDevice):
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
 
-    def execute(self, batch: ScheduledBatch) -> FakePending:
-        return StuckPending(self, super().execute(batch).wait())
+    def execute(self, plan: StepPlan) -> FakePending:
+        return StuckPending(self, super().execute(plan).wait())
 
 
 def test_stalled_loop_does_not_turn_and_does_not_stop_in_time() -> None:
@@ -398,7 +398,7 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
     written: list[int] = []
 
     class Writing:
-        def after_launch(self) -> bool:
+        def after_launch(self, plan: StepPlan | None) -> bool:
             if core.scheduler.waiting and written:  # the scheduler has had its turn
                 core.unpin([written.pop() for _ in range(len(written))])
             return False

@@ -14,8 +14,8 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.outputs import RequestOutput
-from pagewire.shared.engine.prefill_inputs import PrefillShape
-from pagewire.shared.engine.scheduler import ScheduledTokens
+from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillShape
+from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tools.demo_model.prompts import standard_prompts
@@ -161,8 +161,10 @@ class PaddedPrefills(PrefillGraphs):
 
     runner: ModelRunner
 
-    def replay(self, chunks: list[ScheduledTokens], shape: PrefillShape) -> torch.Tensor:
-        tokens = self.runner.prefill(self._padded(chunks, shape))
+    def replay(
+        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
+    ) -> torch.Tensor:
+        tokens = self.runner.prefill(self._padded(chunks, shape, tables))
         assert tokens.shape == (shape.num_chunks,)
         return tokens[: sum(chunk.samples for chunk in chunks)]
 

@@ -17,6 +17,7 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.cuda_graph import GraphPool, Marker
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.model.llama import LlamaForCausalLM
 from pagewire.shared.sampling import ResolvedSampling
 
@@ -24,10 +25,26 @@ PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as
 LAYERS = 4  # of the demo model; each is a part
 
 
-def launch(llm: LLM, prompt: list[int]) -> Sequence:
+class Plans:
+    """Notes the number of the plan that was launched last."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        if plan is not None:
+            self.last = plan.number
+        return False
+
+    def is_due(self) -> bool:
+        return False
+
+
+def launch(llm: LLM, prompt: list[int], *, prefill_only: bool = False) -> Sequence:
     """Launch a step that computes the prompt."""
     sampling = ResolvedSampling(temperature=0, max_tokens=2, ignore_eos=True)
     sequence = new_sequence(f"s{len(prompt)}", prompt, sampling, ())
+    sequence.prefill_only = prefill_only
     llm.engine.core.add(sequence)
     llm.engine.core.step(wait=False)
     return sequence
@@ -51,30 +68,30 @@ def cpu() -> LLM:
     return LLM("demo", device="cpu", num_blocks=128)
 
 
-def test_steps_mark_parts_if_somebody_packs(cpu: LLM) -> None:
-    runner = cpu.engine.runner
+def test_steps_mark_the_parts_of_what_they_export(cpu: LLM) -> None:
+    runner, plans = cpu.engine.runner, Plans()
+    cpu.engine.core.hooks.append(plans)
     launch(cpu, PROMPT[:50])
-    assert runner.part_markers() == []
-    runner.marks_parts = True
-    sequence = launch(cpu, PROMPT[:60])  # beside a decode row
-    assert runner.part_markers() == [None] * LAYERS
+    assert not runner.marks_parts(plans.last)
+    sequence = launch(cpu, PROMPT[:60], prefill_only=True)  # next to a decode row
+    assert runner.marks_parts(plans.last)
     while not sequence.is_finished:
         cpu.engine.core.step()
-    assert runner.part_markers() == []  # of a decode step
+    launch(cpu, PROMPT[:40])
+    assert not runner.marks_parts(plans.last)  # nothing is exported
 
 
-def test_a_step_that_failed_to_launch_has_no_markers(
+def test_a_step_that_failed_to_launch_marks_nothing(
     cpu: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise RuntimeError("device on fire")
 
-    cpu.engine.runner.marks_parts = True
     launch(cpu, PROMPT[:50])
     Hooked(cpu, 2, fail)
-    sequence = launch(cpu, PROMPT[:60])
+    sequence = launch(cpu, PROMPT[:60], prefill_only=True)
     assert sequence.is_finished
-    assert cpu.engine.runner.part_markers() == []
+    assert not any(cpu.engine.runner.marks_parts(plan) for plan in range(4))
 
 
 @pytest.fixture
@@ -96,9 +113,9 @@ class Packed:
         self._runner, self._parts = runner, runner.mover.parts
         size = self._parts.packed_bytes(num_blocks, 1)
         self._staging = torch.zeros((LAYERS, size), dtype=torch.uint8, device="cuda")
-        self.pack(list(range(num_blocks)), 0, runner.mark())  # compiles, allocates
+        self.pack(list(range(num_blocks)), 0, 0)  # compiles, allocates
 
-    def pack(self, blocks: list[int], part: int, after: Marker) -> None:
+    def pack(self, blocks: list[int], part: int, after: int) -> None:
         parts = range(part, part + 1)
         move = self._runner.pack(blocks, parts, self._staging[part], 1, after)
         deadline = time.monotonic() + 30
@@ -117,20 +134,19 @@ class Packed:
 @pytest.mark.usefixtures("clean_gpu")
 def test_a_part_is_packed_while_later_layers_compute() -> None:
     llm = on_gpu()
-    runner = llm.engine.runner
-    runner.marks_parts = True
+    runner, plans = llm.engine.runner, Plans()
+    llm.engine.core.hooks.append(plans)
     packed = Packed(runner, len(PROMPT) // runner.block_size)
     llm.generate([PROMPT[::-1]], SamplingParams(max_tokens=1))  # compiles what is left
     Hooked(llm, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
-    sequence = launch(llm, PROMPT)
+    sequence = launch(llm, PROMPT, prefill_only=True)
     blocks = sequence.block_ids[: len(PROMPT) // runner.block_size]
-    markers = runner.part_markers()
-    assert len(markers) == LAYERS
+    assert runner.marks_parts(plans.last)
     for part in range(2):
-        packed.pack(blocks, part, markers[part])
-    assert not any(marker.query() for marker in markers[2:] if marker is not None)
+        packed.pack(blocks, part, plans.last)
+    assert not torch.cuda.current_stream().query()  # the step goes on
     for part in range(2, LAYERS):
-        packed.pack(blocks, part, markers[part])
+        packed.pack(blocks, part, plans.last)
     torch.cuda.synchronize()
     for part in range(LAYERS):
         packed.assert_holds(blocks, part)
@@ -140,17 +156,16 @@ def test_a_part_is_packed_while_later_layers_compute() -> None:
 @pytest.mark.usefixtures("clean_gpu")
 def test_replayed_steps_mark_parts_too() -> None:
     llm = on_gpu()
-    runner = llm.engine.runner
-    runner.marks_parts = True
+    runner, plans = llm.engine.runner, Plans()
+    llm.engine.core.hooks.append(plans)
     packed = Packed(runner, 100 // runner.block_size)
     assert runner.prefill_graphs is not None
     for start, length in (0, 100), (300, 105):
-        sequence = launch(llm, PROMPT[start : start + length])
+        sequence = launch(llm, PROMPT[start : start + length], prefill_only=True)
         blocks = sequence.block_ids[: 100 // runner.block_size]
-        markers = runner.part_markers()
-        assert len({id(marker) for marker in markers}) == LAYERS
+        assert runner.marks_parts(plans.last)
         for part in range(LAYERS):
-            packed.pack(blocks, part, markers[part])
+            packed.pack(blocks, part, plans.last)
         torch.cuda.synchronize()
         for part in range(LAYERS):
             packed.assert_holds(blocks, part)

@@ -15,6 +15,8 @@ from pagewire.services.prefill.jobs import MAX_SENDS_PER_PIECE
 from pagewire.services.prefill.packer import StagedPiece
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import TransferError
 from pagewire.shared.protocol import (
     CancelPrefill,
@@ -91,7 +93,7 @@ class Peers:
 @asynccontextmanager
 async def prefilling() -> AsyncIterator[tuple[ServiceRuntime, PrefillService, Peers]]:
     async with service_runtime() as runtime:
-        service = PrefillService(cast("WorkerRuntime", runtime))
+        service = PrefillService(cast("WorkerRuntime", runtime), runtime.engine_handle)
         peers = Peers()
         service._peers = cast(Any, peers)
         runtime.on_outputs = service.on_outputs
@@ -312,10 +314,12 @@ def test_a_piece_whose_blocks_were_lost_while_it_was_packed_is_offered_again() -
             runtime.device.has_moved = False
             service.on_message(DECODE, TICKET)
             await eventually(lambda: peers.offered == [0])
-            sequence = service._packer._jobs["job"].sequence
 
-            def preempt(_core: object) -> None:
-                sequence.num_preemptions += 1
+            def preempt(core: EngineCore) -> None:
+                blocks = core.scheduler.held["job"].block_ids
+                lost_and_back = [Withdraw("job"), Export("job", 0, blocks, is_last=True)]
+                for hook in core.hooks:
+                    hook.after_launch(StepPlan(number=100, kv=lost_and_back))
                 runtime.device.has_moved = True
 
             runtime.engine.submit(preempt)

@@ -40,7 +40,7 @@ def scenario_of(
             await scenario(router, worker)
             dispatcher = router.service.dispatcher
             await eventually(lambda: worker.active == 0, timeout=1)
-            await eventually(lambda: dispatcher.num_running + dispatcher.num_waiting == 0)
+            await eventually(lambda: dispatcher.admission.num_sequences == 0)
             assert router.service.dispatcher.ledger.pending("decode-0", False) == 0
             worker.hold.set()
             worker.refuse = None
@@ -143,7 +143,7 @@ def test_a_slow_reader_gets_all_and_holds_up_nobody(redis_url):
         async with asyncio.timeout(5):
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
         # The worker is done with it although the reader is not.
-        await eventually(lambda: router.service.dispatcher.num_running == 0)
+        await eventually(lambda: router.service.dispatcher.admission.num_running == 0)
         while chunk := await reader.read(1 << 20):
             received += chunk
         writer.close()
@@ -224,7 +224,7 @@ def test_leaving_in_line_for_the_tokenizer_takes_the_request_out(redis_url):
                 await router.http.post(
                     "/v1/completions", json=body(prompt="Hi " * 4000), timeout=0.3
                 )
-            await eventually(lambda: dispatcher.num_reading == 0, timeout=1)
+            await eventually(lambda: dispatcher.admission.num_reading == 0, timeout=1)
             assert await router.metric('pagewire_request_errors_total{status="499"}') == 1
             assert router.service._threads._work_queue.qsize() <= 1  # cancelled, at most
         finally:

@@ -39,7 +39,7 @@ def with_workers(redis_url: str, count: int, scenario: Scenario, **settings: Any
             await router.ready(count)
             await scenario(router, workers)
             dispatcher = router.service.dispatcher
-            await eventually(lambda: dispatcher.num_running + dispatcher.num_waiting == 0)
+            await eventually(lambda: dispatcher.admission.num_sequences == 0)
 
     run_async(main())
 

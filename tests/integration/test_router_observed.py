@@ -127,7 +127,7 @@ def test_metrics_show_requests_and_workers(redis_url):
         worker.hold.clear()
         pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=10))
         label = f'{{model_name="{MODEL}"}}'
-        await eventually(lambda: router.service.dispatcher.num_waiting == 1)
+        await eventually(lambda: router.service.dispatcher.admission.num_waiting == 1)
         assert await router.metric(f"vllm:num_requests_waiting{label}") == 1
         worker.hold.set()
         assert (await pending).status_code == 200

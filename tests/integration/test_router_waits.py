@@ -106,12 +106,12 @@ def test_the_queue_is_bounded_and_who_leaves_makes_room(redis_url):
         async with router_that_lost_its_worker(redis_url, max_queue=2) as (router, come_back):
             dispatcher = router.service.dispatcher
             asked = [asyncio.create_task(router.complete(prompt="Hi")) for _ in range(2)]
-            await eventually(lambda: dispatcher.num_waiting == 2)
+            await eventually(lambda: dispatcher.admission.num_waiting == 2)
             assert (await router.complete(prompt="Hi")).status_code == 429
             asked[0].cancel()
-            await eventually(lambda: dispatcher.num_waiting == 1)
+            await eventually(lambda: dispatcher.admission.num_waiting == 1)
             asked.append(asyncio.create_task(router.complete(prompt="Hi")))
-            await eventually(lambda: dispatcher.num_waiting == 2)
+            await eventually(lambda: dispatcher.admission.num_waiting == 2)
             await come_back()
             answers = await asyncio.gather(*asked[1:])
             assert [answer.status_code for answer in answers] == [200, 200]

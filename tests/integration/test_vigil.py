@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.shared.worker.vigil import Vigil
@@ -17,7 +18,7 @@ class Hook:
     def __init__(self) -> None:
         self.looks = 0
 
-    def after_launch(self) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         return False
 
     def is_due(self) -> bool:

@@ -50,7 +50,7 @@ def test_prefill_replays_with_other_lengths(kernels, reference, assert_close):
 
 def test_sampling_replays_with_other_parameters(kernels, reference):
     x = sampling_inputs(torch.randn(16, 32000, device="cuda"))
-    args = (x.logits, x.temperature, x.top_k, x.top_p, x.seeds, x.positions)
+    args = x.arguments
     graph, out = _capture(lambda: kernels.sample(*args))
     x.temperature.fill_(1.0)
     x.temperature[::3] = 0.0

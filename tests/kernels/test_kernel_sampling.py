@@ -66,7 +66,7 @@ def _seed(key):
 
 
 def _sample(ops, x, out=None):
-    return ops.sample(x.logits, x.temperature, x.top_k, x.top_p, x.seeds, x.positions, out=out)
+    return ops.sample(*x.arguments, out=out)
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS.values(), ids=KNOWN_ANSWERS)
@@ -185,7 +185,7 @@ def test_a_row_does_not_depend_on_its_batch(backend, request, device):
 
 
 def _columns(x):
-    return x.logits, x.temperature, x.top_k, x.top_p, x.seeds, x.positions
+    return x.arguments
 
 
 SUPPORTS = {

@@ -38,7 +38,7 @@ def generate(request_id: str = "r", max_tokens: int = 4, **fields: Any) -> Gener
 @asynccontextmanager
 async def decoding(**engine: Any) -> AsyncIterator[tuple[ServiceRuntime, DecodeService]]:
     async with service_runtime(**engine) as runtime:
-        service = DecodeService(cast("WorkerRuntime", runtime))
+        service = DecodeService(cast("WorkerRuntime", runtime), runtime.engine_handle)
         runtime.on_outputs = service.on_outputs
         runtime.engine.start()
         yield runtime, service

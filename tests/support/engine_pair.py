@@ -69,7 +69,7 @@ class Pair:
             self._carry,
             self.divided_bytes,
         )
-        self.scatterer = PieceScatterer(self.decode, self._on_scattered)
+        self.scatterer = PieceScatterer(self.decode, self.decode_device, self._on_scattered)
         self.prefill.hooks.append(self.packer)
         self.decode.hooks.append(self.scatterer)
 
@@ -89,11 +89,10 @@ class Pair:
         self.decode.add(sequence)
         self.decode.step()
         assert sequence.status is RequestStatus.RESERVED
-        self.scatterer.reserve(sequence)
-        assert self.decode_device.introduced == [sequence.request_id]
+        assert self.decode_device.prepared == [sequence.slot]
         job = make_sequence("job", prompt, prefill_only=True)
         self.prefill.add(job)
-        self.packer.start("job", job, sequence.num_computed_tokens // BLOCK_SIZE, LARGE)
+        self.packer.start("job", sequence.num_computed_tokens // BLOCK_SIZE, LARGE)
         return sequence
 
     def compute(self) -> None:
@@ -119,4 +118,4 @@ class Pair:
     def assert_idle(self) -> None:
         self.send_staging.check_integrity(all_free=True)
         self.receive_staging.check_integrity(all_free=True)
-        assert not self.scatterer.after_launch()
+        assert not self.scatterer.after_launch(None)

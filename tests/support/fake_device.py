@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -17,15 +16,10 @@ from pagewire.kernels.kv_staging import move_order
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
 from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.cuda_graph import Marker
-from pagewire.shared.engine.model_runner import PendingTokens
-from pagewire.shared.engine.scheduler import (
-    ScheduledBatch,
-    ScheduledTokens,
-    Scheduler,
-    SchedulerLimits,
-)
+from pagewire.shared.engine.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, StepResult, Supply
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
 from pagewire.shared.sampling import ResolvedSampling
@@ -75,21 +69,24 @@ def make_sequence(
     )
 
 
-class FakePending(PendingTokens):
+class FakePending:
     """Results of a launched step, which may turn out to be an error."""
 
-    def __init__(self, device: FakeDevice, tokens: list[int], error: Exception | None) -> None:
-        super().__init__(torch.tensor(tokens))
+    def __init__(
+        self, device: FakeDevice, result: StepResult, error: Exception | None = None
+    ) -> None:
+        self.result = result
         self._device = device
         self._error = error
 
     def is_done(self) -> bool:
-        return self._device.has_run and super().is_done()
+        return self._device.has_run
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepResult:
         if self._error is not None:
             raise self._error
-        return super().wait()
+        assert self._device.awaiting is not self, "nothing was supplied"
+        return self.result
 
 
 class FakeMove(PendingMove):
@@ -114,30 +111,38 @@ class FakeCheck(PendingCheck):
         return self._device.has_moved
 
 
-@dataclass(frozen=True)
-class FakeMarker:
-    """A point in the work: what a step does for one part of its blocks, and all before."""
+@dataclass
+class FakeSlot:
+    """What a slot of the device has.
 
-    step: int
-    part: int
+    Attributes:
+        token, position: input of the next decode row, if a step has left one.
+        computed: tokens that were run in it.
+    """
+
+    seed: int
+    table: list[int] = field(default_factory=list)
+    token: int | None = None
+    position: int = 0
+    computed: int | None = None
 
 
 @dataclass
 class FakeDevice:
-    """Runs batches in the order in which they are launched, and checks each.
+    """Runs plans in the order in which they are launched, and checks each.
 
     Attributes:
         cells: [block][offset], the token that was run there.
-        batches: (tokens, sequences) of every step.
+        batches: (tokens, rows and chunks) of every step.
         num_decode_rows: of all steps together.
-        longest_table: most blocks that a sequence ever had in a step.
-        introduced: sequences that were made known before they ran.
-        marks_parts: set by whoever packs.
-        replays: steps are such that tell nothing but their end.
-        moved: positions in the pool, parts of them, and the marker, of all that was packed.
+        longest_table: most blocks that a slot ever had in a step.
+        prepared: slots that were made known before they ran.
+        replays: steps are such that nothing but their end is known.
+        moved: blocks, parts of them, and the plan that was waited for, of all that was packed.
         has_run: whether the device is done with its steps.
         has_moved: whether it is done with what it packs and unpacks.
         fail_execute, fail_wait: raised by the next step.
+        awaiting: the step that waits for its supply.
     """
 
     limits: SchedulerLimits
@@ -147,81 +152,97 @@ class FakeDevice:
     batches: list[tuple[int, int]] = field(default_factory=list)
     num_decode_rows: int = 0
     longest_table: int = 0
-    introduced: list[str] = field(default_factory=list)
-    marks_parts: bool = False
+    prepared: list[int] = field(default_factory=list)
     replays: bool = False
-    moved: list[tuple[list[int], range, FakeMarker]] = field(default_factory=list)
+    moved: list[tuple[list[int], range, int]] = field(default_factory=list)
     has_run: bool = True
     has_moved: bool = True
     fail_execute: Exception | None = None
     fail_wait: Exception | None = None
-    _slots: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    _ends: dict[tuple[Sequence, int], int] = field(default_factory=dict)
-    _step: int = 0
-    _has_launched: bool = False  # the last step
-    _written: dict[int, int] = field(default_factory=dict)  # block -> last step that wrote there
+    awaiting: FakePending | None = None
+    _slots: dict[int, FakeSlot] = field(default_factory=dict)
+    _plan: StepPlan = field(default_factory=lambda: StepPlan(number=0))  # the last
+    _has_launched: bool = False  # the last plan
+    _written: dict[int, int] = field(default_factory=dict)  # block -> last plan that wrote there
 
     def __post_init__(self) -> None:
         self.cells = [[None] * self.block_size for _ in range(self.num_blocks)]
 
-    def execute(self, batch: ScheduledBatch) -> FakePending:
-        self._check_batch(batch)
-        self.batches.append((batch.num_tokens, len(list(batch))))
-        self.num_decode_rows += len(batch.decodes)
-        self._step, self._has_launched = self._step + 1, False
-        error, self.fail_execute = self.fail_execute, None
-        if error is not None:
-            raise error
-        for part in batch:
-            self.longest_table = max(self.longest_table, len(part.sequence.block_ids))
-            self._write(part)
-        tokens = [self._sample(part) for part in batch.sampled()]
+    def execute(self, plan: StepPlan) -> FakePending:
+        assert self.awaiting is None, "a step still waits for its supply"
+        assert plan.number > self._plan.number
+        self._plan, self._has_launched = plan, False
+        self._check_rows(plan)
+        if plan.has_rows:
+            self.batches.append((plan.num_tokens, len(plan.decodes) + len(plan.chunks)))
+            self.num_decode_rows += len(plan.decodes)
+            error, self.fail_execute = self.fail_execute, None
+            if error is not None:
+                raise error
+        self._apply(plan)
+        for slot in plan.decodes:
+            self._decode(slot)
+        for chunk in plan.chunks:
+            self._prefill(chunk)
+        sampled = [*plan.decodes, *(chunk.slot for chunk in plan.chunks if chunk.samples)]
         self._has_launched = True
-        error, self.fail_wait = self.fail_wait, None
-        return FakePending(self, tokens, error)
+        error = None
+        if plan.has_rows:
+            error, self.fail_wait = self.fail_wait, None
+        if plan.awaits_supply:
+            self.awaiting = FakePending(self, StepResult(plan.number, sampled), error)
+            return self.awaiting
+        tokens = [self._sample(slot, None) for slot in sampled]
+        return FakePending(self, StepResult(plan.number, tokens), error)
 
-    def introduce(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self.introduced.append(sequence.request_id)
+    def supply(self, supply: Supply) -> None:
+        pending, self.awaiting = self.awaiting, None
+        assert pending is not None and pending.result.number == supply.number
+        slots = pending.result.tokens
+        tokens = [self._sample(slot, supply.masks.get(row)) for row, slot in enumerate(slots)]
+        pending.result = StepResult(supply.number, tokens)
 
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""
-        for position in range(sequence.num_computed_tokens, len(sequence.token_ids)):
-            self._put(sequence, position, sequence.token_ids[position])
+        first = sequence.num_computed_tokens
+        self.write(sequence.block_ids, first, sequence.token_ids[first:])
+
+    def write(self, block_ids: list[int], first: int, token_ids: list[int]) -> None:
+        """Write the KV of tokens from a position on."""
+        for position, token in enumerate(token_ids, first):
+            self._put(block_ids, position, token)
 
     def content(self, sequence: Sequence) -> list[int | None]:
         """What the blocks hold of all that a sequence has computed."""
-        cells = [cell for block in sequence.block_ids for cell in self.cells[block]]
-        return cells[: sequence.num_computed_tokens]
+        return self._content(sequence.block_ids, sequence.num_computed_tokens)
 
-    def mark(self) -> Marker:
-        return cast("Marker", FakeMarker(self._step, NUM_PARTS))
-
-    def part_markers(self) -> list[Marker]:
-        if not self.marks_parts or self.replays or not self._has_launched:
-            return []
-        return [cast("Marker", FakeMarker(self._step, part)) for part in range(NUM_PARTS)]
+    def marks_parts(self, plan: int) -> bool:
+        is_last = plan == self._plan.number and self._has_launched
+        exports = any(isinstance(work, Export) for work in self._plan.kv)
+        return is_last and exports and not self.replays
 
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
     ) -> PendingMove:
-        marker = cast("FakeMarker", after)
-        for block in block_ids:
-            written = self._written.get(block, 0)
-            assert (written, parts[-1]) <= (marker.step, marker.part), "packed before it is final"
-        self.moved.append((block_ids, parts, marker))
+        self._check_after(block_ids, after)
+        self.moved.append((block_ids, parts, after))
         pack_blocks(self._pool(), self._order(block_ids, parts, seed), staging)
         return FakeMove(self)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
     ) -> PendingCheck:
+        self._check_after(block_ids, after)
         pool = self._pool()
         damaged = torch.zeros((), dtype=torch.int64)
         unpack_blocks(staging, pool, self._order(block_ids, parts, seed), damaged)
         for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
             self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
         return FakeCheck(self, damaged)
+
+    def _check_after(self, block_ids: list[int], after: int) -> None:
+        """A move waits for every step that has written to its blocks."""
+        assert all(self._written.get(block, 0) <= after for block in block_ids), "moved too early"
 
     def _order(self, block_ids: list[int], parts: range, seed: int) -> torch.Tensor:
         rows = [block * NUM_PARTS + part for block in block_ids for part in parts]
@@ -232,56 +253,74 @@ class FakeDevice:
         rows = [[-1 if cell is None else cell for cell in block] for block in self.cells]
         return torch.tensor(rows, dtype=torch.int32).view(self.num_blocks * NUM_PARTS, -1)
 
-    def _check_batch(self, batch: ScheduledBatch) -> None:
-        parts = list(batch)
-        assert 1 <= batch.num_tokens <= self.limits.max_num_batched_tokens
-        assert sum(part.length for part in parts) == batch.num_tokens
-        assert len({id(part.sequence) for part in parts}) == len(parts)
-        slots = [part.sequence.slot for part in parts]
+    def _check_rows(self, plan: StepPlan) -> None:
+        slots = [*plan.decodes, *(chunk.slot for chunk in plan.chunks)]
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
         assert len(set(slots)) == len(slots)
-        assert all(slot is not None and 0 <= slot < self.limits.max_num_seqs for slot in slots)
-        for part in batch.decodes:
-            assert part.is_decode
-        for part in batch.prefills:
-            assert not part.is_decode
-        for part in parts:
-            self._check_part(part)
+        assert all(0 <= slot < self.limits.max_num_seqs for slot in slots)
+        for chunk in plan.chunks:
+            assert chunk.length > (1 if chunk.samples else 0), "this is a decode row"
 
-    def _check_part(self, part: ScheduledTokens) -> None:
-        sequence = part.sequence
-        assert part.length >= 1
-        assert not sequence.is_finished and not part.is_stale
-        assert part.end == sequence.num_computed_tokens
-        assert part.end <= len(sequence.block_ids) * self.block_size
-        assert part.end < self.limits.max_model_len
-        life = (sequence, sequence.num_preemptions)
-        if life in self._ends:
-            assert part.start == self._ends[life]
-        elif sequence.num_preemptions == 0 and sequence.num_cached_tokens is not None:
-            assert part.start in (sequence.num_cached_tokens, len(sequence.token_ids) - 1)
-        self._ends[life] = part.end
+    def _apply(self, plan: StepPlan) -> None:
+        copied = [list(self.cells[source]) for source, _target in plan.copies]
+        for (_source, target), cells in zip(plan.copies, copied, strict=True):
+            assert not any(isinstance(w, Expect) and target in w.block_ids for w in plan.kv)
+            self.cells[target] = cells
+            self._written[target] = plan.number
+        for slot in plan.freed:
+            self._slots.pop(slot, None)
+        running = {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
+        for new in plan.new_slots:
+            assert new.slot not in self._slots, "the slot has an owner"
+            self._slots[new.slot] = FakeSlot(new.sampling.seed or 0)
+            if new.slot not in running:
+                self.prepared.append(new.slot)
+        for more in plan.blocks:
+            table = self._slots[more.slot].table
+            assert len(table) == more.first and more.block_ids
+            table += more.block_ids
+        for put in plan.inputs:
+            assert put.slot in plan.decodes
+            owned = self._slots[put.slot]
+            assert owned.token is None, "a step has left a token there"
+            owned.token, owned.position = put.token, put.position
 
-    def _write(self, part: ScheduledTokens) -> None:
-        sequence = part.sequence
-        if part.is_decode and part.input_token is None:
-            owner, position, token = self._slots[sequence.slot or 0]
-            assert owner is sequence and position == part.start
-            self._put(sequence, position, token)
-            return
-        for position in range(part.start, part.end):
-            self._put(sequence, position, sequence.token_ids[position])
+    def _decode(self, number: int) -> None:
+        slot = self._slots[number]
+        assert slot.token is not None
+        self._run(slot, slot.position, [slot.token])
 
-    def _put(self, sequence: Sequence, position: int, token: int) -> None:
-        block = sequence.block_ids[position // self.block_size]
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        slot = self._slots[chunk.slot]
+        assert slot.token is None, "this is past its prompt"
+        self._run(slot, chunk.start, chunk.token_ids)
+
+    def _run(self, slot: FakeSlot, start: int, tokens: list[int]) -> None:
+        if slot.computed is not None:
+            assert start == slot.computed
+        slot.computed = start + len(tokens)
+        assert slot.computed < self.limits.max_model_len
+        self.longest_table = max(self.longest_table, len(slot.table))
+        for position, token in enumerate(tokens, start):
+            self._put(slot.table, position, token)
+
+    def _put(self, table: list[int], position: int, token: int) -> None:
+        block = table[position // self.block_size]
         self.cells[block][position % self.block_size] = token
-        self._written[block] = self._step
+        self._written[block] = self._plan.number
 
-    def _sample(self, part: ScheduledTokens) -> int:
-        sequence = part.sequence
-        seen = [cell for cell in self.content(sequence) if cell is not None]
-        assert len(seen) == part.end
-        token = next_token(sequence.sampling.seed or 0, seen)
-        self._slots[sequence.slot or 0] = (sequence, part.end, token)
+    def _content(self, table: list[int], length: int) -> list[int | None]:
+        return [cell for block in table for cell in self.cells[block]][:length]
+
+    def _sample(self, number: int, mask: bytes | None) -> int:
+        slot = self._slots[number]
+        assert slot.computed is not None
+        seen = [cell for cell in self._content(slot.table, slot.computed) if cell is not None]
+        assert len(seen) == slot.computed
+        token = next_token(slot.seed, seen)
+        while mask is not None and not mask[token // 8] >> token % 8 & 1:
+            token = (token + 1) % VOCAB
+        slot.token, slot.position = token, slot.computed
         return token
 
 

@@ -103,7 +103,11 @@ async def _with_worker(
         await router.ready()
         await scenario(router, worker)
         dispatcher = router.service.dispatcher
-        assert (worker.active, dispatcher.num_running, dispatcher.num_waiting) == (0, 0, 0)
+        assert (
+            worker.active,
+            dispatcher.admission.num_running,
+            dispatcher.admission.num_waiting,
+        ) == (0, 0, 0)
 
 
 def with_worker(

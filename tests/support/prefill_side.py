@@ -36,6 +36,7 @@ class PrefillSide:
         pieces: job -> (piece, span, tokens) in the order in which they were packed.
         announced: pieces, in the order in which they were announced.
         dropped: of these.
+        failed: jobs that could not be packed.
     """
 
     core: EngineCore
@@ -49,6 +50,7 @@ class PrefillSide:
     held: list[StagedPiece] = field(default_factory=list)
     announced: list[StagedPiece] = field(default_factory=list)
     dropped: list[StagedPiece] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     packer: PiecePacker = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ class PrefillSide:
             self.divided_bytes,
             self.announced.append,
             self.dropped.append,
+            self.failed.append,
         )
         self.core.hooks.append(self.packer)
 
@@ -77,7 +80,7 @@ class PrefillSide:
     def start(self, job_id: str, prompt: list[int], first_block: int = 0) -> Sequence:
         sequence = make_sequence(job_id, prompt, prefill_only=True)
         self.core.add(sequence)
-        self.packer.start(job_id, sequence, first_block, LARGE)
+        self.packer.start(job_id, first_block, LARGE)
         return sequence
 
     def end(self, job_id: str) -> None:

@@ -20,6 +20,7 @@ from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import ControlMessage
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import TransferMetrics
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.shared.worker.vigil import Vigil
@@ -80,13 +81,23 @@ class ServiceRuntime:
         self.metrics_registry = CollectorRegistry()
         self.transfer_metrics = TransferMetrics(self.metrics_registry)
         self.built = SimpleNamespace(
-            core=self.core,
-            runner=self.device,
             layout=msgspec.structs.replace(LAYOUT, block_size=BLOCK_SIZE, block_bytes=BLOCK_BYTES),
-            config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=()),
         )
         self.engine = EngineThread(self.core, self.in_loop(lambda out: self.on_outputs(out)))
         self.send_staging.watch(self.engine.wake)
+
+    @property
+    def engine_handle(self) -> EngineHandle:
+        """As the real one's."""
+        return EngineHandle(
+            core=self.core,
+            moves=self.device,
+            thread=self.engine,
+            layout=self.built.layout,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            in_loop=self.in_loop,
+        )
 
     def vigil(self, is_needed: Callable[[], bool]) -> Vigil:
         """As the real one's on a GPU."""

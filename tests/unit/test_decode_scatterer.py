@@ -90,7 +90,7 @@ def test_blocks_of_two_jobs_are_not_mixed() -> None:
     pair.decode.step()
     other = make_sequence("other job", PROMPT, prefill_only=True)
     pair.prefill.add(other)
-    pair.packer.start("other job", other, 0, LARGE)
+    pair.packer.start("other job", 0, LARGE)
     pair.compute()
     pair.know_first_token(sequence)
     pair.know_first_token(sequence, "other job")  # the first was given up
@@ -255,7 +255,7 @@ def test_piece_is_taken_again_behind_a_damaged_one_and_from_another_job() -> Non
     pair.decode.step()
     other = make_sequence("other job", PROMPT, prefill_only=True)
     pair.prefill.add(other)
-    pair.packer.start("other job", other, 0, LARGE)
+    pair.packer.start("other job", 0, LARGE)
     pair.compute()
     while pair.under_way:
         pair.land()

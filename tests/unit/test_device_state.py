@@ -3,49 +3,42 @@ from __future__ import annotations
 import torch
 
 from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.scheduler import ScheduledBatch, ScheduledTokens
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.tests.support.fake_device import make_sequence
+from pagewire.shared.engine.step import NewSlot, SlotBlocks, SlotInput, StepPlan
+from pagewire.shared.sampling import ResolvedSampling
 
 
 def make_state() -> DeviceState:
     return DeviceState(num_slots=2, max_blocks=4, device=torch.device("cpu"))
 
 
-def in_slot(slot: int | None, blocks: list[int], seed: int = 0) -> Sequence:
-    sequence = make_sequence("r", [1, 2, 3], seed=seed)
-    sequence.slot, sequence.block_ids = slot, blocks
-    return sequence
+def admitted(slot: int, blocks: list[int], seed: int = 0) -> StepPlan:
+    """A plan without rows that prepares a slot."""
+    new = NewSlot(slot, ResolvedSampling(seed=seed))
+    return StepPlan(number=1, new_slots=[new], blocks=[SlotBlocks(slot, 0, blocks)])
 
 
-def test_introduced_sequence_has_its_parameters_and_blocks_before_it_runs() -> None:
+def test_prepared_slot_has_its_parameters_and_blocks_before_it_runs() -> None:
     state = make_state()
-    state.introduce([in_slot(1, [7, 8], seed=5)])
+    state.apply(admitted(1, [7, 8], seed=5))
     assert state.block_tables.tolist() == [[0] * 4, [7, 8, 0, 0], [0] * 4]
-    assert state.seeds.tolist() == [0, 5, 0]
+    assert state.host_tables.tolist() == state.block_tables.tolist()
+    assert state.parameters["seeds"].tolist() == [0, 5, 0]
 
 
-def test_first_step_of_an_introduced_sequence_brings_what_is_new() -> None:
+def test_later_plan_brings_what_is_new() -> None:
     state = make_state()
-    sequence = in_slot(0, [7, 8])
-    state.introduce([sequence])
-    sequence.block_ids.append(9)
-    part = ScheduledTokens(sequence, 3, 1, samples=True, num_preemptions=0, input_token=6)
-    state.sync(ScheduledBatch([part], []))
+    state.apply(admitted(0, [7, 8]))
+    plan = StepPlan(
+        number=2, blocks=[SlotBlocks(0, 2, [9])], inputs=[SlotInput(0, 6, 3)], decodes=[0]
+    )
+    state.apply(plan)
     assert state.block_tables[0].tolist() == [7, 8, 9, 0]
     assert (state.last_token[0].item(), state.position[0].item()) == (6, 3)
 
 
-def test_preempted_sequence_is_introduced_anew() -> None:
+def test_next_owner_of_a_slot_has_its_own_blocks_and_parameters() -> None:
     state = make_state()
-    sequence = in_slot(0, [7, 8])
-    state.introduce([sequence])
-    sequence.num_preemptions, sequence.block_ids = 1, [3, 4]
-    state.introduce([sequence])
+    state.apply(admitted(0, [7, 8], seed=5))
+    state.apply(admitted(0, [3, 4], seed=6))
     assert state.block_tables[0].tolist() == [3, 4, 0, 0]
-
-
-def test_sequence_without_a_slot_is_not_introduced() -> None:
-    state = make_state()
-    state.introduce([in_slot(None, [7])])
-    assert not state.block_tables.any()
+    assert state.parameters["seeds"][0].item() == 6

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step import StepPlan
 from pagewire.tests.support.engine_turns import (
     BOTH,
     LIMIT,
@@ -28,7 +29,7 @@ class Hook:
     due: bool = False
     seen: list[tuple[int, int]] = field(default_factory=list)
 
-    def after_launch(self) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         self.seen.append((len(self.device.batches), self.core.stats.tokens_generated))
         return self.busy
 

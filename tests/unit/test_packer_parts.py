@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagewire.services.prefill.spans import Span
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.fake_device import make_sequence
 from pagewire.tests.support.prefill_side import PARTS, assert_complete, prefill_side
 
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]  # 4 full blocks and 2 tokens
@@ -22,7 +24,7 @@ def test_the_last_chunk_leaves_by_parts_each_behind_its_layers() -> None:
         ([8], [0]),
         ([8], [1]),
     ]
-    assert [(m.step, m.part) for _, _, m in side.device.moved[-2:]] == [(5, 0), (5, 1)]
+    assert [plan for _, _, plan in side.device.moved[-2:]] == [5, 5]
     assert_complete(side, "job", PROMPT + PROMPT, 0)
 
 
@@ -86,17 +88,26 @@ def test_job_preempted_between_its_parts_sends_the_rest_of_them(
 ) -> None:
     """Of the last chunk's four pieces, one slot lets some leave; then the blocks are lost."""
     side = prefill_side(
-        num_slots=1, keep_slots=True, divided_bytes=0, max_num_batched_tokens=32, overlap=True
+        num_slots=1,
+        keep_slots=True,
+        divided_bytes=0,
+        max_num_batched_tokens=32,
+        overlap=True,
+        num_blocks=7,
     )
+    side.core.add(make_sequence("talks", [1] * 7, max_tokens=3))
+    side.turn()
     job = side.start("job", PROMPT)
     side.turn()  # launched, and not read yet
     for _ in range(given_back):
         side.give_back()
-        side.packer.after_launch()
+        side.packer.after_launch(None)
     sent = len(side.pieces["job"])
-    assert side.core.scheduler._preempt_youngest() is job
+    was = job.status
     side.device.replays = replays
-    for _ in range(12):
+    side.turn()
+    assert (was, job.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+    for _ in range(20):
         if side.held:
             side.give_back()
         side.turn()

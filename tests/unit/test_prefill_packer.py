@@ -145,7 +145,7 @@ def test_pieces_fit_the_slots_of_the_receiver() -> None:
     side = prefill_side(blocks_per_slot=4)
     sequence = make_sequence("job", PROMPT, prefill_only=True)
     side.core.add(sequence)
-    side.packer.start("job", sequence, 0, PARTS.packed_bytes(2) + 7)
+    side.packer.start("job", 0, PARTS.packed_bytes(2) + 7)
     side.turn(8)
     assert [positions for positions, _ in side.spans()] == [[0, 1], [2, 3], [4]]
 
@@ -296,13 +296,24 @@ def test_job_whose_step_failed_sends_nothing_more(
     side.staging.check_integrity(all_free=True)
 
 
-def test_slot_comes_back_if_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: object) -> None:
-        raise RuntimeError("device on fire")
+def test_packing_that_fails_fails_its_job_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = prefill_side(blocks_per_slot=1)
+    pack = side.device.pack
+    refused: list[int] = []
 
-    side = prefill_side()
+    def fail_once(*args: Any) -> PendingMove:
+        if not refused:
+            refused.append(1)
+            raise RuntimeError("device on fire")
+        return pack(*args)
+
     side.start("job", PROMPT)
-    monkeypatch.setattr(side.device, "pack", fail)
-    with pytest.raises(RuntimeError, match="on fire"):
-        side.turn()
+    side.start("next", PROMPT[::-1])
+    monkeypatch.setattr(side.device, "pack", fail_once)
+    side.turn(8)
+    assert "device on fire" in caplog.text
+    assert (side.failed, side.positions("job")) == (["job"], [])
+    assert_complete(side, "next", PROMPT[::-1], 0)
     side.staging.check_integrity(all_free=True)

@@ -41,7 +41,7 @@ def test_whole_blocks_of_a_later_job_take_the_place_of_parts() -> None:
     pair.packer.divided_bytes = DIVIDED_BYTES
     other = make_sequence("other job", PROMPT, prefill_only=True)
     pair.prefill.add(other)
-    pair.packer.start("other job", other, 0, LARGE)
+    pair.packer.start("other job", 0, LARGE)
     pair.compute()
     assert [header.num_parts for header, _ in pair.under_way] == [1, 1, NUM_PARTS]
     for index in (0, 1, 0):  # a part, the other job's blocks, the other part

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.scheduler import Scheduler, SchedulerLimits
+from pagewire.shared.engine.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.kv_cache.block_hash import BlockHasher

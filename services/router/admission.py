@@ -1,0 +1,95 @@
+"""How many sequences are in the system: the bound of the router's queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pagewire.shared.errors import InvalidRequestError, OverloadedError
+
+
+class Place:
+    """One sequence's place, held from its admission until its last token has arrived."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._is_running = False
+        self._is_held = True
+
+    def note_tokens(self) -> None:
+        """Count the sequence among those whose tokens come. Idempotent."""
+        if self._is_held and not self._is_running:
+            self._is_running = True
+            self._admission.num_waiting -= 1
+            self._admission.num_running += 1
+
+    def leave(self) -> None:
+        """Give the place back. Idempotent."""
+        if not self._is_held:
+            return
+        self._is_held = False
+        if self._is_running:
+            self._admission.num_running -= 1
+        else:
+            self._admission.num_waiting -= 1
+
+
+class Admission:
+    """The counter.
+
+    Attributes:
+        max_queue: sequences in the system at once, and requests that are still read.
+        num_reading: requests whose bodies are decoded and tokenized.
+        num_waiting: sequences without a token so far.
+        num_running: sequences whose tokens come.
+    """
+
+    def __init__(self, max_queue: int) -> None:
+        self.max_queue = max_queue
+        self.num_reading = self.num_waiting = self.num_running = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the system."""
+        return self.num_waiting + self.num_running
+
+    def check_room(self, count: int = 1) -> None:
+        """Check that this many sequences more may enter.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        held = self.num_sequences + self.num_reading
+        if held + count > self.max_queue:
+            raise OverloadedError(f"{held} requests are in the system")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a request of which nobody knows yet how many sequences it will be.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        self.check_room()
+        self.num_reading += 1
+        try:
+            yield
+        finally:
+            self.num_reading -= 1
+
+    def enter(self, count: int) -> list[Place]:
+        """Let sequences enter, all or none.
+
+        Raises:
+            InvalidRequestError: they are more than can ever be in the system.
+            OverloadedError: the queue is full.
+        """
+        if count > self.max_queue:
+            raise InvalidRequestError(
+                f"n: {count} answers in one request are more than the {self.max_queue} "
+                "that this server works on at once",
+                "n",
+            )
+        self.check_room(count)
+        self.num_waiting += count
+        return [Place(self) for _ in range(count)]

@@ -1,0 +1,92 @@
+"""The seams between the engine, the device or devices that it drives, and the KV side."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def is_done(self) -> bool:
+        """Whether the result is here, without waiting."""
+        ...
+
+    def wait(self) -> StepResult:
+        """Wait for the result.
+
+        Raises:
+            Exception: whatever made the step fail.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they come. It knows slots and blocks, not sequences."""
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Launch a step; later plans' work comes after it.
+
+        A plan that awaits a supply gets it before the next plan comes.
+        """
+        ...
+
+    def supply(self, supply: Supply) -> None:
+        """Let the step that awaits it sample."""
+        ...
+
+
+class BlockMoves(Protocol):
+    """Moves KV blocks between the device's pool and staging, at the same time as steps run."""
+
+    def marks_parts(self, plan: int) -> bool:
+        """Whether it is known where in this plan each part of the exported blocks is final.
+
+        Otherwise nothing but the plan's end is known.
+        """
+        ...
+
+    def pack(
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
+    ) -> PendingMove:
+        """Gather blocks into staging, once these parts are final in plan `after`.
+
+        Args:
+            block_ids: of the pool; the plan exported them, or an earlier one did.
+            parts: of each of them.
+            staging: a slot's bytes; nobody else touches them before the move is done.
+            seed: of the checksums, signed 64 bit.
+            after: number of a plan.
+        """
+        ...
+
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
+    ) -> PendingCheck:
+        """Scatter staging into blocks and check them, once plan `after` has run, likewise."""
+        ...
+
+
+class StepHook(Protocol):
+    """Work that belongs between steps, e.g. moving KV blocks.
+
+    `after_launch` runs once an iteration. It returns whether it has unfinished work, so that
+    `is_due` is asked soon.
+    """
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do what is to be done between two steps.
+
+        Args:
+            plan: what was launched in this iteration, if anything was.
+        """
+        ...
+
+    def is_due(self) -> bool:
+        """Whether the device has done what `after_launch` waits for. Asked often: to be quick."""
+        ...

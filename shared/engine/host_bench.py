@@ -1,0 +1,134 @@
+"""Times what the host does for a decode step, with a device that takes no time.
+
+    python -P -m pagewire.shared.engine.host_bench --rows 256
+
+Prints one JSON line for each setting of the prefix cache, in microseconds a step: the medians of
+several windows of steps, and the fastest window's total. CPU time of the thread is counted, so that
+what else runs on the machine matters little. It covers what the engine's thread does between two
+launches: deciding (`schedule`), the runner's inputs (`prepare`), and accepting the tokens and
+handing out outputs (`postprocess`). CUDA's own calls are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
+from pagewire.shared.engine.schedule import Schedule, SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.kv_cache.block_hash import BlockHasher
+from pagewire.shared.kv_cache.block_pool import BlockPool
+from pagewire.shared.sampling import ResolvedSampling
+
+BLOCK_SIZE = 16
+PROMPT = 1000  # tokens of the first sequence; each has one more, so that blocks fill up in turn
+MAX_MODEL_LEN = 16384
+WINDOW = 64  # steps
+
+
+class TimedScheduler(Scheduler):
+    """Notes the time of each decision."""
+
+    seconds = 0.0
+
+    def schedule(self) -> Schedule:
+        """Decide."""
+        start = time.thread_time()
+        schedule = super().schedule()
+        self.seconds += time.thread_time() - start
+        return schedule
+
+
+@dataclass(slots=True)
+class InstantRunner(ModelRunner):
+    """Does all that a runner does before it launches, and samples the same token everywhere."""
+
+    seconds: float = 0.0
+    _tokens: torch.Tensor = field(default_factory=lambda: torch.full((4096,), 7))
+
+    def execute(self, plan: StepPlan) -> PendingTokens:
+        """Prepare a step."""
+        start = time.thread_time()
+        self.state.apply(plan)
+        pending = PendingTokens(plan.number, self._tokens[: plan.num_samples])
+        self.seconds += time.thread_time() - start
+        return pending
+
+
+def make_core(rows: int, caching: bool) -> tuple[EngineCore, TimedScheduler, InstantRunner]:
+    """Return an engine in whose batch all rows decode."""
+    longest = PROMPT + rows + 4 * WINDOW * 20
+    num_blocks = rows * (-(-longest // BLOCK_SIZE) + 1)
+    limits = SchedulerLimits(rows, 8192, MAX_MODEL_LEN, max_waiting=rows)
+    hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
+    scheduler = TimedScheduler(limits, BlockPool(num_blocks, caching), hasher)
+    state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
+    pool = torch.zeros((1, 1, 2, 1, BLOCK_SIZE, 1))
+    runner = InstantRunner(_NoModel(), load_ops("torch", "cpu"), pool, state)
+    core = EngineCore(scheduler, runner, overlap=True)
+    rng = random.Random(0)
+    sampling = ResolvedSampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
+    for number in range(rows):
+        prompt = [rng.randrange(1000) for _ in range(PROMPT + number)]
+        core.add(new_sequence(f"bench-{number}", prompt, sampling, ()))
+    while scheduler.num_queued_tokens:
+        core.step()
+    return core, scheduler, runner
+
+
+class _NoModel:
+    """Stands where a model is wanted and not run."""
+
+    def forward(self, *_args: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def measure(rows: int, caching: bool, windows: int) -> dict[str, float]:
+    """Return microseconds a step."""
+    core, scheduler, runner = make_core(rows, caching)
+    results: dict[str, list[float]] = {"schedule": [], "prepare": [], "postprocess": []}
+    for _ in range(windows + 1):
+        scheduler.seconds = runner.seconds = 0.0
+        start = time.thread_time()
+        for _ in range(WINDOW):
+            core.step()
+        total = time.thread_time() - start
+        results["schedule"].append(scheduler.seconds)
+        results["prepare"].append(runner.seconds)
+        results["postprocess"].append(total - scheduler.seconds - runner.seconds)
+    in_us = {name: [s / WINDOW * 1e6 for s in seconds[1:]] for name, seconds in results.items()}
+    totals = [sum(parts) for parts in zip(*in_us.values(), strict=True)]
+    medians = {name: statistics.median(values) for name, values in in_us.items()}
+    return {**medians, "total": statistics.median(totals), "fastest": min(totals)}
+
+
+def main() -> None:
+    """Measure with and without the prefix cache."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=15, help="of 64 steps each")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for caching in (False, True):
+        times = measure(args.rows, caching, args.windows)
+        rounded = {name: round(us, 1) for name, us in times.items()}
+        print(json.dumps({"rows": args.rows, "prefix_cache": caching, **rounded}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Which event on the device "after plan n" stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.cuda_graph import Marker
+from pagewire.shared.errors import IntegrityError
+
+
+@dataclass(slots=True)
+class PlanEvents:
+    """The events of those plans whose ends somebody waits for.
+
+    An event that has been reached is forgotten when the next is noted: nobody needs to wait for it.
+    """
+
+    _events: dict[int, list[Marker]] = field(default_factory=dict)  # ascending by plan
+    _newest: int = 0
+
+    def note(self, plan: int, events: list[Marker]) -> None:
+        """Note where a plan's work ends, or where each part of the blocks that it writes is final.
+
+        What was noted of this plan before stays: its last event is late enough.
+        """
+        for number in list(self._events):
+            if not all(event is None or event.query() for event in self._events[number]):
+                break
+            del self._events[number]
+        self._events.setdefault(plan, events)
+        self._newest = max(self._newest, plan)
+
+    def has_parts(self, plan: int) -> bool:
+        """Whether a plan's parts have events of their own; asked before the next is noted."""
+        return len(self._events.get(plan, ())) > 1
+
+    def find(self, plan: int, part: int) -> Marker:
+        """Return the event after which a part is final; None if that has been reached.
+
+        Raises:
+            IntegrityError: nothing was noted of the plan.
+        """
+        if plan > self._newest:
+            raise IntegrityError(f"nothing marks the end of plan {plan}")
+        events = self._events.get(plan, [None])
+        return events[min(part, len(events) - 1)]

@@ -1,0 +1,210 @@
+"""What a scheduler decides: the plan for the executor, and for the core whose rows it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import (
+    Expect,
+    Export,
+    KvWork,
+    NewSlot,
+    PrefillChunk,
+    SlotBlocks,
+    SlotInput,
+    StepPlan,
+    Withdraw,
+)
+from pagewire.shared.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a batch and of the queue.
+
+    Attributes:
+        max_num_seqs: sequences that run at once; each has a slot on the device.
+        max_num_batched_tokens: of one step.
+        max_model_len: tokens of one sequence, output included.
+        max_waiting: sequences in the queue.
+        watermark_blocks: kept free when a sequence is admitted, so that those running can grow.
+        local_prefill_tokens: up to this many uncached tokens no other worker is asked to compute.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_waiting: int
+    watermark_blocks: int = 0
+    local_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """Tokens of one sequence that the host knows and a step runs.
+
+    Attributes:
+        start: position of the first token.
+        end: position after the last token.
+        samples: a token is sampled after the last one.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens are run, if they begin in the prompt."""
+        return self.end - self.start if self.start < self.sequence.num_prompt_tokens else 0
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The scheduler's decision about one step. It has been booked.
+
+    Attributes:
+        plan: None if there is nothing to run and nothing to report.
+        rows: sequences of the plan's decode rows, in its order.
+        chunks: of the plan, in its order.
+        entries: rows whose input token comes from the host: the first of a sequence's life.
+        reserved: sequences whose blocks now wait for another worker's KV.
+        preempted: sequences that lost their blocks.
+        admitted: sequences that got blocks for the first time.
+        touched: sequences whose blocks or slots were changed.
+    """
+
+    plan: StepPlan | None = None
+    rows: list[Sequence] = field(default_factory=list)
+    chunks: list[ScheduledTokens] = field(default_factory=list)
+    entries: list[ScheduledTokens] = field(default_factory=list)
+    reserved: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    touched: list[Sequence] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that the plan computes or prepares."""
+        return [*self.rows, *(chunk.sequence for chunk in self.chunks), *self.reserved]
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the step's result."""
+        return [*self.rows, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
+
+    def drop_preempted(self) -> None:
+        """Take out what was chosen for sequences that were preempted afterwards."""
+        gone = set(self.preempted)
+        self.rows = [sequence for sequence in self.rows if sequence not in gone]
+        self.entries = [part for part in self.entries if part.sequence not in gone]
+        self.chunks = [part for part in self.chunks if part.sequence not in gone]
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """What the next plan is to carry, apart from its rows."""
+
+    freed: list[int] = field(default_factory=list)
+    new_slots: list[NewSlot] = field(default_factory=list)
+    blocks: list[SlotBlocks] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # target -> source
+    inputs: list[SlotInput] = field(default_factory=list)
+    kv: list[KvWork] = field(default_factory=list)
+
+    def add_slot(self, sequence: Sequence) -> None:
+        """Note the owner of a slot, and its blocks so far."""
+        self.new_slots.append(NewSlot(slot_of(sequence), sequence.sampling))
+        self.add_blocks(sequence, 0)
+
+    def add_blocks(self, sequence: Sequence, first: int) -> None:
+        """Note the blocks of a sequence from entry `first` on."""
+        self.blocks.append(SlotBlocks(slot_of(sequence), first, sequence.block_ids[first:]))
+
+    def put_input(self, sequence: Sequence, position: int) -> None:
+        """Note the token of a row that no step has left in its slot."""
+        token = sequence.token_ids[position]
+        self.inputs.append(SlotInput(slot_of(sequence), token, position))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Note that a block gets the content of another."""
+        # All sources are read before a target is written: a copy of a copy is one of the first.
+        self.copies[target] = self.copies.get(source, source)
+
+    def drop_copies(self, blocks: list[int]) -> None:
+        """Note that these blocks belong to nobody any more."""
+        for block in blocks if self.copies else ():
+            self.copies.pop(block, None)
+
+    def free_slot(self, slot: int) -> None:
+        """Note that a slot's owner is gone, and drop what the draft has for it."""
+        self.freed.append(slot)
+        self.new_slots = [new for new in self.new_slots if new.slot != slot]
+        self.blocks = [more for more in self.blocks if more.slot != slot]
+        self.inputs = [put for put in self.inputs if put.slot != slot]
+
+    def expect(self, sequence: Sequence, block_size: int) -> None:
+        """Note that a sequence's blocks wait for another worker's KV."""
+        first = sequence.num_computed_tokens // block_size
+        self.kv.append(Expect(sequence.request_id, first, list(sequence.block_ids)))
+
+    def export(self, sequence: Sequence, block_size: int) -> None:
+        """Note the blocks of a prefill job that the plan makes final, if there are any."""
+        computed, first = sequence.num_computed_tokens, sequence.num_exported_blocks
+        is_last = computed >= sequence.num_prompt_tokens
+        # The last block is final when the prompt ends, full or not.
+        final = -(-computed // block_size) if is_last else computed // block_size
+        if final > first:
+            blocks = sequence.block_ids[first:final]
+            self.kv.append(Export(sequence.request_id, first, blocks, is_last))
+            sequence.num_exported_blocks = final
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Note that a sequence loses the blocks that the KV side knows of."""
+        self.kv.append(Withdraw(sequence.request_id))
+
+    def take_back(self, plan: StepPlan) -> None:
+        """Keep for the next plan what one that was not launched had to report."""
+        self.freed[:0] = plan.freed
+        self.kv[:0] = [work for work in plan.kv if isinstance(work, Withdraw)]
+
+    def plan(self, number: int, decision: Schedule) -> StepPlan | None:
+        """Return the plan of a decision; None if nothing but freed slots is to be reported."""
+        if not (decision.rows or decision.chunks or self.new_slots or self.copies or self.kv):
+            return None
+        return StepPlan(
+            number=number,
+            decodes=_slots_of(decision.rows),
+            chunks=[_chunk_of(part) for part in decision.chunks],
+            freed=self.freed,
+            new_slots=self.new_slots,
+            blocks=self.blocks,
+            copies=[(source, target) for target, source in self.copies.items()],
+            inputs=self.inputs,
+            kv=self.kv,
+        )
+
+
+def slot_of(sequence: Sequence) -> int:
+    """Return the slot of a sequence that runs or is reserved.
+
+    Raises:
+        IntegrityError: it has none.
+    """
+    if sequence.slot is None:
+        raise IntegrityError(f"{sequence.request_id} is to run and has no slot")
+    return sequence.slot
+
+
+def _slots_of(rows: list[Sequence]) -> list[int]:
+    """Return the slots of decode rows: `slot_of` each, and quicker."""
+    slots = [sequence.slot for sequence in rows]
+    return cast("list[int]", slots) if None not in slots else [slot_of(row) for row in rows]
+
+
+def _chunk_of(part: ScheduledTokens) -> PrefillChunk:
+    tokens = part.sequence.token_ids[part.start : part.end]
+    return PrefillChunk(slot_of(part.sequence), part.start, tokens, part.samples)

@@ -1,0 +1,237 @@
+"""Every live sequence and what it holds: blocks, a slot, a place in the queue.
+
+    waiting ---admitted---> running | reserved ---> ended, or held: the blocks of a prefill job
+       ^                       |
+       +------preempted--------+
+
+What changes on the device with it is noted in the draft of the next plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.schedule import PlanDraft, SchedulerLimits
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
+from pagewire.shared.kv_cache.block_hash import BlockHasher
+from pagewire.shared.kv_cache.block_pool import BlockPool
+from pagewire.shared.request import RequestStatus
+
+_BLOCKS_ARE_GOOD = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+
+
+@dataclass(slots=True)
+class SequenceTable:
+    """The queue, the running batch and the block pool that they share.
+
+    Attributes:
+        waiting: the queue; first those that were preempted.
+        running: in the order of their admission.
+        reserved: by name; their blocks wait for another worker's KV.
+        block_size: tokens of a block.
+        held: by name; finished prefill jobs whose blocks are still being sent.
+
+    Raises:
+        ConfigError: the longest sequence needs more blocks than there are.
+    """
+
+    limits: SchedulerLimits
+    pool: BlockPool
+    hasher: BlockHasher
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    reserved: dict[str, Sequence] = field(default_factory=dict)
+    held: dict[str, Sequence] = field(default_factory=dict)
+    block_size: int = field(init=False)
+    _free_slots: list[int] = field(init=False)
+    _draft: PlanDraft = field(default_factory=PlanDraft)
+    _pinned: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.block_size = self.hasher.block_size
+        longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self.block_size
+        if longest > pool_tokens:
+            # Such a sequence would wait for ever for more blocks than there are.
+            raise ConfigError(
+                f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
+                f"of {self.block_size}: lower --max-model-len or raise --num-blocks"
+            )
+        self._free_slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
+
+    # Requests come and go
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            InvalidRequestError: it could never run here.
+            OverloadedError: the queue is full.
+        """
+        if not 1 <= len(sequence.token_ids) < self.limits.max_model_len:
+            raise InvalidRequestError(
+                f"a prompt of {len(sequence.token_ids)} tokens does not fit: "
+                f"between 1 and {self.limits.max_model_len - 1} are possible here",
+                "prompt",
+            )
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise OverloadedError(f"{len(self.waiting)} requests are waiting already")
+        if not sequence.prefill_only:  # such a one has nothing to run after its first token
+            longest = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+            sequence.run_until = min(longest, self.limits.max_model_len) - 1
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, status: RequestStatus) -> None:
+        """End a sequence and free what it has, unless its blocks are to be held for sending."""
+        was = sequence.status
+        sequence.transition(status)
+        if was is RequestStatus.RUNNING:
+            self.running.remove(sequence)
+        elif was is RequestStatus.RESERVED:
+            del self.reserved[sequence.request_id]
+            self._draft.withdraw(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._give_up_slot(sequence)
+        if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
+            self.held[sequence.request_id] = sequence
+        else:
+            self._give_up_blocks(sequence)
+
+    def forget(self, request_id: str) -> None:
+        """Free the blocks of a finished prefill job; unknown ids are fine."""
+        sequence = self.held.pop(request_id, None)
+        if sequence is not None:
+            self._give_up_blocks(sequence)
+
+    def activate(self, sequence: Sequence, first_token: int) -> None:
+        """Let a reserved sequence run: its prompt's KV has arrived, its first token is known."""
+        sequence.transition(RequestStatus.RUNNING)
+        del self.reserved[sequence.request_id]
+        sequence.remote_prefill = False  # if it is preempted, it is computed again here
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        self.register_blocks(sequence, 0, sequence.num_computed_tokens)
+        sequence.token_ids.append(first_token)
+        self.running.append(sequence)
+
+    def fall_back(self, sequence: Sequence) -> None:
+        """Compute a reserved sequence's prompt here after all: first in the queue."""
+        sequence.transition(RequestStatus.WAITING)
+        del self.reserved[sequence.request_id]
+        sequence.remote_prefill = False
+        self._draft.withdraw(sequence)
+        self._give_up_slot(sequence)
+        self._give_up_blocks(sequence)
+        self.waiting.appendleft(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a second sequence continue what is known of a first one.
+
+        It shares the full blocks; the last one, if it is partial, is copied by the next plan. If
+        the first one's KV is not there yet, or if there is no room, the second one queues.
+
+        Args:
+            parent: a live sequence.
+            child: a new one with the same tokens.
+
+        Raises:
+            InvalidRequestError, OverloadedError: see `add`.
+        """
+        self.add(child)
+        known = len(parent.token_ids) - 1  # the newest token runs again: it is sampled from
+        is_there = parent.status is RequestStatus.RUNNING and (
+            0 < known <= parent.num_computed_tokens
+        )
+        if not is_there or not self._free_slots or self.pool.num_available == 0:
+            return
+        self.waiting.remove(child)
+        blocks = parent.block_ids[: self._blocks_for(known)]
+        child.block_ids, own = self.pool.fork(blocks, known // self.block_size)
+        for source, target in zip(blocks[-len(own) :], own, strict=True) if own else ():
+            self._draft.copy_block(source, target)
+        child.block_hashes = parent.block_hashes[: known // self.block_size]
+        child.num_computed_tokens = child.num_cached_tokens = known
+        child.slot = self._free_slots.pop()
+        self._draft.add_slot(child)
+        child.transition(RequestStatus.RUNNING)
+        self.running.append(child)
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep blocks from being given to others while something still writes to them."""
+        self.pool.acquire(blocks)
+        self._pinned.update(blocks)
+
+    def unpin(self, blocks: list[int]) -> None:
+        """Nothing writes to these blocks any more."""
+        self._pinned.subtract(blocks)
+        self._pinned += Counter()  # drops what is not pinned at all
+        self.pool.release(blocks)
+
+    # What a sequence holds
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _give_up_slot(self, sequence: Sequence) -> None:
+        sequence.num_late_tokens = sequence.num_in_flight_tokens
+        sequence.decodes_from_slot = False
+        sequence.decode_until = 0
+        if sequence.slot is not None:
+            self._free_slots.append(sequence.slot)
+            self._draft.free_slot(sequence.slot)
+            sequence.slot = None
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        if sequence.num_exported_blocks:
+            self._draft.withdraw(sequence)
+        try:
+            self._keep_output(sequence)
+        finally:
+            self._draft.drop_copies(sequence.block_ids)
+            self.pool.release(sequence.block_ids)
+            sequence.block_ids = []
+            sequence.num_computed_tokens = 0
+            sequence.num_exported_blocks = 0
+
+    def _keep_output(self, sequence: Sequence) -> None:
+        """Make the full blocks of a sequence's output findable before it gives them up.
+
+        Now, and not block by block as the answer grows: many are hashed more quickly at once.
+        """
+        if sequence.has_known_token and sequence.status is not RequestStatus.FINISHED_ERROR:
+            # The newest token has not run.
+            self.register_blocks(sequence, 0, len(sequence.token_ids) - 1)
+        sequence.has_known_token = False
+
+    def holders(self) -> Iterable[Sequence]:
+        """All sequences that may hold blocks."""
+        return [*self.running, *self.reserved.values(), *self.held.values(), *self.waiting]
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be prefilled, here and in the running batch's chunks."""
+        waiting = sum(len(sequence.token_ids) for sequence in self.waiting)
+        chunked = [sequence for sequence in self.running if not sequence.decodes_from_slot]
+        return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
+
+    def check_integrity(self) -> None:
+        """Check that the pool's books agree with what the sequences hold.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        references = Counter(self._pinned)
+        for sequence in self.holders():
+            references.update(sequence.block_ids)
+        self.pool.check_integrity(references)
+
+    def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the blocks that tokens `start .. end - 1` filled findable: their KV is written."""
+        size = self.block_size
+        if start // size == end // size or not self.pool.enable_caching:
+            return
+        sequence.extend_hashes(self.hasher)
+        full = min(end // size, len(sequence.block_hashes))
+        self.pool.register(sequence.block_ids, sequence.block_hashes, start // size, full)

@@ -1,0 +1,183 @@
+"""A step of the engine as a value: what is sent to an executor, and what comes back.
+
+    requests --> Scheduler --Schedule--> EngineCore --StepPlan--> Executor --> device
+                    ^                      |     ^                   |
+                    +------- tokens -------+     +--- StepResult ----+
+                                           |
+                                           +--StepPlan.kv--> packer, scatterer
+
+The scheduler decides and books. It returns a `Schedule` and calls nobody. The core keeps the
+schedule, which names sequences, and gives the plan to the executor, which knows slots and blocks
+only. So a plan can be encoded, sent to another process, recorded and replayed, and an executor is
+the model on this process's device, a rank of several, a fake, or a recording.
+
+A plan is applied in this order: `copies`, `freed`, `new_slots`, `blocks`, `inputs`, then the decode
+rows and the prefill chunks. A plan without rows is a plan: it prepares slots, or carries
+news for the KV side. Plans are numbered from 1, and "after plan n" names a point in the device's
+work; each executor maps it to an event of its own.
+
+The result of plan n is read after plan n + 1 has been launched. What makes that possible: the next
+input token of a running sequence, its position, its block table and its sampling parameters lie in
+its slot on the device, so that a decode row is a slot number and nothing else.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagewire.shared.sampling import ResolvedSampling
+
+
+class NewSlot(msgspec.Struct, frozen=True):
+    """A slot of a sequence that has just been admitted; its block table is empty.
+
+    Attributes:
+        sampling: with a seed.
+    """
+
+    slot: int
+    sampling: ResolvedSampling
+
+
+class SlotBlocks(msgspec.Struct, frozen=True):
+    """Blocks that a slot's block table gets, from entry `first` on."""
+
+    slot: int
+    first: int
+    block_ids: list[int]
+
+
+class SlotInput(msgspec.Struct, frozen=True):
+    """The token of a decode row that no step has left in the slot, and its position."""
+
+    slot: int
+    token: int
+    position: int
+
+
+class PrefillChunk(msgspec.Struct, frozen=True):
+    """Tokens of a prompt to run.
+
+    Attributes:
+        start: position of the first token.
+        samples: a token is sampled after the last one.
+    """
+
+    slot: int
+    start: int
+    token_ids: list[int]
+    samples: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens to run."""
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of a prefill job that are final once the plan has run.
+
+    Attributes:
+        first: position of the first of them in the sequence; earlier ones came before.
+        is_last: they are the prompt's last.
+    """
+
+    request_id: str
+    first: int
+    block_ids: list[int]
+    is_last: bool
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """Blocks reserved for another worker's KV; no earlier plan's work is to touch them then.
+
+    Attributes:
+        first: position of the first block that is expected.
+        block_ids: of the whole sequence, those before `first` included.
+    """
+
+    request_id: str
+    first: int
+    block_ids: list[int]
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """The blocks that were exported or expected under this name belong to others from now on."""
+
+    request_id: str
+
+
+KvWork = Export | Expect | Withdraw
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """One step.
+
+    Attributes:
+        number: 1, 2, 3, ...
+        decodes: slots of the decode rows; each runs the token that lies in its slot, and samples.
+        chunks: of prompts.
+        freed: slots that nobody has any more.
+        new_slots: slots that got an owner; one may be among `freed` as well.
+        blocks: additions to block tables.
+        copies: pairs (from, to) of blocks; all are read before one is written.
+        inputs: of decode rows whose slot does not have it.
+        kv: what the KV side is to do.
+        awaits_supply: sampling waits for `Executor.supply`.
+    """
+
+    number: int
+    decodes: list[int] = []
+    chunks: list[PrefillChunk] = []
+    freed: list[int] = []
+    new_slots: list[NewSlot] = []
+    blocks: list[SlotBlocks] = []
+    copies: list[tuple[int, int]] = []
+    inputs: list[SlotInput] = []
+    kv: list[KvWork] = []
+    awaits_supply: bool = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any token is run."""
+        return bool(self.decodes or self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step runs."""
+        return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples."""
+        return len(self.decodes) + sum(chunk.samples for chunk in self.chunks)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step sampled.
+
+    Attributes:
+        number: of the plan.
+        tokens: one of each decode row, then one of each chunk that samples.
+    """
+
+    number: int
+    tokens: list[int]
+
+
+class Supply(msgspec.Struct, frozen=True, tag=True):
+    """What the sampling of a plan with `awaits_supply` waits for.
+
+    Attributes:
+        number: of the plan.
+        masks: index in `StepResult.tokens` -> the tokens that are allowed there, a bit each, the
+            lowest first, in ceil(vocabulary / 8) bytes. A row without a mask may have any.
+    """
+
+    number: int
+    masks: dict[int, bytes] = {}

@@ -1,0 +1,155 @@
+"""Plans as values: recorded and run again, and run in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.executor import PendingStep
+from pagewire.shared.engine.recording import Recorder, replay
+from pagewire.shared.engine.step import NewSlot, PrefillChunk, SlotBlocks, StepPlan, Supply
+from pagewire.shared.errors import IntegrityError
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.executor_pipe import PipeDevice, PipeExecutor, executor_process
+from pagewire.tests.support.simulation import Simulation, World, worlds
+
+PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
+SAMPLING = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
+] * 3
+TIGHT = {"device": "cpu", "num_blocks": 12, "max_num_batched_tokens": 40}  # some are preempted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_llm(**more: Any) -> LLM:
+    llm = LLM("demo", **TIGHT, **more)
+    llm.engine.core.overlap = True
+    return llm
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    tokens = [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)]
+    assert llm.engine.core.scheduler.num_preemptions > 0
+    llm.engine.core.scheduler.check_integrity()
+    return tokens
+
+
+class Keeper(Recorder):
+    """Keeps the results, too."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm.engine.runner)
+        self.steps: list[PendingStep] = []
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        self.steps.append(super().execute(plan))
+        return self.steps[-1]
+
+
+@pytest.fixture(scope="module")
+def kept(one_thread: None) -> tuple[list[list[int]], Keeper]:
+    """The tokens of a run, and what was recorded of it."""
+    llm = make_llm()
+    keeper = Keeper(llm)
+    llm.engine.core.executor = keeper
+    return tokens_of(llm), keeper
+
+
+def test_recorded_plans_give_the_same_tokens_again(kept: tuple[list[list[int]], Keeper]) -> None:
+    tokens, keeper = kept
+    results = list(replay(keeper.record, make_llm().engine.runner))
+    assert results == [step.wait() for step in keeper.steps]
+    assert sum(len(result.tokens) for result in results) >= sum(map(len, tokens))
+
+
+def test_a_changed_plan_gives_other_tokens(kept: tuple[list[list[int]], Keeper]) -> None:
+    """So that a plan does say what the tokens depend on."""
+    _tokens, keeper = kept
+    first = msgspec.msgpack.decode(keeper.record[0], type=StepPlan)
+    other = [msgspec.structs.replace(more, block_ids=more.block_ids[::-1]) for more in first.blocks]
+    swapped = [(new.slot + 1) % len(first.new_slots) for new in first.new_slots]
+    mixed = [
+        msgspec.structs.replace(new, slot=slot)
+        for new, slot in zip(first.new_slots, swapped, strict=True)
+    ]
+    wrong = msgspec.structs.replace(first, blocks=other, new_slots=mixed)
+    record = [msgspec.msgpack.encode(wrong), *keeper.record[1:]]
+    results = list(replay(record, make_llm().engine.runner))
+    assert results != [step.wait() for step in keeper.steps]
+
+
+def test_model_in_another_process_gives_the_same_tokens(
+    kept: tuple[list[list[int]], Keeper],
+) -> None:
+    llm = make_llm()
+    with executor_process(**TIGHT) as process:
+        llm.engine.core.executor = PipeExecutor(process)
+        assert tokens_of(llm) == kept[0]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[PipeDevice]:
+    with executor_process() as process:
+        yield PipeDevice(process)
+
+
+@settings(max_examples=60)
+@given(world=worlds())
+def test_sequences_end_with_their_own_tokens_over_a_pipe(pipe: PipeDevice, world: World) -> None:
+    simulation = Simulation(world, pipe)
+    simulation.run()
+    simulation.check_ends()
+
+
+def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
+    runner = make_llm().engine.runner
+    slots = [NewSlot(slot, SamplingParams(temperature=0, seed=0)) for slot in (0, 1)]
+    plan = StepPlan(
+        number=1,
+        new_slots=slots,
+        blocks=[SlotBlocks(0, 0, [3]), SlotBlocks(1, 0, [5])],
+        chunks=[PrefillChunk(slot, 0, PROMPTS[5][:12], samples=True) for slot in (0, 1)],
+    )
+    free = runner.execute(plan).wait().tokens
+    assert free[0] == free[1]
+    awaiting = runner.execute(msgspec.structs.replace(plan, number=2, awaits_supply=True))
+    assert not awaiting.is_done()
+    with pytest.raises(IntegrityError, match="step 2 waits"):
+        runner.execute(StepPlan(number=3, decodes=[0]))
+    mask = bytearray(2048 // 8)
+    mask[77 // 8] |= 1 << 77 % 8
+    runner.supply(Supply(number=2, masks={1: bytes(mask)}))
+    assert awaiting.wait().tokens == [free[0], 77]
+
+
+def test_forked_sequence_goes_on_as_its_parent_would() -> None:
+    llm = make_llm()
+    core = llm.engine.core
+    parent = new_sequence("parent", PROMPTS[3][:37], SAMPLING[0], ())
+    core.add(parent)
+    while len(parent.token_ids) < 40:
+        core.step()
+    prompt, outputs = parent.token_ids[:37], parent.token_ids[37:]
+    child = new_sequence("child", prompt, SAMPLING[0], (), outputs)
+    core.fork(parent, child)
+    assert child.status is RequestStatus.RUNNING
+    while core.has_work:
+        core.step()
+    assert child.token_ids == parent.token_ids
+    assert len(child.token_ids) == 37 + 20
+    core.scheduler.check_integrity()

@@ -1,0 +1,320 @@
+"""Sequences of all kinds come and go at random over a pool far too small for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hypothesis import strategies as st
+
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step import Expect, Export, StepPlan, Withdraw
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.executor_pipe import PipeDevice
+from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
+
+Fate = Literal["arrives", "falls back", "falls back behind its first token"]
+FATES: tuple[Fate, ...] = ("arrives", "falls back", "falls back behind its first token")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the simulation: when it comes, what it is, what happens to it."""
+
+    at: int
+    prompt: list[int]
+    max_tokens: int
+    stop: frozenset[int]
+    seed: int
+    resumed: int
+    kind: Literal["local", "remote", "prefill only"]
+    fate: Fate
+    delay: int
+    abort_after: int | None
+    fork_after: int | None
+
+
+@dataclass(frozen=True)
+class World:
+    """The engine of a simulation and its requests."""
+
+    block_size: int
+    num_blocks: int
+    budget: int
+    max_num_seqs: int
+    watermark: int
+    local_prefill_tokens: int
+    max_model_len: int
+    caching: bool
+    overlap: bool
+    turns_a_step: int  # that the device takes
+    arrivals: list[Arrival]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Engines under pressure: what runs at once needs more blocks than there are."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    num_blocks = draw(st.integers(3, 14))
+    capacity = block_size * num_blocks
+    return World(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        budget=draw(st.integers(1, 12)),
+        max_num_seqs=draw(st.integers(1, 6)),
+        watermark=draw(st.integers(0, 3)),
+        local_prefill_tokens=draw(st.sampled_from([0, 3])),
+        max_model_len=draw(st.sampled_from([1024, 1024, 13])),
+        caching=draw(st.booleans()),
+        overlap=draw(st.booleans()),
+        turns_a_step=draw(st.integers(1, 3)),
+        arrivals=draw(st.lists(arrivals(capacity), min_size=3, max_size=9)),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
+    return Arrival(
+        at=draw(st.integers(0, 20)),
+        prompt=draw(prompts(capacity)),
+        max_tokens=draw(st.integers(1, 30)),
+        stop=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({3})])),
+        seed=draw(st.integers(0, 1)),
+        resumed=draw(st.sampled_from([0, 0, 0, 1, 4])),
+        kind=draw(st.sampled_from(["local", "local", "local", "remote", "remote", "prefill only"])),
+        fate=draw(st.sampled_from(FATES)),
+        delay=draw(st.integers(0, 6)),
+        abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
+        fork_after=draw(st.sampled_from([None] * 6 + [1, 2, 4, 7])),
+    )
+
+
+@st.composite
+def prompts(draw: st.DrawFn, capacity: int) -> list[int]:
+    """Few different beginnings, so that many share cached blocks; some are too long."""
+    percent = draw(st.sampled_from([1, 10, 25, 25, 40, 40, 60, 90, 110]))
+    length = max(1, capacity * percent // 100 + draw(st.integers(-1, 1)))
+    tail = draw(st.lists(st.integers(0, 2), max_size=4))[:length]
+    return [draw(st.integers(0, 1))] * (length - len(tail)) + tail
+
+
+@dataclass
+class Life:
+    """One request on its way through the simulated engine."""
+
+    arrival: Arrival
+    sequence: Sequence
+    expected: list[int]
+    got: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    reserved_at: int | None = None
+    finished_at: int | None = None
+    has_forked: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+
+class Simulation:
+    """Turns an engine's loop and plays everybody around it."""
+
+    def __init__(self, world: World, pipe: PipeDevice | None = None) -> None:
+        self.world = world
+        self.core, fake = make_core(
+            num_blocks=world.num_blocks,
+            block_size=world.block_size,
+            max_num_seqs=world.max_num_seqs,
+            max_num_batched_tokens=world.budget,
+            max_model_len=world.max_model_len,
+            watermark_blocks=world.watermark,
+            local_prefill_tokens=world.local_prefill_tokens,
+            caching=world.caching,
+            overlap=world.overlap,
+        )
+        self.device: FakeDevice | PipeDevice = fake
+        if pipe is not None:
+            self.core.executor = self.device = pipe
+            pipe.renew(
+                num_blocks=world.num_blocks,
+                block_size=world.block_size,
+                max_num_seqs=world.max_num_seqs,
+                max_num_batched_tokens=world.budget,
+                max_model_len=self.core.scheduler.limits.max_model_len,
+            )
+        self.core.hooks.append(self)
+        self.lives: dict[str, Life] = {}
+        self.exported: dict[str, int] = {}  # blocks of each prefill job
+        self.to_come = sorted(enumerate(world.arrivals), key=lambda item: item[1].at)
+        self.now = 0
+
+    def run(self) -> None:
+        while self.to_come or not all(life.is_over for life in self.lives.values()):
+            self.turn()
+            assert self.now < 4000, "no end in sight"
+        for _ in range(12):  # held blocks are forgotten, steps in flight are read
+            self.turn()
+
+    def turn(self) -> None:
+        self.let_arrive()
+        for life in list(self.lives.values()):
+            self.tend(life)
+        self.device.has_run = self.now % self.world.turns_a_step == 0
+        outputs, _worked = self.core.step(wait=False)
+        for output in outputs:
+            life = self.lives[output.request_id]
+            assert not life.is_over, "an output behind the last one"
+            life.got.extend(output.token_ids)
+            life.finish_reason = output.finish_reason
+            assert len(output.token_ids) <= 1
+        self.core.scheduler.check_integrity()
+        self.check_slots()
+        for sequence in self.core.scheduler.held.values():
+            assert self.device.content(sequence) == sequence.token_ids[:-1]
+        self.now += 1
+
+    def let_arrive(self) -> None:
+        while self.to_come and self.to_come[0][1].at <= self.now:
+            number, arrival = self.to_come.pop(0)
+            sequence = self.make(number, arrival)
+            limit = self.core.scheduler.limits.max_model_len
+            expected = generate(sequence, limit)[sequence.num_resumed_tokens :]
+            life = Life(arrival, sequence, expected)
+            try:
+                self.core.add(sequence)
+            except InvalidRequestError:
+                assert not 1 <= len(sequence.token_ids) < limit
+            else:
+                self.lives[sequence.request_id] = life
+
+    def make(self, number: int, arrival: Arrival) -> Sequence:
+        plain = make_sequence(
+            f"r{number}",
+            arrival.prompt,
+            max_tokens=arrival.max_tokens,
+            stop=arrival.stop,
+            seed=arrival.seed,
+            remote_prefill=arrival.kind == "remote",
+            prefill_only=arrival.kind == "prefill only",
+        )
+        if plain.prefill_only or not arrival.prompt:
+            return plain
+        # What another worker delivered before it died: never all that there is.
+        outputs = generate(plain, self.core.scheduler.limits.max_model_len)
+        resumed = outputs[: min(arrival.resumed, len(outputs) - 1)] if outputs else []
+        plain.token_ids.extend(resumed)
+        plain.num_resumed_tokens = len(resumed)
+        return plain
+
+    def is_due(self) -> bool:
+        return False
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Play the KV side: look at what it is told."""
+        for work in plan.kv if plan is not None else []:
+            sequence = self.lives[work.request_id].sequence
+            match work:
+                case Expect():
+                    self.on_reserved(sequence, work)
+                case Export():
+                    self.on_export(sequence, work)
+                case Withdraw():
+                    self.exported.pop(work.request_id, None)
+        return False
+
+    def on_reserved(self, sequence: Sequence, expect: Expect) -> None:
+        assert expect.block_ids == sequence.block_ids
+        assert len(sequence.block_ids) * self.world.block_size >= len(sequence.token_ids)
+        assert expect.first * self.world.block_size == sequence.num_computed_tokens
+        assert len(sequence.token_ids) - sequence.num_computed_tokens > (
+            self.world.local_prefill_tokens
+        )
+        self.lives[sequence.request_id].reserved_at = self.now
+
+    def on_export(self, sequence: Sequence, export: Export) -> None:
+        """Blocks come in order, once, and have been written by the steps launched so far."""
+        size = self.world.block_size
+        assert export.first == self.exported.get(export.request_id, 0)
+        end = self.exported[export.request_id] = export.first + len(export.block_ids)
+        assert export.is_last == (end * size >= len(sequence.token_ids))
+        for position, block in enumerate(export.block_ids, export.first):
+            tokens = sequence.token_ids[position * size :][:size]
+            assert self.device.cells[block][: len(tokens)] == tokens
+
+    def tend(self, life: Life) -> None:
+        """Play the client and the workers around a request."""
+        arrival, sequence = life.arrival, life.sequence
+        if life.is_over:
+            if life.finished_at is None:
+                life.finished_at = self.now
+            if self.now - life.finished_at >= min(arrival.delay, 5):
+                self.core.scheduler.forget(sequence.request_id)
+            return
+        if arrival.abort_after is not None and self.now - arrival.at >= arrival.abort_after:
+            self.core.abort(sequence.request_id)
+            life.finish_reason = "abort"
+            return
+        if arrival.fork_after is not None and self.now - arrival.at >= arrival.fork_after:
+            self.fork(life)
+        if sequence.status is not RequestStatus.RESERVED or life.reserved_at is None:
+            return
+        if self.now - life.reserved_at >= arrival.delay:
+            self.end_reservation(life)
+
+    def fork(self, life: Life) -> None:
+        """Let a second sequence with another seed continue what is known of one."""
+        parent = life.sequence
+        if life.has_forked or parent.prefill_only or parent.is_finished:
+            return
+        life.has_forked = True
+        arrival = replace(life.arrival, at=self.now, kind="local", fork_after=None)
+        child = make_sequence(
+            f"{parent.request_id}-fork",
+            parent.token_ids[: parent.num_prompt_tokens],
+            resumed=parent.token_ids[parent.num_prompt_tokens :],
+            max_tokens=arrival.max_tokens,
+            stop=arrival.stop,
+            seed=1 - arrival.seed,
+        )
+        limit = self.core.scheduler.limits.max_model_len
+        expected = generate(child, limit)[child.num_resumed_tokens :]
+        self.core.fork(parent, child)
+        self.lives[child.request_id] = Life(arrival, child, expected)
+
+    def end_reservation(self, life: Life) -> None:
+        sequence, fate = life.sequence, life.arrival.fate
+        first = life.expected[0]
+        if fate == "falls back":
+            self.core.fall_back(sequence, None)
+            return
+        life.got.append(first)  # delivered by whoever computed it
+        if fate == "arrives":
+            self.device.write_prompt(sequence)
+            self.core.activate(sequence, first)
+        else:
+            self.core.fall_back(sequence, first)
+
+    def check_slots(self) -> None:
+        scheduler = self.core.scheduler
+        used = [s.slot for s in scheduler.holders() if s.slot is not None]
+        assert sorted([*used, *scheduler._free_slots]) == list(range(self.world.max_num_seqs))
+
+    def check_ends(self) -> None:
+        """Every sequence got its own tokens, and nothing is left."""
+        for life in self.lives.values():
+            if life.finish_reason == "abort":
+                assert life.got == life.expected[: len(life.got)]
+            else:
+                assert life.got == life.expected
+                stopped = life.expected[-1] in life.sequence.stop_token_ids
+                assert life.finish_reason == (
+                    "stop" if stopped and not life.sequence.prefill_only else "length"
+                )
+            assert life.sequence.num_in_flight_tokens == 0
+            assert life.sequence.block_ids == []
+        assert self.exported == {}
+        scheduler = self.core.scheduler
+        assert scheduler.pool.counts().used == 0
+        assert list(scheduler.holders()) == []
+        assert not self.core.has_work

@@ -1,0 +1,110 @@
+"""Errors of the engine itself: what an iteration touched fails, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.errors import IntegrityError
+from pagewire.shared.kv_cache.block_hash import BlockHash
+from pagewire.tests.support.engine_turns import BOTH, LIMIT, assert_idle, drain, ends_of, tokens_of
+from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+
+
+class FailingHook:
+    """Fails at some plans."""
+
+    def __init__(self, plans: set[int]) -> None:
+        self.plans = plans
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        if plan is not None and plan.number in self.plans:
+            raise RuntimeError("hook on fire")
+        return False
+
+    def is_due(self) -> bool:
+        return False
+
+
+class FailingListener:
+    """Fails when a prefix is cached for the first time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def added(self, hashes: Seq[BlockHash]) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("index on fire")
+
+    def removed(self, hashes: Seq[BlockHash]) -> None:
+        pass
+
+
+@BOTH
+def test_request_that_cannot_be_admitted_fails_alone(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, _ = make_core(overlap=overlap)
+    before, after = make_sequence("before", [1] * 5), make_sequence("after", [0] * 9)
+    expected = {s.request_id: generate(s, LIMIT) for s in (before, after)}
+    core.add(before)
+    outputs, _ = core.step()
+    core.add(make_sequence("poison", [2**40] * 9))  # cannot be hashed
+    core.add(after)
+    outputs += drain(core)
+    assert ends_of(outputs) == {"before": "length", "poison": "error", "after": "length"}
+    assert {name: tokens_of(outputs, name) for name in expected} == expected
+    assert "scheduling failed" in caplog.text and "OverflowError" in caplog.text
+    assert_idle(core)
+
+
+@BOTH
+def test_failing_hook_fails_the_requests_of_its_step(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, _ = make_core(max_num_seqs=1, overlap=overlap)
+    core.hooks.append(FailingHook({2}))
+    for name in "ab":
+        core.add(make_sequence(name, [1] * 5))
+    outputs = drain(core)
+    assert ends_of(outputs) == {"a": "error", "b": "length"}
+    assert "hook on fire" in caplog.text
+    assert_idle(core)
+
+
+@BOTH
+def test_failing_hook_fails_what_its_step_reserves(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, _ = make_core(overlap=overlap)
+    core.hooks.append(FailingHook({1}))
+    core.add(make_sequence("remote", [1] * 9, remote_prefill=True))
+    assert ends_of(drain(core)) == {"remote": "error"}
+    assert_idle(core)
+
+
+@BOTH
+def test_error_in_postprocessing_fails_the_requests_of_its_step(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, _ = make_core(max_num_seqs=1, overlap=overlap, listener=FailingListener())
+    for name in "ab":
+        core.add(make_sequence(name, [1] * 5))
+    outputs = drain(core)
+    assert ends_of(outputs) == {"a": "error", "b": "length"}
+    assert "index on fire" in caplog.text
+    assert_idle(core)
+
+
+def test_loop_ends_if_the_accounting_is_wrong_after_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, _ = make_core()
+    core.hooks.append(FailingHook({1}))
+    core.scheduler.pool.allocate(1)  # a block that nobody accounts for
+    core.add(make_sequence("a", [1] * 5))
+    with pytest.raises(IntegrityError, match="references"):
+        core.step()
