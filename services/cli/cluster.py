@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
+from pagewire import __version__
 from pagewire.services.cli import redis_process
 from pagewire.services.cli.cluster_plan import (
     ROUTER,
@@ -160,7 +160,7 @@ def _announced(context: ClusterContext, health: Health) -> AbstractContextManage
     if context.ready_file is None:
         return contextlib.nullcontext()
     content = {
-        "pagewire": metadata.version("pagewire"),
+        "pagewire": __version__,
         "pid": os.getpid(),
         "url": context.url,
         "model": health.model,

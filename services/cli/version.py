@@ -5,12 +5,14 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
+from pagewire import __version__
+
 PARTS = ("torch", "triton", "ucxx-cu13", "ucxx-cu12", "pyzmq", "redis")
 
 
 def own_version() -> str:
     """Return the line that `--version` prints."""
-    return f"pagewire {metadata.version('pagewire')}"
+    return f"pagewire {__version__}"
 
 
 def version() -> None:
