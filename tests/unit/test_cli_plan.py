@@ -126,6 +126,12 @@ def test_workers_share_what_others_leave_of_a_gpu(free: tuple[float, float], sha
     assert not note or "15% of GPU" in note
 
 
+def test_a_gpu_without_free_memory_is_refused() -> None:
+    machine = Machine(cores=8, gpus=("0", "1"), free=(1.0, 0.0004))
+    with pytest.raises(ConfigError, match=r"in use by other programs .* CUDA_VISIBLE_DEVICES"):
+        plan(machine, decode=1)
+
+
 def test_an_explicit_share_counts_whatever_others_use() -> None:
     machine = Machine(cores=8, gpus=("0",), free=(0.1,))
     options = ClusterOptions(worker_options={"gpu_memory_utilization": 0.3})
