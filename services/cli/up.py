@@ -100,6 +100,8 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     address = {name: params[name] for name in ADDRESS}
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
+    if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
+        worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
     model_path = resolve_model(worker.model)
     load_config(model_path)
