@@ -13,7 +13,7 @@ UPDATE_S = 0.1
 
 
 class GenerationProgress:
-    """Shows how many answers are done, and tokens per second; nothing if stderr is no terminal."""
+    """Shows answers that are done and tokens per second; nothing unless stderr is a terminal."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         self._bar: Progress | None = None

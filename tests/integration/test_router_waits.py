@@ -101,7 +101,7 @@ def test_if_it_stays_away_they_end_with_a_503(redis_url, monkeypatch, stream, wa
     run_async(scenario())
 
 
-def test_the_queue_is_bounded_and_who_leaves_makes_room(redis_url):
+def test_the_queue_is_bounded_and_a_client_that_leaves_makes_room(redis_url):
     async def scenario() -> None:
         async with router_that_lost_its_worker(redis_url, max_queue=2) as (router, come_back):
             dispatcher = router.service.dispatcher
