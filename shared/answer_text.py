@@ -17,11 +17,11 @@ AnswerEnd = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class TextDelta:
-    """A piece of an answer.
+    """A part of an answer.
 
     Attributes:
         text: may be empty.
-        end: why the answer ends here, None if it goes on.
+        end: why the answer ends here, None if it continues.
         token_ids: that came with it; their text may come later.
     """
 

@@ -70,13 +70,13 @@ def explain_failure(event: int, value: int) -> str:
         event: a socket monitor's.
         value: of the event.
     """
-    # A server ends the connection of a client whose key is not its own, without a word. An end for
-    # another reason, such as the death of the process, has another errno.
+    # A server closes the connection of a client with a wrong key and says nothing: EPIPE. When the
+    # connection ends for another reason, such as the death of the process, errno is another one.
     is_refusal = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EPIPE
     if is_refusal or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "authentication failed: is the cluster secret the same on both sides?"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        return "the handshake failed: what listens there is not of this cluster"
+        return "the handshake failed: what listens there does not belong to this cluster"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.ECONNRESET:
         return "the connection was lost in the handshake: the process has probably died"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:

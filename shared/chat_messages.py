@@ -1,4 +1,4 @@
-"""The messages of a conversation, checked and as chat templates take them."""
+"""Checks the messages of a conversation and gives them the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Message(msgspec.Struct):
 
 
 def read_conversation(messages: object) -> list[dict[str, str]]:
-    """Return a conversation that a program has passed, as chat templates take it.
+    """Check a conversation and return it as chat templates take it.
 
     Args:
         messages: a list of mappings with `role` and `content`.
@@ -64,10 +64,10 @@ def _read_message(index: int, message: object) -> dict[str, str]:
 
 
 def template_message(index: int, role: str, content: object, name: str | None) -> dict[str, str]:
-    """Return a message as chat templates take it.
+    """Check a message and return it as chat templates take it.
 
     Args:
-        index: in the conversation, for messages of errors.
+        index: in the conversation, for error messages.
         role: one of `ROLES`.
         content: text, or a list of parts of type "text".
         name: of the speaker, if there is one.
@@ -88,7 +88,7 @@ def template_message(index: int, role: str, content: object, name: str | None) -
     may_be_empty = role == "assistant"
     if not isinstance(content, str) or not (content or may_be_empty):
         raise InvalidRequestError(f"{field} must be text that is not empty", field)
-    # The templates of most models know no "developer": it is OpenAI's newer name for "system".
+    # Templates of most models lack the role "developer", which is OpenAI's newer name for "system".
     entry = {"role": "system" if role == "developer" else role, "content": content}
     if name is not None:
         entry["name"] = name

@@ -34,7 +34,7 @@ from pagewire.shared.setting_names import (
     is_from_kubernetes,
 )
 
-SettingsT = TypeVar("SettingsT", bound="BaseSettings")
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -47,7 +47,7 @@ def _number_from_text(value: Any) -> Any:
 
 
 def _ids_from_text(value: Any) -> Any:
-    """Give the ids of a comma-separated text."""
+    """Return the ids in a comma-separated text."""
     if not isinstance(value, str):
         return value
     return [each.strip() for each in value.split(",") if each.strip()]
@@ -96,7 +96,7 @@ class ClusterSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read keywords first, then the environment, less what describes a Kubernetes Service."""
+        """Prefer keywords to the environment, and leave out what describes a Kubernetes Service."""
         if isinstance(env_settings, EnvSettingsSource):
             env_settings.env_vars = {
                 name: value
@@ -249,7 +249,7 @@ class RouterSettings(ClusterSettings):
 
 
 class ClientSettings(BaseSettings):
-    """What the commands that talk to an endpoint read.
+    """The commands that talk to an endpoint.
 
     Attributes:
         url: of the endpoint, with or without `/v1`.
@@ -257,14 +257,14 @@ class ClientSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="PAGEWIRE_", extra="ignore", frozen=True, validate_default=True
+        env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
     )
 
     url: str = "http://127.0.0.1:8000"
     api_key: SecretStr | None = None
 
 
-# An environment is common to all services, though each reads only its own settings.
+# All services may share an environment; each reads only its own settings.
 _ALL_FIELDS = {
     field
     for kind in (LLMSettings, WorkerSettings, RouterSettings, ClientSettings)
@@ -273,7 +273,7 @@ _ALL_FIELDS = {
 
 
 def threads_are_chosen() -> bool:
-    """Whether the environment says how many threads torch's operations get on the CPU."""
+    """Whether the environment sets how many threads torch's operations get on the CPU."""
     return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 

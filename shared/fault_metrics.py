@@ -1,4 +1,4 @@
-"""Counters of faults that several services show, made from numbers that their owners keep."""
+"""Counters of faults that several services show, from numbers that others count."""
 
 from __future__ import annotations
 

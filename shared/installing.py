@@ -1,4 +1,4 @@
-"""Commands that install what is missing here; no package index has Pagewire itself."""
+"""Commands that install what is missing here. Pagewire itself is not on any package index."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from packaging.requirements import Requirement
 def install_command(extra: str, *options: str, only: str | None = None) -> str:
     """Return the pip command that installs what an extra of Pagewire requires, for a shell.
 
-    It names the packages that the installed metadata asks for, and this interpreter's own pip, so
-    that it works in a checkout, with an installed wheel and in an image alike.
+    It names packages from the installed metadata, and this interpreter's own pip, so that it works
+    in a checkout, with an installed wheel and in an image. On a platform for which the packages do
+    not exist it is a sentence that says so.
 
     Args:
         extra: of pyproject.toml, such as `worker`.

@@ -172,7 +172,7 @@ def _epoch_in(raw: bytes) -> int | None:
     try:
         return decode_head(raw).known_epoch
     except ProtocolError:
-        return None  # whoever lists the workers reports it
+        return None  # `list_workers` reports it
 
 
 class CardPublisher:

@@ -1,4 +1,4 @@
-"""How tokens are chosen: what a caller asks for, what the model suggests, and what holds.
+"""How tokens are chosen: what a caller asks for, what the model suggests, and the result.
 
     SamplingParams (None: unset)  +  SamplingDefaults of the model  ->  ResolvedSampling
 
@@ -92,7 +92,7 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds where a request says nothing.
+    """What applies where a request says nothing.
 
     Attributes:
         max_tokens: None if the model suggests none.
@@ -108,13 +108,13 @@ class SamplingDefaults:
 
         Args:
             room: tokens that fit after the prompt.
-            otherwise: where the model suggests none, either.
+            otherwise: if the model suggests none.
         """
         return min(room, otherwise if self.max_tokens is None else self.max_tokens)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller asks for. None means unset: the model's defaults hold.
+    """What a caller asks for. None means unset: the model's defaults apply.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -194,6 +194,7 @@ def _is_list(value: object) -> bool:
 
 
 def _are_stop_strings(value: object) -> bool:
-    if isinstance(value, str):
-        return value != ""
-    return _is_list(value) and all(isinstance(stop, str) and stop for stop in value or ())  # type: ignore[attr-defined]
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, Sequence):
+        return stops is None
+    return all(isinstance(stop, str) and stop for stop in stops)

@@ -51,14 +51,14 @@ def is_from_kubernetes(name: str, value: str) -> bool:
 
 
 def check_environment(environ: Mapping[str, str], fields: Collection[str]) -> None:
-    """Refuse misspelt settings, and report other unknown ones, once a process.
+    """Refuse misspelt settings, and report other unknown ones, once in a process.
 
     Args:
         environ: variables of any kind; those without our prefix don't count.
         fields: names of the fields of all settings classes: an environment serves all services.
 
     Raises:
-        ConfigError: a name nearly is that of a setting.
+        ConfigError: a name is nearly that of a setting.
     """
     known = {field.upper() for field in fields} | _COMPOSE
     for variable, value in sorted(environ.items()):
@@ -70,8 +70,8 @@ def check_environment(environ: Mapping[str, str], fields: Collection[str]) -> No
         nearest = difflib.get_close_matches(name, sorted(known), 1, _ENVIRONMENT_CUTOFF)
         if nearest:
             raise ConfigError(
-                f"{variable} is not a setting; did you mean {PREFIX}{nearest[0]}? Rename or unset "
-                "it"
+                f"{variable} is not a setting; did you mean {PREFIX}{nearest[0]}? "
+                "Rename or unset it"
             )
         if variable not in _reported:
             _reported.add(variable)
@@ -82,7 +82,7 @@ def check_keywords(names: Collection[str], fields: Collection[str]) -> None:
     """Refuse names that are not settings.
 
     Raises:
-        ConfigError: one is not; names the nearest setting, if there is one.
+        ConfigError: one is not; names the nearest setting, else all of them.
     """
     for name in names:
         if name not in fields:

@@ -1,4 +1,4 @@
-"""The record that a worker publishes of itself, for routers and for other workers.
+"""The record that a worker publishes about itself, for routers and for other workers.
 
 A record of this protocol version may have fields that this release does not know. Of a record of
 another version only `RecordHead` is read: a later release may change everything else.
@@ -54,7 +54,7 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells of itself.
+    """What a worker publishes about itself.
 
     Attributes:
         epoch: of this run of the worker; a later run under the same id has a greater one.
@@ -89,7 +89,7 @@ class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         protocol: a number in all releases so far; 0 if the record is older than the field.
-        epoch, role: in all releases so far as in `WorkerCard`, but not to be relied on.
+        epoch, role: so far as in `WorkerCard` in every release; a later one may change them.
     """
 
     worker_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -100,12 +100,12 @@ class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def known_epoch(self) -> int | None:
         """The epoch, if it is one that this release could have written."""
-        return _decoded(self.epoch, _epoch_decoder)
+        return _decode_known(self.epoch, _epoch_decoder)
 
     @property
     def known_role(self) -> str | None:
         """The role's name, if it has one."""
-        return _decoded(self.role, _name_decoder)
+        return _decode_known(self.role, _name_decoder)
 
 
 class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,16 +129,11 @@ def decode_head(raw: bytes) -> RecordHead:
     Raises:
         ProtocolError: the bytes are not a worker record of any release.
     """
-    if len(raw) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"{len(raw)} bytes are more than {MAX_RECORD_BYTES}")
-    try:
-        return _head_decoder.decode(raw)
-    except UNDECODABLE as exc:
-        raise ProtocolError(str(exc)) from exc
+    return _decode(raw, _head_decoder, MAX_RECORD_BYTES)
 
 
 def decode_record(raw: bytes, worker_id: str) -> WorkerCard | OtherVersion:
-    """Return a worker's record. The protocol version is looked at before anything else.
+    """Return a worker's record. The protocol version is checked first.
 
     Raises:
         ProtocolError: the bytes are not a worker record, or that of another worker.
@@ -153,15 +148,19 @@ def decode_record(raw: bytes, worker_id: str) -> WorkerCard | OtherVersion:
             epoch=head.known_epoch,
             role=head.known_role,
         )
-    if len(raw) > MAX_CARD_BYTES:
-        raise ProtocolError(f"{len(raw)} bytes are more than {MAX_CARD_BYTES}")
+    return _decode(raw, _card_decoder, MAX_CARD_BYTES)
+
+
+def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[_T], max_bytes: int) -> _T:
+    if len(raw) > max_bytes:
+        raise ProtocolError(f"{len(raw)} bytes are more than {max_bytes}")
     try:
-        return _card_decoder.decode(raw)
+        return decoder.decode(raw)
     except UNDECODABLE as exc:
         raise ProtocolError(str(exc)) from exc
 
 
-def _decoded(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
+def _decode_known(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
     try:
         return decoder.decode(raw)
     except UNDECODABLE:  # missing, or something that this release does not know

@@ -64,14 +64,8 @@ def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
     """Start a cluster and yield its URL. Aggregated workers take requests in turn."""
     file = model / "ready.json"
     command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", "0"]
-    command += [
-        "--ready-file",
-        str(file),
-        "--prefill",
-        str(topology.prefill),
-        "--decode",
-        str(topology.decode),
-    ]
+    command += ["--ready-file", str(file)]
+    command += ["--prefill", str(topology.prefill), "--decode", str(topology.decode)]
     command += ["--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
     command += ["--max-num-batched-tokens", str(topology.budget), "--device", "cuda"]
@@ -79,11 +73,11 @@ def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
     command += ["--policy", "prefix" if topology.prefill else "round_robin"]
     with _server(command, model / "up.log", dict(os.environ)) as (process, log):
         _wait(process, log, lambda: read_ready_file(process, file) is not None)
-        ready = read_ready_file(process, file) or {}
+        ready = json.loads(file.read_bytes())
         for service in ready["services"]:
             for link in service["links"]:
-                way = f"{link['transport']} ({link['lane']}), {link['gb_per_s']} GB/s"
-                print(f"{link['peer']} -> {service['id']}: {way}")
+                lane = f"{link['transport']} ({link['lane']}), {link['gb_per_s']} GB/s"
+                print(f"{link['peer']} -> {service['id']}: {lane}")
         yield ready["url"]
 
 

@@ -51,7 +51,7 @@ def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | No
     """Return the URL and the key to use: as given, else from the environment.
 
     Raises:
-        ConfigError: one of them cannot be used.
+        ConfigError: a setting in the environment is wrong.
     """
     settings = load_settings(ClientSettings, {"url": url, "api_key": api_key})
     key = settings.api_key

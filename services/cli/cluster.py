@@ -22,8 +22,8 @@ from pagewire.services.cli.cluster_plan import (
     ROUTER,
     ClusterOptions,
     crowded_gpus,
-    expecting_nobody,
     plan_services,
+    restarted_router,
 )
 from pagewire.services.cli.health import Health, fetch_health
 from pagewire.services.cli.machine import Machine, local_url
@@ -64,7 +64,7 @@ class ClusterContext:
         secret: that all services share.
         redis_url: of a Redis to use; None starts one.
         echo: print the children's output, too.
-        ready_file: that says to other programs when the cluster is ready.
+        ready_file: shows other programs when the cluster is ready.
     """
 
     options: ClusterOptions
@@ -147,7 +147,7 @@ async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -
             await _start_all(supervisor, context, store)
             health = await _wait_until_ready(supervisor, context, store, client, progress)
         supervisor.mark_cluster_ready()
-        supervisor.change(expecting_nobody(supervisor.spec(ROUTER)))
+        supervisor.replace(restarted_router(supervisor.spec(ROUTER)))
         show_ready_box(context.console, health, context.url, store.description, context.log_dir)
         with _announced(context, health):
             while True:
@@ -190,7 +190,7 @@ async def _wait_until_ready(
     client: httpx.AsyncClient,
     progress: ProgressDisplay,
 ) -> Health:
-    """Wait until the router says that the cluster is ready: it knows which workers to expect."""
+    """Wait until the router, which knows which workers to expect, says that all are ready."""
     while True:
         health = await _look(supervisor, context, store, client)
         progress.update([] if health is None else health.waiting_for)

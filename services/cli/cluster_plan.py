@@ -64,8 +64,8 @@ def plan_services(
     return [*workers, ChildSpec(ROUTER, service_argv("router", router), env, is_front=True)]
 
 
-def expecting_nobody(spec: ChildSpec) -> ChildSpec:
-    """Return how to run a router again in a cluster that was ready: it waits for no worker."""
+def restarted_router(spec: ChildSpec) -> ChildSpec:
+    """Return how to run a router again in a cluster that was ready: it expects no workers."""
     return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
 
 
@@ -115,10 +115,11 @@ def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
 
 
 def gpu_share(options: ClusterOptions, machine: Machine) -> float:
-    """Return each worker's part of its GPU's memory: as asked for, else what is there for it.
+    """Return each worker's part of its GPU's memory: as asked for, else what is free for it.
 
     Raises:
-        ConfigError: the workers of one GPU would take more memory than it has.
+        ConfigError: the workers of one GPU would take more memory than it has, or a GPU's memory
+            is in use.
     """
     gpus = len(machine.gpus)
     workers = Counter(index % gpus for index in range(len(options.worker_names)))
@@ -126,8 +127,16 @@ def gpu_share(options: ClusterOptions, machine: Machine) -> float:
     asked: float | None = options.worker_options.get("gpu_memory_utilization")
     if asked is None:
         default: float = EngineSettings.model_fields["gpu_memory_utilization"].default
-        free = [machine.free[index] / count for index, count in workers.items() if machine.free]
-        return round(min(default / most, *(MAX_GPU_SHARE * each for each in free), 1.0), 3)
+        shares = [default / most]
+        if machine.free:
+            shares += [MAX_GPU_SHARE * machine.free[gpu] / count for gpu, count in workers.items()]
+        share = round(min(shares), 3)
+        if share == 0:
+            raise ConfigError(
+                "all memory of a GPU is in use by other programs (see nvidia-smi): stop them, "
+                "leave that GPU out of CUDA_VISIBLE_DEVICES, or use --device cpu"
+            )
+        return share
     if asked * most > MAX_GPU_SHARE:
         raise ConfigError(
             f"--gpu-memory-utilization {asked:g} is too much: {most} workers share a GPU, "
@@ -137,7 +146,7 @@ def gpu_share(options: ClusterOptions, machine: Machine) -> float:
 
 
 def crowded_gpus(options: ClusterOptions, machine: Machine) -> str:
-    """Return a line about GPUs whose memory others use, so that workers get less; else nothing."""
+    """Return a line about the free memory of GPUs if workers get less than usual; else nothing."""
     if options.device == "cpu" or not machine.free:
         return ""
     share = gpu_share(options, machine)

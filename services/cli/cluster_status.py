@@ -37,7 +37,7 @@ _TOTALS = {
 
 
 class NotReadyError(PagewireError):
-    """A cluster was not ready in time."""
+    """A cluster did not become ready in time."""
 
 
 class NoRouterError(PagewireError):

@@ -127,7 +127,7 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
 
 
 async def _check_ucx(settings: WorkerSettings | None, *, has_gpu: bool) -> Finding:
-    """Check UCX where workers start it; with wrong settings, as without any."""
+    """Check UCX where workers start it; wrong settings count as the defaults."""
     chosen = "auto" if settings is None else settings.kv_transport
     on_gpu = has_gpu and (settings is None or settings.device != "cpu")
     is_used = chosen == "ucx" or (chosen == "auto" and on_gpu)
@@ -218,7 +218,7 @@ async def check_port(settings: RouterSettings) -> Finding:
 
 
 def _explain_host(host: str, problem: str) -> Finding:
-    """Return what to do about an address that cannot be had though nobody listens there."""
+    """Return what to do about an address that cannot be bound although no program listens there."""
     try:
         free = require_free_port(host, 0)
     except ConfigError:  # so it is not the port but the host

@@ -102,10 +102,10 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
 
 
 def judge_ucx(probe: Mapping[str, Any] | None, chosen: str) -> Finding:
-    """Judge whether KV blocks can cross over UCX, how fast, and who can disturb it.
+    """Judge whether KV blocks can cross over UCX, how fast, and at what risk.
 
     Args:
-        probe: of UCX; None where workers do not start it, so that it was not started here, either.
+        probe: of UCX; None where workers do not start it.
         chosen: the KV transport of the settings.
     """
     if probe is None:

@@ -24,7 +24,7 @@ SEND_TIMEOUT_S = 10.0
 
 
 class _Connection(socket.socket):
-    """Sends replies of any length, though fakeredis sets its connections to not block."""
+    """Sends replies of any length, although fakeredis makes its connections non-blocking."""
 
     def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
         """Send all, waiting for a client that reads slowly.
@@ -40,7 +40,7 @@ class _Connection(socket.socket):
 
 
 class UnixFakeServer(TcpFakeServer):  # type: ignore[misc]  # not checked, see pyproject.toml
-    """fakeredis's server on a Unix socket, which only those may use who may enter its directory.
+    """fakeredis's server on a Unix socket, open to all users who may enter the socket's directory.
 
     Args:
         path: of the socket; one that an earlier process has left there is replaced.

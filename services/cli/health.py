@@ -30,6 +30,7 @@ class Service(msgspec.Struct, frozen=True):
     Attributes:
         max_model_len: longest prompt plus answer that it takes; None if it is not known.
         full_model_len: what that would be if its KV pool were large enough.
+        missing_links: prefill workers that this decode worker has no KV link to yet.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Service(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     full_model_len: int | None = None
     links: list[Link] = []
+    missing_links: list[str] = []
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class Health(msgspec.Struct, frozen=True):
     Attributes:
         ok: it answered 200: the cluster is ready, for `up` and `status` alike.
         status: in a word or two.
-        waiting_for: at the start, what is not there yet.
+        waiting_for: what the start of the cluster still waits for.
     """
 
     ok: bool = False
@@ -68,19 +70,6 @@ class Health(msgspec.Struct, frozen=True):
             return ""
         waiting = f", waiting for {', '.join(self.waiting_for)}" if self.waiting_for else ""
         return f"{self.status or 'no worker can take a request'}{waiting}"
-
-    @property
-    def missing_links(self) -> list[tuple[str, str]]:
-        """The prefill and decode workers that have no KV link to each other."""
-        usable = [service for service in self.services if service.state != "another version"]
-        prefills = [service.id for service in usable if service.role == "prefill"]
-        return [
-            (prefill, service.id)
-            for service in usable
-            if service.role == "decode"
-            for prefill in prefills
-            if prefill not in {link.peer for link in service.links}
-        ]
 
     @property
     def max_model_len(self) -> int | None:

@@ -1,7 +1,7 @@
-"""Help pages that cut nothing, whatever the terminal's width.
+"""Help pages that shorten no name, whatever the terminal's width.
 
-Rich's tables shorten the names of options on 80 columns. These are the plain definition lists of
-Typer, in the groups that the options name.
+Rich's tables shorten the names of options on 80 columns. These pages are Typer's plain definition
+lists, in the groups that the options name.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
+from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.errors import ConfigError
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
-ANY_ADDRESS = {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}  # noqa: S104 - not bound here
 
 
 class PortTakenError(ConfigError):
-    """Somebody else listens on a port.
+    """Another program listens on a port.
 
     Attributes:
         free: a port that could be taken in its place; 0 if none was looked for.
@@ -34,7 +34,7 @@ class Machine:
     Attributes:
         cores: that this process may use.
         gpus: as CUDA_VISIBLE_DEVICES names them; empty without a GPU.
-        free: the share of each GPU's memory that nobody uses, 0 to 1; empty if not known.
+        free: the unused share of each GPU's memory, 0 to 1; empty if not known.
     """
 
     cores: int
@@ -92,7 +92,7 @@ def require_free_port(host: str, port: int) -> int:
     """Return the port, or a free one for 0.
 
     Raises:
-        PortTakenError: somebody else listens there.
+        PortTakenError: another program listens there.
         ConfigError: it is not allowed, or the host is not this machine's.
     """
     try:
@@ -114,7 +114,9 @@ def require_free_port(host: str, port: int) -> int:
 
 def local_url(host: str, port: int) -> str:
     """Return where a client on this machine finds what listens there."""
-    return f"http://{ANY_ADDRESS.get(host, f'[{host}]' if ':' in host else host)}:{port}"
+    if host in WILDCARDS:
+        host = "::1" if host == "::" else LOOPBACK
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _port_problem(host: str, port: int, exc: OSError) -> str:

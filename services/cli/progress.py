@@ -25,7 +25,7 @@ STYLES = {
 }
 
 
-# Time, level and logger of our log lines and of Redis': the line has room for the message alone.
+# Time, level and logger in log lines of Pagewire and of Redis: there is room for the message alone.
 _PREFIXES = re.compile(
     r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: |\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ [*#.-] "
 )

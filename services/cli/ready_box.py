@@ -79,8 +79,9 @@ def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[st
     yield "Workers", ", ".join(sorted(service.id for service in health.services))
     links = link_lines(health.services)
     links += [
-        f"{prefill} -> {decode}: no link yet; {decode} computes prompts itself"
-        for prefill, decode in health.missing_links
+        f"{peer} -> {service.id}: no link yet; {service.id} computes prompts itself"
+        for service in health.services
+        for peer in service.missing_links
     ]
     if not any(service.role == "prefill" for service in health.services):
         links = ["none: decode workers prefill for themselves"]

@@ -1,4 +1,4 @@
-"""A file that says to other programs that a cluster is ready, and where."""
+"""A file that shows other programs that a cluster is ready, and where."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_BYTES = 1 << 20
 
 
 class ReadyFile:
-    """Written whole when a cluster is ready, removed when it stops.
+    """Written in one step when a cluster is ready, removed when it stops.
 
-    A file that an earlier cluster has left is removed at once, any other is refused.
+    A file that an earlier cluster has left is removed at once; any other file is refused.
 
     Raises:
         ConfigError: the path cannot be used.
@@ -49,7 +49,7 @@ class ReadyFile:
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             part.write_text(text, encoding="utf-8")
-            part.replace(self.path)  # nobody sees a half of it
+            part.replace(self.path)  # never half written
         except OSError as exc:
             part.unlink(missing_ok=True)
             raise self._unusable(exc) from exc
@@ -65,7 +65,7 @@ class ReadyFile:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Return whether it is an earlier cluster's, or empty as `mktemp` makes it."""
+    """Return whether an earlier cluster has written a file, or it is empty as `mktemp` makes it."""
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return False
     raw = path.read_bytes()

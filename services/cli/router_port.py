@@ -1,4 +1,4 @@
-"""The port of a cluster's router, and who has it if it is taken."""
+"""The port of a cluster's router, and which program has it if it is taken."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def free_port_near(host: str, port: int) -> int:
     for candidate in range(port + 1, min(port + NEAR, 65536)):
         try:
             return require_free_port(host, candidate)
-        except ConfigError:  # taken, too, or not allowed
+        except ConfigError:  # also taken, or not allowed
             continue
     return require_free_port(host, 0)

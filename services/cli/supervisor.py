@@ -35,10 +35,10 @@ class RestartPolicy:
     Attributes:
         first_delay_s: before the first restart; doubles with each failure in a row.
         max_delay_s: upper bound of the delay.
-        front_max_delay_s: likewise, for a child that all requests come through. Without it nobody
-            is answered, and it starts in a second or two, so that trying more often costs little.
-            A worker's requests go on elsewhere or wait, and its start costs much more.
-        front_served_delay_s: likewise, if it was ready before it died: the next try will succeed.
+        front_max_delay_s: likewise, for a child that all requests come through. Without it no
+            request is answered, and it starts in a second or two, so that it is tried more often.
+            A worker's requests continue elsewhere or wait, and its start costs much more.
+        front_served_delay_s: likewise, if it was ready before it died, so that it can start.
         stable_s: a child that lived this long has no failures behind it.
         start_attempts: tries that a child has before the cluster is ready.
     """
@@ -181,8 +181,8 @@ class Supervisor:
         """Return how a child is run."""
         return self._statuses[name].spec
 
-    def change(self, spec: ChildSpec) -> None:
-        """Run the child of that name like this from its next start on."""
+    def replace(self, spec: ChildSpec) -> None:
+        """Change how the child of that name is run, from its next start on."""
         self._statuses[spec.name].spec = spec
 
     def hurry(self) -> None:

@@ -65,7 +65,7 @@ def describe(reply: Reply) -> str:
 
 
 def cut_note(reply: Reply, max_tokens: int | None) -> str:
-    """Return a line that says that an answer was cut, and how to get more of it; else nothing.
+    """Return a line that says that an answer was cut and how to get more; empty if it was not.
 
     Args:
         reply: the whole answer.

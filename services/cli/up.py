@@ -27,13 +27,28 @@ BOTH = ("model", "log_level")
 ADDRESS = ("host", "port", "redis_url")
 NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
 
+Prefill = Annotated[
+    int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
+]
+Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]"),
+]
+ReadyFilePath = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write a JSON file there once the cluster is ready, remove it at the end.  "
+        "[default: none]"
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print the services' logs, too.")]
+
 
 def up(
     ctx: typer.Context,
-    prefill: Annotated[
-        int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
-    ] = 1,
-    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
@@ -58,22 +73,9 @@ def up(
     max_queue: options.MaxQueue = None,
     redis_url: options.OwnRedisUrl = None,
     log_level: options.LogLevel = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]",
-        ),
-    ] = None,
-    ready_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a JSON file there once the cluster is ready, remove it at the end.  "
-            "[default: none]"
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print the services' logs, too.")
-    ] = False,
+    log_dir: LogDir = None,
+    ready_file: ReadyFilePath = None,
+    verbose: Verbose = False,
 ) -> None:
     """Start a cluster on this machine; Ctrl-C stops it.
 
@@ -98,6 +100,8 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     address = {name: params[name] for name in ADDRESS}
     router = load_settings(RouterSettings, {**router_options, **address})
     worker = load_settings(WorkerSettings, worker_options)
+    if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
+        worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
     model_path = resolve_model(worker.model)
     load_config(model_path)

@@ -38,7 +38,7 @@ class DecodeRequest:
     Attributes:
         engine_id: its name in the engine, unique whatever routers call it.
         tried: prefill workers that failed it.
-        num_blocks: reserved for blocks of another worker; 0 if none are.
+        num_blocks: blocks reserved for what a prefill worker sends; 0 if none does.
     """
 
     peer_id: str
@@ -54,8 +54,8 @@ class DecodeRequest:
     transfer_s: float = 0.0
 
     @property
-    def chosen_here(self) -> LocalPrefill | None:
-        """Why no other worker was to compute the prompt; None if one was."""
+    def local_reason(self) -> LocalPrefill | None:
+        """Why this worker was to compute the prompt from the start; None if it was not."""
         if self.num_blocks:
             return None
         return "short" if self.message.prefill_workers else "no_worker"

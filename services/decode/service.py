@@ -198,7 +198,7 @@ class DecodeService:
         cached_tokens = output.cached_tokens
         if cached_tokens is not None and request.first_token is None:
             request.queue_s, request.prefill_s = output.queue_s, output.prefill_s
-            if (reason := request.chosen_here) is not None:
+            if (reason := request.local_reason) is not None:
                 self._runtime.transfer_metrics.local_prefills.labels(reason).inc()
         elif request.first_token is not None:
             cached_tokens = None

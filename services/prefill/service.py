@@ -228,10 +228,10 @@ class PrefillService:
         if self._is_live(job) and piece.piece not in job.acked:
             job.stop_timer(piece.piece)  # of a copy that was sent meanwhile
             job.timers[piece.piece] = asyncio.get_running_loop().call_later(
-                timeout, self._on_silence, job, piece.piece
+                timeout, self._on_ack_timeout, job, piece.piece
             )
 
-    def _on_silence(self, job: PrefillJob, piece: int) -> None:
+    def _on_ack_timeout(self, job: PrefillJob, piece: int) -> None:
         self._count_sent("unacknowledged")
         self._send_again(job, piece, "was not acknowledged in time")
 

@@ -62,7 +62,7 @@ async def chat(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Say who is there; 200 if the cluster is ready."""
+    """Describe the cluster; 200 if it is ready."""
     found = _service(request).health()
     return _json(found, 200 if found["status"] == "ok" else 503)
 

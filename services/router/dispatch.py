@@ -78,7 +78,7 @@ class TokenStream:
         Raises:
             InvalidRequestError: a worker finds the request impossible.
             OverloadedError: every worker's queue is full.
-            NoWorkerError: no worker has come so far, or none came back in time.
+            NoWorkerError: no worker was ever connected, or none came back in time.
             RequestFailedError: it failed, or no token came in time.
         """
         try:

@@ -95,9 +95,7 @@ def describe(exc: Exception) -> ApiError:
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", headers)
         case NoWorkerError():
             headers = _retry_after(NO_WORKER_RETRY_S)
-            problem = "is alive that could answer"
-            if exc.waited_s:
-                problem = f"came back within {exc.waited_s:g} s"
+            problem = f"came back within {exc.waited_s:g} s" if exc.waited_s else "can answer now"
             message = f"No worker {problem}. Try again in a moment."
             return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
         case ClientGoneError():

@@ -15,17 +15,22 @@ def describe_services(
 ) -> list[dict[str, Any]]:
     """Return an object for each worker, prefill workers first, those of other releases last.
 
+    A decode worker's `missing_links` are the prefill workers that it has no KV link to yet.
+
     Args:
         cards: of all workers that are alive.
         others: live workers that speak another protocol version.
         reachable: ids of the decode workers that this router is connected to.
     """
     links = _links_by_decode_worker(cards)
+    prefills = {card.worker_id for card in cards if card.role == "prefill"}
     services = []
     for card in sorted(cards, key=lambda c: (c.role != "prefill", c.worker_id)):
         state: str = card.state
         if card.role == "decode" and card.worker_id not in reachable:
             state = "unreachable"
+        own_links = links.get(card.worker_id, [])
+        wanted = prefills if card.role == "decode" else set[str]()
         services.append(
             {
                 "id": card.worker_id,
@@ -35,7 +40,8 @@ def describe_services(
                 "max_model_len": card.max_model_len,
                 "full_model_len": card.full_model_len,
                 "kv_transports": card.kv_transports,
-                "links": links.get(card.worker_id, []),
+                "links": own_links,
+                "missing_links": sorted(wanted - {link["peer"] for link in own_links}),
             }
         )
     return services + [_other_version(other) for other in others]
@@ -50,6 +56,7 @@ def _other_version(other: OtherVersion) -> dict[str, Any]:
         "protocol": other.protocol,
         "kv_transports": [],
         "links": [],
+        "missing_links": [],
     }
 
 

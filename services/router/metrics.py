@@ -33,7 +33,7 @@ class RouterMetrics:
 
     Attributes:
         registry: of this router alone.
-        moves: requests that lost their worker and are to go on.
+        moves: requests that lost their worker and continue at another or at its next run.
         request_errors: answers with a status of 400 or more.
     """
 
@@ -76,7 +76,7 @@ class RouterMetrics:
         )
         self.moves = Counter(
             "pagewire_request_moves",
-            "Requests taken from a lost decode worker, to go on at another or at its next run",
+            "Requests that lost their decode worker and continue at another or at its next run",
             registry=self.registry,
         )
         self.request_errors = Counter(

@@ -1,4 +1,4 @@
-"""What a router that starts together with its cluster waits for before `/health` says ok."""
+"""What the router waits for before `/health` says ok, if it starts together with its cluster."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-# Without a link a decode worker computes prompts itself, so the wait for links has an end.
+# A decode worker without a link computes prompts itself, so the wait for links is bounded.
 LINK_WAIT_S = 15.0
 
 
 class Startup:
-    """Ends once, when all expected workers take requests and prefill links to decode.
+    """The start of a cluster: over, for good, once all expected workers are ready and linked.
 
-    Links are waited for `LINK_WAIT_S` at most, counted from when the last worker was ready.
+    The wait for links lasts `LINK_WAIT_S` at most, from the first call that finds all ready.
 
     Args:
-        expected: ids of the workers; without any, there is nothing to wait for.
+        expected: ids of the workers; empty: there is nothing to wait for.
         clock: in seconds.
     """
 
@@ -29,7 +29,7 @@ class Startup:
         self._is_over = not expected
 
     def waiting_for(self, services: Sequence[dict[str, Any]]) -> list[str]:
-        """Return what is missing, in words; empty from the first time that nothing is.
+        """Return what is missing, in words; empty once the start is over.
 
         Args:
             services: as `/health` describes them.
@@ -48,12 +48,10 @@ class Startup:
         return [] if self._is_over else links
 
     def _missing_links(self, services: Sequence[dict[str, Any]]) -> list[str]:
-        ours = [each for each in services if each["id"] in self._expected]
-        prefills = [each["id"] for each in ours if each["role"] == "prefill"]
         return [
-            f"the KV link {prefill} -> {each['id']}"
-            for each in ours
-            if each["role"] == "decode"
-            for prefill in prefills
-            if prefill not in {link["peer"] for link in each["links"]}
+            f"the KV link {peer} -> {each['id']}"
+            for each in services
+            if each["id"] in self._expected
+            for peer in each["missing_links"]
+            if peer in self._expected
         ]

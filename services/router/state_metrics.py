@@ -13,7 +13,7 @@ from pagewire.shared.registry import Registry, WorkerDirectory
 
 
 class StateCollector:
-    """Reads the requests in the system, whether Redis answers, and what it failed to."""
+    """Reads how many requests there are, whether Redis answers, and what went wrong with it."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class StateCollector:
             "Whether the worker registry answers",
             value=float(self._directory.redis_ok),
         )
-        # Not by the name that the workers use: a router's family hides a worker's of that name.
+        # Not under the workers' name: a family of the router hides those of workers with its name.
         yield ignored_records("pagewire_router_ignored_worker_records", self._registry)
         yield CounterMetricFamily(
             "pagewire_index_failed_lookups",
-            "Lookups in the prefix index that Redis did not answer, or was not asked for after "
+            "Lookups in the prefix index that Redis did not answer, or that were left out after "
             "failures in a row",
             value=self._index.failed_lookups,
         )

@@ -98,20 +98,27 @@ def build_engine(
     runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
-    layout = BlockLayout(
-        fingerprint=model_fingerprint(path, config, settings.load_format),
-        dtype=str(dtype).removeprefix("torch."),
-        block_size=settings.block_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_bytes=shape.block_bytes,
-    )
+    fingerprint = model_fingerprint(path, config, settings.load_format)
+    layout = _layout(fingerprint, config, dtype, shape)
     pool = BlockPool(num_blocks, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(settings, layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
     return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
+
+
+def _layout(
+    fingerprint: str, config: ModelConfig, dtype: torch.dtype, shape: KvShape
+) -> BlockLayout:
+    return BlockLayout(
+        fingerprint=fingerprint,
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=shape.block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_bytes=shape.block_bytes,
+    )
 
 
 def _limits(
@@ -187,15 +194,15 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
 
 
 def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) -> int:
-    """Return the longest sequence that the KV pool holds; log it if that is less than wanted.
+    """Return the length of the longest sequence, which the KV pool may shorten; then it is logged.
 
     Args:
-        settings: a `max_model_len` in them is a demand, the model's own only a wish.
-        full_model_len: what is wanted.
+        settings: whether `max_model_len` was set: then a shorter one is an error.
+        full_model_len: what was set, else the model's own.
         num_blocks: of the pool.
 
     Raises:
-        ConfigError: what was asked for does not fit.
+        ConfigError: the pool does not hold the length that was set.
     """
     fits = num_blocks * settings.block_size
     if full_model_len <= fits:

@@ -208,7 +208,7 @@ class _Answer:
         """Add what a step gave; returns whether the answer has ended.
 
         Raises:
-            RequestFailedError: the engine could not go on.
+            RequestFailedError: the engine failed.
         """
         if step.finish_reason == "error" or step.finish_reason == "abort":
             raise RequestFailedError(step.error or "the engine failed")

@@ -13,12 +13,12 @@ UPDATE_S = 0.1
 
 
 class GenerationProgress:
-    """Shows how many answers are done and how fast tokens go; silent if not on a terminal."""
+    """Shows answers that are done and tokens per second; nothing unless stderr is a terminal."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         self._bar: Progress | None = None
         if not (wanted and sys.stderr.isatty()):
-            return  # not even made: a short answer takes a GPU less time than that
+            return  # making a bar takes longer than a short answer on a GPU
         self._bar = Progress(
             TextColumn("answers"),
             BarColumn(),

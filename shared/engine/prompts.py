@@ -16,7 +16,7 @@ _EXPECTED = (
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt as a dictionary; token ids win over the text that they stand for."""
+    """A prompt as a dictionary; if it has both, the token ids are computed and the text shown."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
@@ -43,7 +43,7 @@ def read_prompts(
     """Check and tokenize one or several prompts.
 
     Args:
-        prompts: see `Prompt`; several in anything that can be iterated.
+        prompts: see `Prompt`; several in any iterable.
         tokenizer: of the model, if it has one.
         vocab_size: token ids lie below it.
 

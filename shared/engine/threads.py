@@ -27,8 +27,8 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 def settle_threads(model: LlamaForCausalLM, device: torch.device) -> None:
     """Lower torch's number of threads, for the whole process, to what a model can use.
 
-    A number that was chosen stays: by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads`.
-    The last cannot be told apart where it was called with torch's own default.
+    A number set by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads` stays, except where
+    the last was called with torch's own default, which looks like no call at all.
 
     Args:
         model: whose number of parameters decides.
@@ -45,7 +45,7 @@ def settle_threads(model: LlamaForCausalLM, device: torch.device) -> None:
 
 
 def _defaults() -> set[int]:
-    """Return what torch may choose by itself: a thread for each logical or each physical core."""
+    """Return what torch may choose itself: a thread for each logical or for each physical core."""
     if not hasattr(os, "sched_getaffinity"):
         return {os.cpu_count() or 1}
     cores = os.sched_getaffinity(0)

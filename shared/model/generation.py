@@ -58,7 +58,7 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
 
 
 def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaults:
-    """Read the sampling defaults in a model directory, and log what of them is not applied.
+    """Read the sampling defaults in a model directory, and log those that are not applied.
 
     Args:
         path: of the model; a directory without the file suggests nothing.
@@ -76,7 +76,7 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
         for theirs, ours in _APPLIED.items()
         if fields.raw.get(theirs) is not None
     }
-    is_greedy = given.get("temperature") == 0  # and so asks for what do_sample=False asks for
+    is_greedy = given.get("temperature") == 0  # do_sample=False asks for the same
     ignored = [
         f"{name}={reprlib.repr(fields.raw[name])}"
         for name, neutral in _NOT_APPLIED.items()
@@ -90,7 +90,7 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
 
 def _checked(fields: Fields, theirs: str, ours: str) -> Any:
     value = fields.raw[theirs]
-    if theirs == "top_k" and value == -1:  # some files say so for "all tokens"
+    if theirs == "top_k" and value == -1:  # in some files: all tokens
         value = 0
     try:
         ResolvedSampling(**{ours: value}).validate()

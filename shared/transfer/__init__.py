@@ -49,9 +49,9 @@ def transports_to_open(
 ) -> tuple[str, ...]:
     """Return the names of the transports that a worker opens, the one it prefers first.
 
-    "auto" is ZeroMQ, and on a GPU UCX before it: only there is UCX worth an open port that anyone
-    on the network can end the worker through. It is not, either, where that port cannot be kept to
-    the worker's own network device; the log says so. Looks up a name.
+    "auto" is ZeroMQ, preceded by UCX on a GPU. UCX opens a port through which anyone on the network
+    can end the worker, which is worth it between GPUs alone, and only if the port can be kept to
+    the worker's own network device. If it cannot, the log says so. Looks up a name.
 
     Args:
         chosen: "auto", or the one transport to open.
@@ -91,8 +91,8 @@ def create_transport(
         host: the address of this machine to listen on.
         advertise_host: the name or address that peers reach it by; None: `host`. Where `host` is
             all addresses (0.0.0.0, ::), UCX listens on the device of this one alone.
-        keys: the cluster's, for ZeroMQ. UCX has no such thing: its ports are for a network where
-            nobody else is, or for this machine alone.
+        keys: the cluster's, for ZeroMQ. UCX has none: its ports are for a private network, or for
+            this machine alone.
 
     Raises:
         ConfigError: there is no such transport, or what it needs is not installed.
@@ -110,7 +110,7 @@ def create_transport(
         from pagewire.shared.transfer.zmq import ZmqTransport
 
         return ZmqTransport(worker_id, staging, host=host, advertise_host=advertise_host, keys=keys)
-    raise ConfigError(f"there is no KV transport {name!r}; choose ucx or zmq")
+    raise ConfigError(f"KV transport {name!r} is unknown; choose ucx or zmq")
 
 
 def _own_host(host: str, advertise_host: str | None) -> str:

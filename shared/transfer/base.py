@@ -42,7 +42,7 @@ class TransportStats:
     """What went wrong so far.
 
     Attributes:
-        malformed: messages that made no sense, and headers that were refused.
+        malformed: messages that cannot be read, and headers that were refused.
         strays: messages and payloads that nobody was waiting for.
         expired: granted slots whose payload never came.
         broken: connections that were broken off.
@@ -54,7 +54,7 @@ class TransportStats:
     broken: int = 0
 
     def note_malformed(self, what: str) -> None:
-        """Count something that makes no sense; only the first is worth everybody's attention."""
+        """Count a message that cannot be read; only the first is a warning in the log."""
         self.malformed += 1
         level = logging.WARNING if self.malformed == 1 else logging.DEBUG
         logger.log(level, "malformed KV transfer message: %s", what)

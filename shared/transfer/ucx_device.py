@@ -1,9 +1,8 @@
 """The network device that UCX may listen on: the one whose first address is the worker's own.
 
 UCX is bound to devices, not to addresses. On each it listens on the first IPv4 address, or on the
-first IPv6 address that is not link-local. Where a worker's address is a later one of its device,
-UCX would listen on an address that nobody has named, on another network perhaps. Such a device is
-not taken.
+first IPv6 address that is not link-local. If a worker's address is a later one of its device, UCX
+would listen on another address, which may belong to another network. Such a device is not used.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _addresses(host: str) -> list[IpAddress]:
     """Return the addresses of a name, those of IPv4 first."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # no such name, or not one at all
+    except (OSError, UnicodeError):  # unknown, or not a name
         return []
     addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
     return sorted(addresses, key=lambda address: address.version)

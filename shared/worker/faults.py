@@ -1,7 +1,7 @@
-"""What goes wrong around a worker's engine, as Prometheus' counters.
+"""What goes wrong around a worker's engine, as Prometheus counters.
 
-Their owners count in attributes; a collector reads these when somebody asks. All of a family's
-labels are there from the start, with 0.
+Sockets, transports and publishers count in their attributes; the collectors here read these for
+`/metrics`. All labels of a family are there from the start, with 0.
 """
 
 from __future__ import annotations

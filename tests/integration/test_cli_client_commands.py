@@ -1,4 +1,4 @@
-"""`pagewire chat`, `complete`, `bench`, `status`, `doctor` as a user runs them.
+"""`pagewire chat`, `complete`, `bench` and `status` as a user runs them.
 
 Against a real router with a scripted decode worker, and against an endpoint of another make.
 """
@@ -10,82 +10,40 @@ import pty
 import select
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from pagewire.services.cli.doctor import check_port, check_redis
-from pagewire.services.cli.main import app
-from pagewire.shared.config import RouterSettings, load_settings
-from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
+from pagewire.tests.support.client_cluster import (
+    ANSWER,
+    CLI,
+    NOWHERE,
+    TEXT,
+    Cluster,
+    client_cluster,
+    pagewire,
+)
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, live_router
 from pagewire.tests.support.openai_server import OpenAIServer, openai_server
 from pagewire.tests.support.redis_server import RedisServer
 
-CLI = [sys.executable, "-P", "-m", "pagewire.services.cli.main"]
-ANSWER = Tokenizer.from_dir(demo_model_path()).encode(" a list of names", add_special_tokens=False)
-TEXT = " a list of names"
-NOWHERE = "http://127.0.0.1:9"
-
-
-@dataclass
-class Cluster:
-    """A router and its worker, which live in a thread."""
-
-    url: str = ""
-    worker: FakeDecodeWorker | None = None
-    ready: threading.Event = field(default_factory=threading.Event)
-    stop: asyncio.Event | None = None
-    loop: asyncio.AbstractEventLoop | None = None
-
-    async def serve(self, redis_url: str) -> None:
-        self.stop, self.loop = asyncio.Event(), asyncio.get_running_loop()
-        decode = FakeDecodeWorker(
-            redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
-        )
-        prefill = prefill_card(redis_url, SECRET, "prefill-0")
-        async with live_router(redis_url) as router, prefill, decode:
-            decode.cached_tokens = 3
-            await router.ready()
-            self.url, self.worker = router.url, decode
-            self.ready.set()
-            await self.stop.wait()
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = Cluster()
-    with RedisServer() as server:
-        thread = threading.Thread(target=lambda: asyncio.run(found.serve(server.url)))
-        thread.start()
-        assert found.ready.wait(20)
-        try:
-            yield found
-        finally:
-            found.loop.call_soon_threadsafe(found.stop.set)
-            thread.join(20)
+    with client_cluster() as found:
+        yield found
 
 
 @pytest.fixture
 def old() -> Iterator[OpenAIServer]:
     with openai_server() as server:
         yield server
-
-
-def pagewire(*arguments: str, stdin: str = "", **env: str) -> Result:
-    """Run a command in this process, which saves the imports of one of its own."""
-    env = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", **env}
-    return CliRunner().invoke(app, arguments, input=stdin, env=env, prog_name="pagewire")
 
 
 @pytest.mark.parametrize("command", ["chat", "complete", "bench", "status", "doctor"])
@@ -400,58 +358,3 @@ def test_status_of_an_endpoint_of_another_make(old: OpenAIServer) -> None:
     done = pagewire("status", "--url", old.url)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "no Pagewire router" in done.stderr
-
-
-@pytest.mark.parametrize("chosen", ["auto", "ucx"])
-def test_doctor_is_right_about_this_machine(redis_server: RedisServer, chosen: str) -> None:
-    import torch
-
-    env = {"PAGEWIRE_REDIS_URL": redis_server.url, "PAGEWIRE_KV_TRANSPORT": chosen}
-    done = pagewire("doctor", "--port", "0", **env)
-    assert done.exit_code == 0, done.stdout + done.stderr
-    lines = {line[5:15].strip(): line for line in done.stdout.splitlines()}
-    assert torch.__version__ in lines["torch"]
-    assert ("no GPU here" in lines["CUDA"]) is not torch.cuda.is_available()
-    is_used = chosen == "ucx" or torch.cuda.is_available()
-    assert ("a message has crossed" in lines["UCX"]) is is_used
-    assert ("not used" in lines["UCX"]) is not is_used
-    assert f"answers at {redis_server.url}" in lines["Redis"]
-    assert all(line.startswith("ok ") for name, line in lines.items() if name in ("UCX", "Redis"))
-    assert "can run the demo" in done.stdout
-
-
-def test_doctor_finds_a_redis_that_does_not_answer() -> None:
-    settings = load_settings(RouterSettings, {"redis_url": "redis://:secret@127.0.0.1:9/0"})
-    found = run_async(check_redis(settings))
-    assert found.level == "fail"
-    assert "127.0.0.1:9" in found.detail
-    assert "secret" not in found.detail
-
-
-def test_doctor_names_a_free_port_where_one_is_taken(cluster: Cluster, old: OpenAIServer) -> None:
-    for url, part in ((cluster.url, "by a Pagewire that serves"), (old.url, "in use")):
-        settings = load_settings(RouterSettings, {"port": int(url.rpartition(":")[2])})
-        found = run_async(check_port(settings))
-        assert found.level == "warn"
-        assert part in found.detail
-        assert "pagewire up --port " in found.advice
-
-
-def test_doctor_ends_with_a_command_that_works(cluster: Cluster, redis_server: RedisServer) -> None:
-    port = cluster.url.rpartition(":")[2]
-    done = pagewire("doctor", "--port", port, PAGEWIRE_REDIS_URL=redis_server.url)
-    assert done.exit_code == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    advice = next(line.partition("-> ")[2] for line in lines if "-> pagewire up --port " in line)
-    assert lines[-1].endswith(f": {advice.strip()}")
-
-
-def test_doctor_ends_where_nothing_can_be_written() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*CLI, "doctor"], stdout=full, stderr=subprocess.PIPE, timeout=60)
-    assert done.returncode != 0
-
-
-def test_doctor_knows_the_machines_addresses() -> None:
-    found = run_async(check_port(load_settings(RouterSettings, {"host": "203.0.113.7"})))
-    assert (found.level, found.advice) == ("fail", "pagewire up --host 127.0.0.1")

@@ -1,4 +1,4 @@
-"""The context and the KV pool: what was asked for is had or refused, what shrank is announced."""
+"""The context and the KV pool: a length that was set fits or is refused, a shrunk one is logged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_default_that_had_to_shrink_is_logged(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 256}, {"max_model_len": 64}])
-def test_a_context_that_fits_is_not_spoken_of(
+def test_a_context_that_fits_is_not_logged(
     settings: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     built = build_engine(load_settings(EngineSettings, {"device": "cpu", **settings}))

@@ -171,7 +171,7 @@ def test_a_routers_faults_are_on_its_page(redis_server: RedisServer) -> None:
     run_async(scenario())
 
 
-def test_what_befalls_payloads_is_counted_by_transport() -> None:
+def test_lost_and_late_payloads_are_counted_by_transport() -> None:
     registry = CollectorRegistry()
 
     def count(kind: str) -> float | None:

@@ -78,14 +78,17 @@ def test_health_names_workers_and_their_ways(redis_url):
             prefill_card(
                 redis_url, SECRET, "prefill-0", links=[link("decode-0", 1.5), link("gone")]
             ),
+            prefill_card(redis_url, SECRET, "prefill-1"),
         ):
             await router.ready()
-            await eventually(lambda: len(router.service.directory.workers()) == 2)
+            await eventually(lambda: len(router.service.directory.workers()) == 3)
             body = (await router.http.get("/health")).json()
         assert body["status"] == "ok"
         assert body["model"] == MODEL
-        prefill, decode = body["services"]
+        prefill, other, decode = body["services"]
         assert (prefill["id"], prefill["role"], prefill["links"]) == ("prefill-0", "prefill", [])
+        assert prefill["missing_links"] == other["missing_links"] == []
+        assert decode["missing_links"] == ["prefill-1"]
         assert (decode["id"], decode["state"], decode["epoch"]) == ("decode-0", "ready", 1)
         assert decode["kv_transports"] == ["zmq"]
         assert decode["links"] == [

@@ -63,7 +63,7 @@ def test_they_wait_until_it_is_back(redis_url, how):
             asyncio.create_task(router.complete(prompt="Hi", max_tokens=99, stream=stream))
             for stream in (False, True)
         ]
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
         assert not any(task.done() for task in asked)
         assert (await router.http.get("/health")).status_code == 503
         waiting = f'vllm:num_requests_waiting{{model_name="{MODEL}"}}'
@@ -101,7 +101,7 @@ def test_if_it_stays_away_they_end_with_a_503(redis_url, monkeypatch, stream, wa
     run_async(scenario())
 
 
-def test_the_queue_is_bounded_and_who_leaves_makes_room(redis_url):
+def test_the_queue_is_bounded_and_a_client_that_leaves_makes_room(redis_url):
     async def scenario() -> None:
         async with router_that_lost_its_worker(redis_url, max_queue=2) as (router, come_back):
             dispatcher = router.service.dispatcher

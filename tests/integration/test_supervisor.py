@@ -241,7 +241,8 @@ def test_refusal_after_a_restart_is_no_reason_to_stop(start: StartCluster) -> No
 def test_cluster_is_not_ready_before_all_workers_are(start: StartCluster) -> None:
     cluster = start(orders={"prefill-0": "late"})
     wait_until((cluster.state / "decode-0.alive").exists, 20)
-    time.sleep(1.5)
+    wait_until(cluster.answers, 20)
+    time.sleep(0.5)  # the router is asked every 0.2 s
     assert not cluster.ready_file.exists()
     assert "Pagewire is ready" not in cluster.stdout
     (cluster.state / "prefill-0.go").touch()

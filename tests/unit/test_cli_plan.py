@@ -126,11 +126,27 @@ def test_workers_share_what_others_leave_of_a_gpu(free: tuple[float, float], sha
     assert not note or "15% of GPU" in note
 
 
+def test_a_gpu_without_free_memory_is_refused() -> None:
+    machine = Machine(cores=8, gpus=("0", "1"), free=(1.0, 0.0004))
+    with pytest.raises(ConfigError, match=r"in use by other programs .* CUDA_VISIBLE_DEVICES"):
+        plan(machine, decode=1)
+
+
 def test_an_explicit_share_counts_whatever_others_use() -> None:
     machine = Machine(cores=8, gpus=("0",), free=(0.1,))
     options = ClusterOptions(worker_options={"gpu_memory_utilization": 0.3})
     assert gpu_share(options, machine) == 0.3
     assert crowded_gpus(options, machine) == ""
+
+
+def test_a_share_in_the_environment_is_an_explicit_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_GPU_MEMORY_UTILIZATION", "0.3")
+    commands = cast(click.Group, typer.main.get_command(app)).commands
+    params = {param.name or "": param.default for param in commands["up"].params}
+    context = up.prepare(params | {"port": 0, "log_dir": tmp_path})
+    assert gpu_share(context.options, Machine(cores=8, gpus=("0",))) == 0.3
 
 
 def test_explicit_share_that_does_not_fit_is_refused() -> None:

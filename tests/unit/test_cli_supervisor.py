@@ -270,10 +270,12 @@ def test_health_of_any_answer(body: bytes, status: int, expected: Health | None)
     assert run_async(run()) == expected
 
 
-def test_missing_links_are_counted_by_pair() -> None:
-    assert HEALTHY.missing_links == []
-    second = Service("prefill-1", "prefill")
-    assert Health(services=[*HEALTHY.services, second]).missing_links == [("prefill-1", "decode-0")]
+def test_ready_box_names_links_that_are_missing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    decode = Service("decode-0", "decode", missing_links=["prefill-1"])
+    health = Health(ok=True, model="m", services=[Service("prefill-1", "prefill"), decode])
+    show_ready_box(Console(file=out, width=100), health, "http://h", "redis-server", tmp_path)
+    assert "prefill-1 -> decode-0: no link yet; decode-0 computes prompts itself" in out.getvalue()
 
 
 def test_only_workers_that_take_requests_are_ready() -> None:

@@ -344,59 +344,6 @@ def test_echo_repeats_the_text_or_the_text_of_the_ids():
     assert completion(prompt=ids[:-1], echo=True).prompts[0].echo == "Hi "
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user"},
-        {"role": "user", "content": None},
-        {"role": "user", "content": ""},
-        {"role": "user", "content": 5},
-        {"role": "user", "content": {}},
-        {"role": "user", "content": []},
-        {"role": "user", "content": [{"type": "text", "text": ""}]},
-        {"role": "user", "content": ["Hi"]},
-        {"role": "user", "content": [{"text": "Hi"}]},
-        {"role": "user", "content": [{"type": "text", "text": 5}]},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "assistant", "content": None},
-    ],
-    ids=str,
-)
-def test_a_message_that_is_empty_or_no_text_is_refused(message):
-    good = {"role": "user", "content": "Hi"}
-    assert refusal(chat, messages=[good, message]).param == "messages[1].content"
-
-
-def test_an_empty_answer_may_be_part_of_the_conversation():
-    turns = [("user", "Hi"), ("assistant", ""), ("user", "Are you there?")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    assert read_chat(encoded({"model": "m", "messages": messages}), MODEL, CONTEXT).prompts
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([], "messages"),
-        ("Hi", "messages"),
-        ([5], "messages[0]"),
-        ([{"content": "Hi"}], "messages[0].role"),
-        ([{"role": "tool", "content": "Hi"}], "messages[0].role"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
-        ([{"role": "user", "content": "x"}] * 5000, "messages"),
-    ],
-    ids=["empty", "text", "number", "no role", "tool", "tool calls", "too many"],
-)
-def test_wrong_lists_of_messages_are_refused(messages, param):
-    assert refusal(chat, messages=messages).param == param
-
-
-def test_text_parts_are_joined_and_developers_are_the_system():
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    joined = chat(messages=[{"role": "developer", "content": parts}])
-    plain = chat(messages=[{"role": "system", "content": "Hello"}])
-    assert joined.prompts[0].token_ids == plain.prompts[0].token_ids
-
-
 def test_usage_in_streams_is_asked_for_with_a_stream():
     options = {"include_usage": True}
     assert chat(stream=True, stream_options=options).include_usage

@@ -6,15 +6,14 @@ from typing import Any
 
 from pagewire.services.router.startup import LINK_WAIT_S, Startup
 
-LINK = {"peer": "prefill-0", "transport": "zmq"}
-
 
 def prefill(state: str = "ready") -> dict[str, Any]:
-    return {"id": "prefill-0", "role": "prefill", "state": state, "links": []}
+    return {"id": "prefill-0", "state": state, "missing_links": []}
 
 
-def decode(*links: dict[str, str], name: str = "decode-0") -> dict[str, Any]:
-    return {"id": name, "role": "decode", "state": "ready", "links": list(links)}
+def decode(*, linked: bool = False, name: str = "decode-0") -> dict[str, Any]:
+    missing = [] if linked else ["prefill-0"]
+    return {"id": name, "state": "ready", "missing_links": missing}
 
 
 class Clock:
@@ -33,12 +32,12 @@ def test_all_expected_workers_and_links_are_awaited() -> None:
     assert startup.waiting_for([]) == ["decode-0", "prefill-0"]
     assert startup.waiting_for([decode(), prefill("draining")]) == ["prefill-0"]
     assert startup.waiting_for([decode(), prefill()]) == ["the KV link prefill-0 -> decode-0"]
-    assert startup.waiting_for([decode(LINK), prefill()]) == []
+    assert startup.waiting_for([decode(linked=True), prefill()]) == []
 
 
 def test_the_start_is_over_once() -> None:
     startup = Startup(["prefill-0", "decode-0"])
-    assert startup.waiting_for([decode(LINK), prefill()]) == []
+    assert startup.waiting_for([decode(linked=True), prefill()]) == []
     assert startup.waiting_for([decode()]) == []
 
 

@@ -1,0 +1,69 @@
+"""A router with a scripted decode worker, in a thread, and commands that are run against it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from typer.testing import CliRunner, Result
+
+from pagewire.services.cli.main import app
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.tokenizer import Tokenizer
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
+from pagewire.tests.support.live_router import SECRET, live_router
+from pagewire.tests.support.redis_server import RedisServer
+
+CLI = [sys.executable, "-P", "-m", "pagewire.services.cli.main"]
+ANSWER = Tokenizer.from_dir(demo_model_path()).encode(" a list of names", add_special_tokens=False)
+TEXT = " a list of names"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@dataclass
+class Cluster:
+    """A router and its worker, which live in a thread."""
+
+    url: str = ""
+    worker: FakeDecodeWorker | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    stop: asyncio.Event | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, redis_url: str) -> None:
+        self.stop, self.loop = asyncio.Event(), asyncio.get_running_loop()
+        decode = FakeDecodeWorker(
+            redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
+        )
+        prefill = prefill_card(redis_url, SECRET, "prefill-0")
+        async with live_router(redis_url) as router, prefill, decode:
+            decode.cached_tokens = 3
+            await router.ready()
+            self.url, self.worker = router.url, decode
+            self.ready.set()
+            await self.stop.wait()
+
+
+@contextmanager
+def client_cluster() -> Iterator[Cluster]:
+    """Run a cluster until the context ends."""
+    found = Cluster()
+    with RedisServer() as server:
+        thread = threading.Thread(target=lambda: asyncio.run(found.serve(server.url)))
+        thread.start()
+        assert found.ready.wait(20)
+        try:
+            yield found
+        finally:
+            found.loop.call_soon_threadsafe(found.stop.set)
+            thread.join(20)
+
+
+def pagewire(*arguments: str, stdin: str = "", **env: str) -> Result:
+    """Run a command in this process, which saves the imports of one of its own."""
+    env = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", **env}
+    return CliRunner().invoke(app, arguments, input=stdin, env=env, prog_name="pagewire")

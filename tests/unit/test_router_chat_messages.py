@@ -1,0 +1,75 @@
+"""The messages of a chat, as the router reads them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pagewire.services.router.inputs import GenerationInput, read_chat
+from pagewire.services.router.served_model import ServedModel
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import InvalidRequestError
+
+MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
+GOOD = {"role": "user", "content": "Hi"}
+
+
+def chat(messages: Any) -> GenerationInput:
+    return read_chat(json.dumps({"model": "m", "messages": messages}).encode(), MODEL, 512)
+
+
+def refused_field(messages: Any) -> str | None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages)
+    return caught.value.param
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": {}},
+        {"role": "user", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": ""}]},
+        {"role": "user", "content": ["Hi"]},
+        {"role": "user", "content": [{"text": "Hi"}]},
+        {"role": "user", "content": [{"type": "text", "text": 5}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "assistant", "content": None},
+    ],
+    ids=str,
+)
+def test_a_message_that_is_empty_or_no_text_is_refused(message):
+    assert refused_field([GOOD, message]) == "messages[1].content"
+
+
+def test_an_empty_answer_may_be_part_of_the_conversation():
+    turns = [("user", "Hi"), ("assistant", ""), ("user", "Are you there?")]
+    assert chat([{"role": role, "content": content} for role, content in turns]).prompts
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("Hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "Hi"}], "messages[0].role"),
+        ([{"role": "tool", "content": "Hi"}], "messages[0].role"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x"}] * 5000, "messages"),
+    ],
+    ids=["empty", "text", "number", "no role", "tool", "tool calls", "too many"],
+)
+def test_wrong_lists_of_messages_are_refused(messages, param):
+    assert refused_field(messages) == param
+
+
+def test_text_parts_are_joined_and_developers_are_the_system():
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    joined = chat([{"role": "developer", "content": parts}])
+    plain = chat([{"role": "system", "content": "Hello"}])
+    assert joined.prompts[0].token_ids == plain.prompts[0].token_ids
