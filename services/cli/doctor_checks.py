@@ -98,7 +98,10 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
         return Finding("ok", "Triton", f"{version}, and a kernel ran")
     advice = "install gcc and Python's headers (python3-dev), which Triton compiles with; or run "
     return Finding(
-        "warn", "Triton", f"kernels do not run: {error}", f"{advice}{own_command()} up --kernels torch"
+        "warn",
+        "Triton",
+        f"kernels do not run: {error}",
+        f"{advice}{own_command()} up --kernels torch",
     )
 
 
