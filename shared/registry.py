@@ -311,7 +311,7 @@ class WorkerDirectory:
             self._on_failure(exc)
             return
         if not self.redis_ok:
-            logger.info("the worker registry answers: %d workers", len(records))
+            logger.info("the worker registry answers; workers in it: %d", len(records))
         self.redis_ok = True
         self._last_success = time.monotonic()
         current = [record for record in records if not self._is_outdated(record)]

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.cli.health import Health, Service, fetch_health
+from pagewire.services.cli.program import own_command
 from pagewire.shared.errors import PagewireError
 from pagewire.shared.load_metrics import KV_BLOCKS
 
@@ -150,8 +151,8 @@ async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
     health = await fetch_health(client, url)
     if health is None or not health.model:  # other servers have a /health, too
         raise NoRouterError(
-            f"no Pagewire router answers at {url}; start one with `pagewire up`, or name another "
-            "with --url"
+            f"no Pagewire router answers at {url}; start one with `{own_command()} up`, or name "
+            "another with --url"
         )
     return build_status(url, health, await _fetch_metrics(client, url), time.monotonic())
 

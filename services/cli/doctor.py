@@ -35,6 +35,7 @@ from pagewire.services.cli.machine import (
     inspect_machine,
     require_free_port,
 )
+from pagewire.services.cli.program import own_command
 from pagewire.services.cli.redis_process import find_server
 from pagewire.services.cli.router_port import router_port
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
@@ -72,7 +73,7 @@ def doctor(
     else:
         # Where the usual port is taken, the advice is the command with another one.
         taken = (f.advice for f in findings if f.name == "Port" and f.level != "ok")
-        command = next(taken, "pagewire up")
+        command = next(taken, f"{own_command()} up")
         console.print(f"This machine can run the demo: {command}", style="green")
     raise typer.Exit(code)
 
@@ -211,7 +212,7 @@ async def check_port(settings: RouterSettings) -> Finding:
     try:
         await router_port(host, port)
     except PortTakenError as exc:
-        return Finding("warn", "Port", str(exc), f"pagewire up --port {exc.free}")
+        return Finding("warn", "Port", str(exc), f"{own_command()} up --port {exc.free}")
     except ConfigError as exc:
         return await asyncio.to_thread(_explain_host, host, str(exc))
     return Finding("ok", "Port", f"{port} on {host} is free")
@@ -222,5 +223,5 @@ def _explain_host(host: str, problem: str) -> Finding:
     try:
         free = require_free_port(host, 0)
     except ConfigError:  # so it is not the port but the host
-        return Finding("fail", "Port", problem, f"pagewire up --host {LOOPBACK}")
-    return Finding("warn", "Port", problem, f"pagewire up --port {free}")
+        return Finding("fail", "Port", problem, f"{own_command()} up --host {LOOPBACK}")
+    return Finding("warn", "Port", problem, f"{own_command()} up --port {free}")

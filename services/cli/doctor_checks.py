@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagewire.services.cli.program import own_command
 from pagewire.shared.installing import install_command
 
 Level = Literal["ok", "warn", "fail"]
@@ -97,7 +98,10 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
         return Finding("ok", "Triton", f"{version}, and a kernel ran")
     advice = "install gcc and Python's headers (python3-dev), which Triton compiles with; or run "
     return Finding(
-        "warn", "Triton", f"kernels do not run: {error}", advice + "pagewire up --kernels torch"
+        "warn",
+        "Triton",
+        f"kernels do not run: {error}",
+        f"{advice}{own_command()} up --kernels torch",
     )
 
 

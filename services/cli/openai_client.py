@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from pagewire.services.cli.openai_messages import Chunk, ErrorBody, ModelList, Usage
+from pagewire.services.cli.program import own_command
 from pagewire.services.cli.sse import EventParser, EventTooLargeError
 from pagewire.shared.errors import UNDECODABLE, ConfigError, PagewireError
 
@@ -267,7 +268,7 @@ class OpenAIClient:
         kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
         return EndpointError(
             f"nothing answers at {self.url}: {exc or type(exc).__name__}; start a cluster with "
-            "`pagewire up`, or name another endpoint with --url",
+            f"`{own_command()} up`, or name another endpoint with --url",
             kind,
         )
 

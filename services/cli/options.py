@@ -37,8 +37,9 @@ def setting(
         flags: in place of the one made from the parameter's name.
     """
     default = kind.model_fields[name].default
-    shown = {True: "on", False: "off"}.get(default, default) if unset is None else unset
-    return typer.Option(*flags, help=f"{text}  [default: {shown}]", rich_help_panel=panel)
+    if unset is None:
+        unset = ("off", "on")[default] if isinstance(default, bool) else str(default)
+    return typer.Option(*flags, help=f"{text}  [default: {unset}]", rich_help_panel=panel)
 
 
 def _engine(name: str, text: str, unset: str | None = None, *flags: str) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagewire.services.cli.health import Health, Service, shrunk_contexts
+from pagewire.services.cli.program import own_command
 
 QUESTION = "What is a lambda?"  # the demo model has learned the answer
 # Where the context is shorter, the question, the model's template and the answer may not fit.
@@ -36,10 +35,8 @@ def show_ready_box(console: Console, health: Health, url: str, store: str, logs:
 
 
 def chat_command(url: str) -> str:
-    """Return a shell command that starts a conversation, with the program as it was called here."""
-    is_ours = Path(sys.argv[0]).name == "pagewire" and shutil.which("pagewire") is None
-    program = shlex.quote(sys.argv[0]) if is_ours else "pagewire"
-    return f"{program} chat --url {url}"
+    """Return a shell command that starts a conversation."""
+    return f"{own_command()} chat --url {url}"
 
 
 def curl_command(url: str, health: Health) -> str:

@@ -106,7 +106,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     model_path = resolve_model(worker.model)
     load_config(model_path)
     load_sampling_defaults(model_path, router.generation_config)
-    ready_file = ReadyFile(params["ready_file"]) if params["ready_file"] else None
+    ready_file = ReadyFile(Path(params["ready_file"])) if params["ready_file"] else None
     return ClusterContext(
         options=ClusterOptions(
             prefill=params["prefill"],

@@ -95,6 +95,7 @@ def build_engine(
         settings, model, ops, shape, config, device, full_model_len, memory_beside
     )
     max_model_len = fit_context(settings, full_model_len, num_blocks)
+    _log_pool(shape, num_blocks, device)
     runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
@@ -191,6 +192,19 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
             f"{config.max_position_embeddings} positions"
         )
     return asked or config.max_position_embeddings
+
+
+def _log_pool(shape: KvShape, num_blocks: int, device: torch.device) -> None:
+    gib = num_blocks * shape.block_bytes / (1 << 30)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    logger.info(
+        "the KV pool has %d blocks of %d tokens (%.2f GiB, %s) on %s",
+        num_blocks,
+        shape.block_size,
+        gib,
+        dtype,
+        device,
+    )
 
 
 def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) -> int:

@@ -38,3 +38,11 @@ def test_a_context_that_fits_is_not_logged(
     built = build_engine(load_settings(EngineSettings, {"device": "cpu", **settings}))
     assert built.max_model_len == built.full_model_len == settings.get("max_model_len", 4096)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_log_says_how_large_the_kv_pool_is(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"device": "cpu", "dtype": "float32", "num_blocks": 512, "block_size": 32}
+    with caplog.at_level(logging.INFO):
+        built = build_engine(load_settings(EngineSettings, settings))
+    size = f"{512 * built.layout.block_bytes / 2**30:.2f} GiB, float32"
+    assert f"the KV pool has 512 blocks of 32 tokens ({size}) on cpu" in caplog.text

@@ -51,7 +51,7 @@ def test_help_shows_the_default_of_every_setting(command: str) -> None:
             continue
         kind = RouterSettings if param.name in RouterSettings.model_fields else WorkerSettings
         default = kind.model_fields[param.name].default
-        shown = {True: "on", False: "off"}.get(default, default)
+        shown = ("off", "on")[default] if isinstance(default, bool) else default
         entry = re.search(rf"{param.opts[0]}[ /].*?\[default: (.*?)\]", page)
         assert entry is not None, param.name
         if default is not None and param.name != "worker_id":  # which is made up

@@ -1,0 +1,14 @@
+"""How this program is called."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def own_command() -> str:
+    """Return the command to advise: `pagewire`, or its path where only that was found."""
+    is_ours = Path(sys.argv[0]).name == "pagewire" and shutil.which("pagewire") is None
+    return shlex.quote(sys.argv[0]) if is_ours else "pagewire"
