@@ -64,7 +64,7 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 "top_k",
                 "0 (all tokens) or a positive integer below 2**31",
             ),
-            (_is_int(self.max_tokens, 1, 2**31), "max_tokens", "an integer of at least 1"),
+            (_is_int(self.max_tokens, 1, 2**31), "max_tokens", "an integer from 1 to 2**31 - 1"),
             (
                 self.seed is None or _is_int(self.seed, -_INT64, _INT64),
                 "seed",

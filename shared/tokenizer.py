@@ -195,7 +195,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} is not a JSON object: fetch the model again")

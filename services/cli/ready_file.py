@@ -71,6 +71,6 @@ def _is_left_over(path: Path) -> bool:
     raw = path.read_bytes()
     try:
         content = json.loads(raw) if raw.strip() else dict.fromkeys(MARKS)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.keys() >= MARKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -28,7 +29,7 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate. Calls from several threads run one after another.
 
     Example:
         >>> llm = LLM("demo")
@@ -59,6 +60,7 @@ class LLM:
             self.engine.model_path, self.settings.generation_config
         )
         self._ids = itertools.count()
+        self._running = threading.Lock()  # a call's steps would take another's tokens
 
     def generate(
         self,
@@ -138,7 +140,8 @@ class LLM:
                     index, choice, output, sampling.for_choice(choice), asked, self.tokenizer
                 )
                 answers[f"llm-{next(self._ids)}"] = answer
-        self._run(answers, use_tqdm)
+        with self._running:
+            self._run(answers, use_tqdm)
         return outputs
 
     def _run(self, answers: dict[str, _Answer], use_tqdm: bool) -> None:

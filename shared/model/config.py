@@ -210,7 +210,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from exc
     except OSError as exc:
         raise ModelLoadError(f"{file} cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ModelLoadError(f"{file} is not valid JSON ({exc}); download it again") from exc
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} is not a JSON object; download it again")

@@ -17,6 +17,8 @@ SINGLE_FILE = "model.safetensors"
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# What reading JSON of another form raises; the last is for one that is nested too deeply.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def _shards(index: Path) -> list[str]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except OSError as exc:
         raise ModelLoadError(f"{index} cannot be read: {exc.strerror}") from exc
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except _MALFORMED as exc:
         raise ModelLoadError(f"{index} is not a safetensors index; download it again") from exc
     for name in names:
         # A name with a directory in it could reach out of the model's directory.
@@ -116,7 +118,7 @@ def _parse(file: Path, header: bytes) -> dict[str, TensorEntry]:
         content = json.loads(header)
         content.pop("__metadata__", None)
         return {name: _entry(raw, base) for name, raw in content.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except _MALFORMED as exc:
         raise _damaged(file, "its header cannot be read") from exc
 
 

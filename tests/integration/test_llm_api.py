@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def test_unset_parameters_have_the_models_defaults(llm: LLM) -> None:
     assert llm.generate(TEXT, SamplingParams(max_tokens=4))[0].token_ids == output.token_ids[:4]
     assert len(answers_of_seeds(llm)) == 1
     assert len(answers_of_seeds(llm, temperature=1.0)) > 1
+
+
+def test_calls_from_several_threads_each_get_their_own_answers(llm: LLM) -> None:
+    prompts, params = [TEXT, "class"] * 4, SamplingParams(max_tokens=24)
+    expected = [output.text for output in llm.generate(prompts, params)]
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(llm.generate, prompts, params) for _ in range(3)]
+        for call in calls:
+            assert [output.text for output in call.result()] == expected
 
 
 def test_without_the_models_defaults_it_samples() -> None:

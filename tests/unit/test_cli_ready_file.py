@@ -32,7 +32,7 @@ def test_one_that_was_left_is_removed_before_the_start(tmp_path: Path, left: str
     assert not path.exists()
 
 
-@pytest.mark.parametrize("text", ["my thesis", '{"url": 5}', "[]", "\0"])
+@pytest.mark.parametrize("text", ["my thesis", '{"url": 5}', "[]", "\0", "[" * 100_000])
 def test_a_file_of_somebody_else_is_kept(tmp_path: Path, text: str) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text(text)

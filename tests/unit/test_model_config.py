@@ -214,6 +214,7 @@ REFUSED = {
     "cut-off": ('{"architectures": ["Llam', "is not valid JSON"),
     "not-an-object": ("[1, 2]", "is not a JSON object"),
     "not-text": ("\x00\xff", "is not valid JSON"),
+    "nested-too-deep": ("[" * 100_000, "is not valid JSON"),
 }
 
 

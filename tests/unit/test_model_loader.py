@@ -217,10 +217,11 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not a safetensors index"),
+        ("[" * 100_000, "is not a safetensors index"),
         ('{"metadata": {}}', "is not a safetensors index"),
         ('{"weight_map": {"a": "../../secret.safetensors"}}', "outside the model's directory"),
     ],
-    ids=["cut-off", "without-a-map", "path-out-of-the-directory"],
+    ids=["cut-off", "nested-too-deep", "without-a-map", "path-out-of-the-directory"],
 )
 def test_damaged_index(tmp_path: Path, content: str, message: str) -> None:
     _save(tmp_path, max_shard_size="4KB")
