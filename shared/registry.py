@@ -155,7 +155,7 @@ class Registry:
         if isinstance(record, OtherVersion):
             self.other_version_cards += 1
             text = (
-                f"left out {worker_id[:64]!r}, which speaks protocol version {record.protocol}, "
+                f"left out {worker_id[:64]!r}, which speaks protocol version {record.protocol!r}, "
                 f"this side {PROTOCOL_VERSION}: run the same release of Pagewire everywhere"
             )
             self._warn_once(worker_id, record.protocol, text)

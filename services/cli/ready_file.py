@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
@@ -19,15 +20,17 @@ MAX_BYTES = 1 << 20
 class ReadyFile:
     """Written in one step when a cluster is ready, removed when it stops.
 
-    A file that an earlier cluster has left is removed at once; any other file is refused.
+    The cluster holds a lock on its file, which ends with the process, however that ends. A file
+    that an earlier cluster has left is removed at once; any other file is refused.
 
     Raises:
-        ConfigError: the path cannot be used.
+        ConfigError: the path cannot be used, or a running cluster's file is there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            self._refuse_held()
             if path.exists() and not _is_left_over(path):
                 raise ConfigError(
                     f"--ready-file {path} exists and is not a ready file: remove it, or name "
@@ -43,22 +46,42 @@ class ReadyFile:
         """Let the file have this content until the context ends.
 
         Raises:
-            ConfigError: it can no longer be written.
+            ConfigError: it can no longer be written, or another cluster's is there by now.
         """
         text = f"{json.dumps(content, indent=2)}\n"
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(self.path)  # never half written
-        except OSError as exc:
-            part.unlink(missing_ok=True)
-            raise self._unusable(exc) from exc
+        with contextlib.ExitStack() as held:
+            try:
+                self._refuse_held()
+                file = held.enter_context(part.open("w", encoding="utf-8"))
+                fcntl.flock(file, fcntl.LOCK_SH)
+                file.write(text)
+                file.flush()
+                part.replace(self.path)  # never half written
+            except OSError as exc:
+                part.unlink(missing_ok=True)
+                raise self._unusable(exc) from exc
+            yield from self._until_removed(text)
+
+    def _until_removed(self, text: str) -> Iterator[None]:
         try:
             yield
         finally:
             with contextlib.suppress(OSError, ValueError):  # gone, or by now another's
                 if self.path.read_text(encoding="utf-8") == text:
                     self.path.unlink()
+
+    def _refuse_held(self) -> None:
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise ConfigError(
+                    f"--ready-file {self.path} is a running cluster's: stop that one, or name "
+                    "another path"
+                ) from exc
 
     def _unusable(self, exc: OSError) -> ConfigError:
         return ConfigError(f"--ready-file {self.path} cannot be written: {exc.strerror}")

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 1.0
 MAX_SCRAPE_BYTES = 4 << 20
+MAX_PORT = 65535
 RELAYED_PREFIX = "pagewire_"
 
 
@@ -63,7 +64,7 @@ class WorkerScraper:
         try:
             async with (
                 asyncio.timeout(SCRAPE_TIMEOUT_S),
-                self._client.stream("GET", f"{card.metrics_endpoint}/metrics") as response,
+                self._client.stream("GET", _page_url(card)) as response,
             ):
                 response.raise_for_status()
                 return _parsed(await _read_bounded(response))
@@ -94,6 +95,13 @@ class _Families:
 
     def collect(self) -> list[Metric]:
         return self._families
+
+
+def _page_url(card: WorkerCard) -> httpx.URL:
+    url = httpx.URL(f"{card.metrics_endpoint}/metrics")
+    if (url.port or 0) > MAX_PORT:  # connecting would raise an ExceptionGroup
+        raise ValueError(f"{card.metrics_endpoint} has a port above {MAX_PORT}")
+    return url
 
 
 def _parsed(text: str) -> list[Metric]:

@@ -43,6 +43,8 @@ PARAMETERS = (
     Parameter("top_p", torch.float32, 1.0, lambda params: params.top_p),
     Parameter("seeds", torch.int64, 0, lambda params: params.seed or 0),
 )
+_WHOLE = tuple(p for p in PARAMETERS if not p.dtype.is_floating_point)
+_REAL = tuple(p for p in PARAMETERS if p.dtype.is_floating_point)
 
 
 @dataclass(slots=True)
@@ -128,11 +130,13 @@ class DeviceState:
         return {name: tensor[slots] for name, tensor in self.parameters.items()}
 
     def _set_parameters(self, newcomers: list[NewSlot]) -> None:
-        index = self.upload([[new.slot for new in newcomers]])[0]
-        for is_real, dtype in (False, np.int64), (True, np.float32):  # a copy for each
-            some = [p for p in PARAMETERS if p.dtype.is_floating_point == is_real]
-            values = [[p.of(new.sampling) for new in newcomers] for p in some]
-            update = self._to_device(np.array(values, dtype))
-            for parameter, column in zip(some, update, strict=True):
-                tensor = self.parameters[parameter.name]
-                tensor.index_copy_(0, index, column.to(parameter.dtype))
+        def values(parameters: tuple[Parameter, ...]) -> list[list[float]]:
+            return [[p.of(new.sampling) for new in newcomers] for p in parameters]
+
+        # One copy for the slots and all integers, one for the rest: each costs the first token.
+        slots = [new.slot for new in newcomers]
+        index, *whole = self._to_device(np.array([slots, *values(_WHOLE)], np.int64))
+        real = self._to_device(np.array(values(_REAL), np.float32))
+        for parameter, column in zip((*_WHOLE, *_REAL), (*whole, *real), strict=True):
+            tensor = self.parameters[parameter.name]
+            tensor.index_copy_(0, index, column.to(parameter.dtype))

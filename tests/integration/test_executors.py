@@ -17,10 +17,12 @@ from pagewire.shared.engine.recording import Recorder, replay
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, SlotBlocks, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.request import RequestStatus
+from pagewire.shared.sampling import ResolvedSampling
 from pagewire.tests.support.executor_pipe import PipeDevice, PipeExecutor, executor_process
 from pagewire.tests.support.simulation import Simulation, World, worlds
 
 PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
+GREEDY = ResolvedSampling(temperature=0.0, max_tokens=20, ignore_eos=True)
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
@@ -118,7 +120,7 @@ def test_sequences_end_with_their_own_tokens_over_a_pipe(pipe: PipeDevice, world
 
 def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     runner = make_llm().engine.runner
-    slots = [NewSlot(slot, SamplingParams(temperature=0, seed=0)) for slot in (0, 1)]
+    slots = [NewSlot(slot, ResolvedSampling(temperature=0, seed=0)) for slot in (0, 1)]
     plan = StepPlan(
         number=1,
         new_slots=slots,
@@ -140,12 +142,12 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
 def test_forked_sequence_goes_on_as_its_parent_would() -> None:
     llm = make_llm()
     core = llm.engine.core
-    parent = new_sequence("parent", PROMPTS[3][:37], SAMPLING[0], ())
+    parent = new_sequence("parent", PROMPTS[3][:37], GREEDY, ())
     core.add(parent)
     while len(parent.token_ids) < 40:
         core.step()
     prompt, outputs = parent.token_ids[:37], parent.token_ids[37:]
-    child = new_sequence("child", prompt, SAMPLING[0], (), outputs)
+    child = new_sequence("child", prompt, GREEDY, (), outputs)
     core.fork(parent, child)
     assert child.status is RequestStatus.RUNNING
     while core.has_work:

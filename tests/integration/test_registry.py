@@ -175,6 +175,11 @@ OTHER_RELEASES: dict[str, tuple[dict[str, Any], OtherVersion]] = {
             {"protocol": "6.1", "epoch": 1, "role": "decode"},
         ),
         (
+            "a version of two lines",
+            record("w", protocol="6\nERROR: all is lost"),
+            {"protocol": "6\nERROR: all is lost", "epoch": 1, "role": "decode"},
+        ),
+        (
             "an old release",
             record("w", protocol=0, epoch=9),
             {"protocol": 0, "epoch": 9, "role": "decode"},
@@ -200,7 +205,7 @@ def test_a_record_of_another_release_is_not_malformed(
         run_async(scenario())
     [warning] = caplog.messages
     assert (
-        f"'w', which speaks protocol version {seen.protocol}, this side {PROTOCOL_VERSION}"
+        f"'w', which speaks protocol version {seen.protocol!r}, this side {PROTOCOL_VERSION}"
         in warning
     )
 

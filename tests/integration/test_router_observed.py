@@ -245,6 +245,23 @@ def test_of_a_worker_that_shows_nonsense_the_card_is_shown(redis_url, page):
     with_worker(redis_url, scenario)
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:70000", "http://[::1", "http://xn--\u2028.com", "elsewhere", ""]
+)
+def test_of_a_worker_whose_metrics_address_is_nonsense_the_card_is_shown(redis_url, endpoint):
+    free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        worker.put_card(metrics_endpoint=endpoint)
+        directory = router.service.directory
+        await eventually(lambda: directory.get("decode-0").metrics_endpoint == endpoint)
+        answer = await router.http.get("/metrics")
+        assert answer.status_code == 200
+        assert f"{free} 64.0" in answer.text
+
+    with_worker(redis_url, scenario)
+
+
 def test_a_frozen_workers_metrics_cost_no_more_than_their_timeout(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         release = asyncio.Event()

@@ -48,7 +48,7 @@ def test_peer_that_closes_is_not_taken_for_broken(
             assert a.transport.stats.broken == 0
 
     run_async(scenario())
-    assert caplog.records == []
+    assert [each for each in caplog.messages if not each.startswith("UCX listens")] == []
 
 
 def test_close_before_start(kind: str) -> None:

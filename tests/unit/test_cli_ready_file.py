@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,31 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     with pytest.raises(ConfigError, match="exists and is not a ready file"):
         ReadyFile(fifo)
+
+
+def test_the_file_of_a_running_cluster_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    late = ReadyFile(path)
+    with ReadyFile(path).present(CONTENT):
+        with pytest.raises(ConfigError, match=r"ready\.json is a running cluster's: stop that one"):
+            ReadyFile(path)
+        with pytest.raises(ConfigError, match="a running cluster's"), late.present(CONTENT):
+            pytest.fail("it was written")
+        assert json.loads(path.read_text()) == CONTENT
+        assert list(tmp_path.iterdir()) == [path]
+    assert not path.exists()
+
+
+def test_the_file_of_a_killed_cluster_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    code = (
+        "import os, pathlib; from pagewire.services.cli.ready_file import ReadyFile\n"
+        f"with ReadyFile(pathlib.Path({str(path)!r})).present({CONTENT!r}): os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=60)
+    assert path.exists()
+    with ReadyFile(path).present(CONTENT):
+        assert path.exists()
 
 
 def test_a_file_that_another_cluster_has_written_meanwhile_stays(tmp_path: Path) -> None:
