@@ -15,11 +15,13 @@ from pagewire.services.decode.prefill_links import PrefillLink, PrefillLinks
 from pagewire.shared.channel import ControlClient
 from pagewire.shared.errors import ChannelError
 from pagewire.shared.protocol import ControlMessage, KvHello, KvReady, KvWelcome, ProbeDone
-from pagewire.shared.registry import WorkerCard
+from pagewire.shared.registry import WorkerCard, WorkerDirectory
 from pagewire.shared.transfer.base import KvTransport
 from pagewire.shared.transfer.loopback import LoopbackHub
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.cards import registry_at
 from pagewire.tests.support.kv_runtimes import TRANSFER_TIMEOUT_S, KvRuntime, kv_runtime
+from pagewire.tests.support.redis_server import RedisServer
 
 SOON_S = TRANSFER_TIMEOUT_S / 3
 
@@ -221,21 +223,35 @@ def fail_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_of_another_release_is_named_once_and_not_asked(
-    caplog: pytest.LogCaptureFixture,
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         hub = LoopbackHub()
-        async with decoding(hub) as d, prefilling(hub) as p:
-            d.directory.cards = [p.runtime.card(protocol=1)]
+        async with (
+            registry_at(redis_server.url) as registry,
+            decoding(hub) as d,
+            prefilling(hub) as p,
+        ):
+            directory = WorkerDirectory(registry, poll_s=0.05)
+            await directory.start()
+
+            def linked() -> bool:
+                d.directory.cards = list(directory.workers())
+                return d.is_linked("prefill-0")
+
+            await registry.publish(p.runtime.card(protocol=1))
+            await eventually(lambda: directory.others)
+            assert not linked()
             await asyncio.sleep(3 * d.runtime.settings.heartbeat_s)
             assert p.peers == []
-            d.directory.cards = [p.runtime.card()]
-            await eventually(lambda: d.is_linked("prefill-0"))
+            await registry.publish(p.runtime.card())
+            await eventually(linked)
+            await directory.close()
 
     run_async(scenario())
     said = [record.message for record in caplog.records if "same release" in record.message]
     assert len(said) == 1
-    assert "prefill-0 speaks protocol version 1" in said[0]
+    assert "'prefill-0', which speaks protocol version 1" in said[0]
 
 
 def test_closing_ends_attempts_too() -> None:
