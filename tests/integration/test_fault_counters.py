@@ -83,7 +83,7 @@ async def decode_worker(redis: RedisServer) -> AsyncIterator[WorkerRuntime]:
         "lease_s": 1.0,
     }
     runtime = WorkerRuntime(load_settings(WorkerSettings, fields), "decode")
-    life = asyncio.create_task(runtime.run(DecodeService))
+    life = asyncio.create_task(runtime.run(lambda each: DecodeService(each, each.engine_handle)))
     try:
         yield runtime
     finally:
