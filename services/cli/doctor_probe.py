@@ -85,7 +85,10 @@ async def probe_ucx() -> dict[str, Any]:
         command, stdout=subprocess.PIPE, text=True
     )
     try:
-        address = bytes.fromhex(await asyncio.to_thread(_line, peer))
+        said = await asyncio.to_thread(_line, peer)
+        if not said:
+            raise TransferError("UCX does not start in a second process; is the GPU's memory full?")
+        address = bytes.fromhex(said)
         endpoint = port.open_endpoint(address, lambda: None)
         data = bytearray(MESSAGE_BYTES)
         port.send(endpoint, peer, data, MESSAGE_TAG, lambda error: None)

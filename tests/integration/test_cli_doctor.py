@@ -1,6 +1,8 @@
 """`pagewire doctor` as a user runs it."""
 
+import json
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -67,6 +69,15 @@ def test_doctor_ends_with_a_command_that_works(cluster: Cluster, redis_server: R
     lines = done.stdout.splitlines()
     advice = next(line.partition("-> ")[2] for line in lines if "-> pagewire up --port " in line)
     assert lines[-1].endswith(f": {advice.strip()}")
+
+
+def test_probe_says_where_ucx_does_not_start_in_a_second_process() -> None:
+    """As where the GPU's memory is full."""
+    code = "import sys; sys.argv[1:] = ['ucx']; sys.executable = '/bin/false'; "
+    code += "from pagewire.services.cli.doctor_probe import main; main()"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=60)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "UCX does not start in a second process" in found["error"]
 
 
 def test_doctor_ends_where_nothing_can_be_written() -> None:
