@@ -52,7 +52,7 @@ async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
             protocol=2,  # the embedded stand-in speaks no other
         )
     except ValueError as exc:
-        raise RedisSetupError(f"{where} is no Redis URL: {exc}") from exc
+        raise RedisSetupError(f"{where!r} is not a Redis URL: {exc}") from exc
     client = Redis.from_pool(pool)
     try:
         async with asyncio.timeout(timeout):

@@ -105,7 +105,7 @@ def require_free_port(host: str, port: int) -> int:
             chosen: int = probe.getsockname()[1]
             return chosen
     except socket.gaierror as exc:
-        raise ConfigError(f"--host {host} cannot be resolved: {exc.strerror}") from exc
+        raise ConfigError(f"--host {host!r} cannot be resolved: {exc.strerror}") from exc
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise PortTakenError(f"port {port} on {host} is in use") from exc

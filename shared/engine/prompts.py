@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict
 
 from pagewire.shared.errors import InvalidRequestError
@@ -122,7 +123,14 @@ def _as_list(value: object) -> list[Any] | None:
     to_list = getattr(value, "tolist", None)  # arrays of NumPy and PyTorch
     if to_list is not None:
         value = to_list()
-    return list(value) if isinstance(value, Iterable) else None
+    return [_plain(item) for item in value] if isinstance(value, Iterable) else None
+
+
+def _plain(item: Any) -> Any:
+    """Return an integer of another library, such as NumPy's, as one of Python's."""
+    if isinstance(item, int):  # a boolean stays one, and is refused
+        return item
+    return int(item) if isinstance(item, Integral) else item
 
 
 def _kind(value: object) -> str:

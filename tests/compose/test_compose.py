@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -111,6 +112,23 @@ def test_the_router_has_no_torch_and_the_redis_wants_its_password(cluster: Compo
     assert not succeeds("docker", "exec", router, "python", "-c", "import torch")
     refused = run("docker", "exec", "-e", "REDISCLI_AUTH=", redis, "redis-cli", "ping")
     assert "NOAUTH" in refused
+
+
+def test_ucx_by_name_listens_on_the_internal_network_alone(cluster: ComposeCluster) -> None:
+    name = f"{cluster.project}-ucx"
+    cluster.compose("run", "-d", "--name", name, "-e", "PAGEWIRE_KV_TRANSPORT=ucx", "decode")
+    try:
+        cluster.wait_healthy(name)
+        own = socket.inet_aton(_address(name, cluster.network))[::-1].hex().upper()
+        rows = run("docker", "exec", name, "cat", "/proc/net/tcp").splitlines()[1:]
+        fields = [row.split() for row in rows]
+        listening = [each[1].partition(":")[0] for each in fields if each[3] == "0A"]
+        assert own in listening
+        assert listening.count("00000000") == 2  # the control socket and metrics, no UCX
+        assert "UCX listens on eth0" in run("docker", "logs", name)
+    finally:
+        run("docker", "rm", "-f", name)
+        cluster.wait_for_workers(WORKERS, LINKS)
 
 
 def test_tokens_equal_one_process(cluster: ComposeCluster, load: Load) -> None:

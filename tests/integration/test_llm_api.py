@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagewire import LLM, SamplingParams
@@ -96,7 +97,9 @@ def test_each_form_of_a_prompt_means_the_same(llm: LLM) -> None:
     tokens = llm.tokenizer.encode(TEXT)
     expected = llm.generate(TEXT)[0]
     assert (expected.prompt, expected.prompt_token_ids) == (TEXT, tokens)
-    for prompt in ({"prompt": TEXT}, {"prompt_token_ids": tokens}, tokens, tuple(tokens)):
+    of_numpy = list(np.array(tokens))
+    forms = ({"prompt": TEXT}, {"prompt_token_ids": tokens}, tokens, tuple(tokens), of_numpy)
+    for prompt in forms:
         for given in (prompt, [prompt]):
             output = llm.generate(given)[0]
             assert output.outputs == expected.outputs
