@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.services.router.dispatch import WORKER_WAIT_S
 from pagewire.services.router.main import DRAIN_TIMEOUT_S
 from pagewire.services.router.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.tests.support.documents import DOCUMENTS, ROOT
@@ -44,6 +45,7 @@ def test_restarts_last_as_long_as_the_readme_says() -> None:
     drain = setting(r"PAGEWIRE_DRAIN_TIMEOUT_S:-(\d+)", COMPOSE)
     hard_stop = setting(r"hard-stop-after (\d+)s", HAPROXY)
     assert f"{drain} s to finish (`PAGEWIRE_DRAIN_TIMEOUT_S`)" in noticed["decode worker"]
+    assert f"at most {WORKER_WAIT_S:g} s, then they are answered 503" in noticed["decode worker"]
     assert f"more than another {DRAIN_TIMEOUT_S} s breaks off" in noticed["router"]
     assert f"more than another {hard_stop} s breaks off" in noticed["gateway"]
 
