@@ -70,11 +70,15 @@ def explain_failure(event: int, value: int) -> str:
         event: a socket monitor's.
         value: of the event.
     """
-    # A server closes the connection of a client with a wrong key and says nothing: EPIPE. When the
-    # connection ends for another reason, such as the death of the process, errno is another one.
-    is_refusal = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EPIPE
-    if is_refusal or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "authentication failed: is the cluster secret the same on both sides?"
+    # A server closes the connection of a client with a wrong key and says nothing: EPIPE. So does
+    # the kernel for a process that dies, unless bytes of ours lie unread there: ECONNRESET.
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EPIPE:
+        return (
+            "the handshake was closed: authentication failed (is the cluster secret the same on "
+            "both sides?), or the process has just ended"
+        )
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return "the handshake failed: what listens there does not belong to this cluster"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.ECONNRESET:

@@ -27,6 +27,9 @@ from pagewire.tests.support.control import (
 )
 from pagewire.tests.support.control_peer import remote_peer
 
+# Which of the two depends on whether the kernel still held bytes for the process.
+DIED = r"lost in the handshake|the process has just ended"
+
 
 def test_a_failing_handler_is_logged_and_the_next_message_handled(
     caplog: pytest.LogCaptureFixture,
@@ -80,7 +83,7 @@ def test_a_server_that_dies_in_the_handshake_did_not_refuse_it() -> None:
             connecting = asyncio.create_task(lone_client(endpoint).connect(WAIT_S))
             await asyncio.sleep(0.2)
             server.kill()
-            with pytest.raises(ChannelError, match="lost in the handshake"):
+            with pytest.raises(ChannelError, match=DIED):
                 await connecting
 
     run_async(scenario())
