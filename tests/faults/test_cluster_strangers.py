@@ -41,7 +41,7 @@ SPARE_FILES, SPARE_MIB = 10, 128
 
 
 class Marker:
-    """Unpickling it leaves a file behind."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
