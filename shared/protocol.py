@@ -174,6 +174,40 @@ class KvWelcome(Message, frozen=True, kw_only=True):
     error: Text | None = None
 
 
+class LinkHello(Message, frozen=True, kw_only=True):
+    """A decode worker opens a KV link to a prefill worker.
+
+    Attributes:
+        link: the decode worker's number for it.
+        token: names the link on the decode worker's KV socket; 16 random bytes.
+        endpoint: that socket.
+        carriers: name -> what the carrier needs on the other side, in order of preference.
+        slot_bytes: of the decode worker's staging slots, the upper bound of a segment.
+    """
+
+    worker_id: Id
+    epoch: Epoch
+    layout: BlockLayout
+    link: Count
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    endpoint: Text
+    carriers: Annotated[dict[Id, Annotated[bytes, Meta(max_length=1 << 16)]], Meta(max_length=8)]
+    slot_bytes: Count
+
+
+class LinkWelcome(Message, frozen=True, kw_only=True):
+    """The prefill worker's answer; later, with an error, the link's end.
+
+    Attributes:
+        carrier: chosen for this link.
+        error: why no blocks can cross, or not any more; then `carrier` means nothing.
+    """
+
+    link: Count
+    carrier: Annotated[str, Meta(max_length=64)] = ""
+    error: Text | None = None
+
+
 class KvReady(Message, frozen=True, kw_only=True):
     """The decode worker can receive; the prefill worker may measure the way with a probe."""
 
@@ -274,6 +308,8 @@ ControlMessage = (
     | Refused
     | KvHello
     | KvWelcome
+    | LinkHello
+    | LinkWelcome
     | KvReady
     | Prefill
     | CancelPrefill

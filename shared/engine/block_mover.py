@@ -168,6 +168,12 @@ class BlockMover:
             self.ops.unpack_blocks(staging, self._rows, self._order(rows, seed), damaged)
             return PendingCheck(self._to_host(damaged), self.mark())
 
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work after the moves so far; `work` launches it."""
+        with self._moving(None):
+            work()
+            return PendingMove(self.mark())
+
     def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
         """Make packing into these staging slots quick to launch; nothing else may be running."""
         self._capture(

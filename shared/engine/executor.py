@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -69,6 +70,14 @@ class BlockMoves(Protocol):
         self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
     ) -> PendingCheck:
         """Scatter staging into blocks and check them, once plan `after` has run, likewise."""
+        ...
+
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work on the device after the moves so far, and before later ones.
+
+        Args:
+            work: launches it, e.g. a copy between staging and the host; called at once.
+        """
         ...
 
 

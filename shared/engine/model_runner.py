@@ -344,6 +344,10 @@ class ModelRunner:
         event = self._events.find(after, parts[-1])
         return self.mover.pack(block_ids, parts, staging, seed, event)
 
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work on the device after the moves so far."""
+        return self.mover.queue(work)
+
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
     ) -> PendingCheck:

@@ -8,6 +8,7 @@ if every block held what it should whenever it was read.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -239,6 +240,10 @@ class FakeDevice:
         for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
             self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
         return FakeCheck(self, damaged)
+
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        work()
+        return FakeMove(self)
 
     def _check_after(self, block_ids: list[int], after: int) -> None:
         """A move waits for every step that has written to its blocks."""

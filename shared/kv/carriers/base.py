@@ -1,0 +1,159 @@
+"""The interface of a carrier.
+
+Everything here is called in the engine's thread and never waits, except where it says otherwise.
+One-sided carriers write into the receiver's slot from the sender's device, queued right after the
+packing; two-sided ones send when the payload has been packed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import zmq
+
+from pagewire.shared.kv.messages import Segment
+
+
+class Pending(Protocol):
+    """Something that is under way."""
+
+    def is_done(self) -> bool:
+        """Whether it has ended, without waiting.
+
+        Raises:
+            TransferError: it has failed.
+        """
+        ...
+
+
+class Done:
+    """Something that ended at once."""
+
+    def is_done(self) -> bool:
+        """True."""
+        return True
+
+
+DONE = Done()
+
+
+class Outbound(Protocol):
+    """The sender's half of one link."""
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        """Queue on the device, after a slot's packing, what comes before `send`.
+
+        Args:
+            slot: of our staging; it is being packed.
+            credit: slot of the receiver.
+            nbytes: of the payload.
+
+        Returns:
+            Ends after the packing; None if nothing was queued.
+        """
+        ...
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        """Announce a segment that has been packed and staged, and send what has not crossed.
+
+        Returns:
+            Ends when our slot may be used again.
+
+        Raises:
+            TransferError: the link is broken.
+        """
+        ...
+
+    def lane(self) -> str:
+        """Name the hardware that carries the payloads, for people to read."""
+        ...
+
+    def close(self) -> None:
+        """End it; what was queued on the device may still cross."""
+        ...
+
+
+class Inbound(Protocol):
+    """The receiver's half of one link."""
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """Take an announced payload into the slot `segment.credit`.
+
+        Args:
+            segment: its payload fits the slot.
+            body: what came with the announcement.
+
+        Returns:
+            Ends when an unpacking that is queued from then on reads the payload.
+
+        Raises:
+            TransferError: the payload is not there.
+        """
+        ...
+
+    def close(self) -> Pending:
+        """End it; the result ends when nothing writes to the link's slots any more."""
+        ...
+
+
+class LinkSocket(Protocol):
+    """What an `Outbound` announces segments over."""
+
+    def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
+        """Send an announcement and, with it, bytes that stay untouched until the result ends.
+
+        Raises:
+            TransferError: the connection is gone, or does not keep up.
+        """
+        ...
+
+
+class Carrier(Protocol):
+    """One way of moving payloads, open in this process.
+
+    Attributes:
+        name: as it appears in settings, worker records and metrics.
+    """
+
+    name: ClassVar[str]
+
+    def offer(self, link: int) -> bytes:
+        """Return what a sender needs to know, in at most 64 KiB.
+
+        Raises:
+            TransferError: this link cannot have this carrier; says why.
+        """
+        ...
+
+    def inbound(self, link: int) -> Inbound:
+        """Return the receiver's half of a link that was offered; it chose this carrier."""
+        ...
+
+    def withdraw(self, link: int) -> None:
+        """Drop an offer that was not chosen; unknown links are fine."""
+        ...
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        """Return the sender's half of a link.
+
+        Args:
+            link: the receiver's number for it.
+            offer: the receiver's.
+            socket: for announcements.
+
+        Raises:
+            TransferError: payloads cannot cross to this receiver; says why.
+        """
+        ...
+
+    def fds(self) -> list[int]:
+        """File descriptors that become readable when `poll` has something to do."""
+        ...
+
+    def poll(self) -> bool:
+        """Let the library behind it work; returns whether anything has happened."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; all links have been closed. May wait for a moment."""
+        ...

@@ -1,0 +1,100 @@
+"""Payloads within one process: a one-sided carrier for tests.
+
+A sender's copy is queued after its packing, straight into the receiver's slot, as by CUDA IPC.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import zmq
+
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
+
+_stagings: dict[bytes, Staging] = {}  # that may be written to, by name
+
+
+class LoopbackCarrier:
+    """Copies between stagings of this process.
+
+    Args:
+        staging: of this worker.
+        moves: queues work on its device.
+    """
+
+    name: ClassVar[str] = "loopback"
+
+    def __init__(self, staging: Staging, moves: BlockMoves) -> None:
+        self._staging, self._moves = staging, moves
+
+    def offer(self, link: int) -> bytes:
+        """Return the name of this worker's staging."""
+        name = str(id(self._staging)).encode()
+        _stagings[name] = self._staging
+        return name
+
+    def withdraw(self, link: int) -> None:
+        """The staging stays known for other links."""
+
+    def inbound(self, link: int) -> Inbound:
+        """Return the receiver's half of a link."""
+        return _LoopbackInbound()
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        """Return the sender's half of a link.
+
+        Raises:
+            TransferError: the receiver is in another process.
+        """
+        if offer not in _stagings:
+            raise TransferError("the receiver is in another process")
+        return _LoopbackOutbound(self._staging, _stagings[offer], self._moves, socket)
+
+    def fds(self) -> list[int]:
+        """None."""
+        return []
+
+    def poll(self) -> bool:
+        """Nothing to do."""
+        return False
+
+    def close(self) -> None:
+        """Let nobody write here any more."""
+        _stagings.pop(str(id(self._staging)).encode(), None)
+
+
+class _LoopbackOutbound:
+    def __init__(
+        self, source: Staging, target: Staging, moves: BlockMoves, socket: LinkSocket
+    ) -> None:
+        self._source, self._target, self._moves, self._socket = source, target, moves, socket
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        """Copy a payload into the receiver's slot."""
+        source, target = self._source.buffers[slot], self._target.buffers[credit]
+        return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        """Announce what has crossed."""
+        return self._socket.post(segment)
+
+    def lane(self) -> str:
+        """Host memory or a GPU's."""
+        return "memory"
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+
+class _LoopbackInbound:
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """The payload is there already."""
+        return DONE
+
+    def close(self) -> Pending:
+        """Copies end before their announcement."""
+        return DONE

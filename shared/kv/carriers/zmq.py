@@ -1,0 +1,115 @@
+"""Payloads over the link's own ZeroMQ socket, in one message with their announcement.
+
+Works everywhere: through host memory, encrypted with the cluster's keys. Payloads leave from
+staging without a copy; those on a GPU by way of page-locked memory, a slot each.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import zmq
+
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
+
+
+class ZmqCarrier:
+    """The carrier of last resort.
+
+    Args:
+        staging: of this worker.
+        moves: queues work on the device.
+    """
+
+    name: ClassVar[str] = "zmq"
+
+    def __init__(self, staging: Staging, moves: BlockMoves) -> None:
+        self._staging, self._moves = staging, moves
+        self._pinned: torch.Tensor | None = None
+
+    def offer(self, link: int) -> bytes:
+        """Return nothing: a sender needs no more than the link's socket."""
+        return b""
+
+    def withdraw(self, link: int) -> None:
+        """Nothing is kept of an offer."""
+
+    def inbound(self, link: int) -> Inbound:
+        """Return the receiver's half of a link."""
+        return _ZmqInbound(self._staging, self._host_slots(), self._moves)
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        """Return the sender's half of a link."""
+        return _ZmqOutbound(self._staging, self._host_slots(), self._moves, socket)
+
+    def _host_slots(self) -> list[torch.Tensor]:
+        """Return the slots as they lie in host memory."""
+        if not self._staging.memory.is_cuda:
+            return self._staging.buffers
+        if self._pinned is None:
+            shape = self._staging.memory.shape
+            self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return list(self._pinned[:, : self._staging.slot_bytes])
+
+    def fds(self) -> list[int]:
+        """None but the link's."""
+        return []
+
+    def poll(self) -> bool:
+        """Nothing to do."""
+        return False
+
+    def close(self) -> None:
+        """Free the page-locked memory."""
+        self._pinned = None
+
+
+class _ZmqOutbound:
+    def __init__(
+        self, staging: Staging, host: list[torch.Tensor], moves: BlockMoves, socket: LinkSocket
+    ) -> None:
+        self._staging, self._host, self._moves, self._socket = staging, host, moves, socket
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        """Bring a payload from the GPU to the host."""
+        source, target = self._staging.buffers[slot], self._host[slot]
+        if not source.is_cuda:
+            return None
+        return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        """Send announcement and payload."""
+        return self._socket.post(segment, self._host[slot][: segment.nbytes].numpy().data)
+
+    def lane(self) -> str:
+        """TCP, whatever lies below it."""
+        return "tcp"
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+
+class _ZmqInbound:
+    def __init__(self, staging: Staging, host: list[torch.Tensor], moves: BlockMoves) -> None:
+        self._staging, self._host, self._moves = staging, host, moves
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """Copy the payload into its slot."""
+        if body is None or len(body) != segment.nbytes:
+            size = 0 if body is None else len(body)
+            raise TransferError(f"a payload of {size} bytes, announced as {segment.nbytes}")
+        host = self._host[segment.credit][: segment.nbytes]
+        host.copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
+        target = self._staging.buffers[segment.credit]
+        if target.is_cuda:
+            self._moves.queue(lambda: target[: segment.nbytes].copy_(host, non_blocking=True))
+        return DONE
+
+    def close(self) -> Pending:
+        """Nothing but `receive` writes to the slots."""
+        return DONE

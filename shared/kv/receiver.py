@@ -1,0 +1,525 @@
+"""The receiving half of a KV endpoint: what is expected, and the links that it comes by.
+
+    Expect in a plan --> on_reserved
+    Segment --> payload in a slot --> unpack and check --> Ack --> all there: the sequence runs on
+
+Blocks are pinned while they are written, so that those of a request that has ended meanwhile can
+never be another's. Unpacking goes on alongside the steps: nothing reads a reserved block before its
+sequence is activated, and what an old step may still write to one was launched before the
+reservation. Everything runs in the engine's thread, which activates the sequence here and now.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from pagewire.shared.engine.block_mover import PendingCheck
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.sequence import Sequence as EngineSequence
+from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
+from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.kv.carriers.base import Carrier, Inbound, Pending
+from pagewire.shared.kv.credits import MIN_CREDITS, ReceiverCredits
+from pagewire.shared.kv.link_test import TEST_JOB, TestCheck, check_test
+from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToReceiver, ToSender
+from pagewire.shared.kv.segments import Coverage
+from pagewire.shared.kv.sockets import TOKEN_BYTES, ReceiverSocket
+from pagewire.shared.kv.staging import Staging
+from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.request import RequestStatus
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_POLL = 64
+DEADLINE_INTERVAL_S = 0.1
+
+
+@dataclass(slots=True)
+class ReceiverStats:
+    """Counters since the start.
+
+    Attributes:
+        outcomes: segments by outcome.
+        bytes: received, by (peer, carrier).
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class ReceiverLink:
+    """A link to one life of one prefill worker.
+
+    Attributes:
+        number: counts up; never used again in this process.
+        peer: its name.
+        token: names the link on the socket.
+        carrier: name of the carrier; empty until the sender has chosen.
+        is_tested: the first segment has come as it was sent.
+        has_opened: its sender has come.
+    """
+
+    number: int
+    peer: str
+    token: bytes
+    carrier: str = ""
+    inbound: Inbound | None = None
+    is_tested: bool = False
+    has_opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOffer:
+    """What a sender needs to come by a link: a part of `LinkHello`."""
+
+    link: int
+    token: bytes
+    endpoint: str
+    carriers: dict[str, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One prefill job for a request."""
+
+    job: str
+    coverage: Coverage
+    num_unpacking: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a reserved sequence runs on from.
+
+    Attributes:
+        job: whose blocks count.
+        first_token: sampled by the prefill worker.
+        on_activated: called in the engine's thread.
+    """
+
+    job: str
+    first_token: int
+    on_activated: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A sequence's reserved blocks.
+
+    Attributes:
+        block_ids: of the whole sequence.
+        after: the last plan whose work may touch them.
+        attempt: the job that computes them now.
+        heard_s: when something of it came.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    after: int
+    attempt: _Attempt
+    heard_s: float
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiving:
+    link: ReceiverLink
+    segment: Segment
+    pending: Pending
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacking:
+    link: ReceiverLink
+    segment: Segment
+    expected: _Expected | None  # None: a test of the link
+    attempt: _Attempt | None
+    blocks: list[int]
+    check: PendingCheck | TestCheck
+
+
+@dataclass(slots=True)
+class KvReceiver:
+    """The step hook of a decode engine: links and expected blocks.
+
+    Attributes:
+        core: its sequences are looked up and activated.
+        moves: of its blocks.
+        staging: its slots are the senders' credits.
+        socket: that all links come over.
+        carriers: that are open in this process, by name, the preferred one first.
+        timeout_s: for an announced payload; after it the link is lost.
+        on_reserved: called with a request, its job's name, the position of the first block that is
+            expected, and the number of its blocks.
+        on_link_tested: called with a link by which payloads come.
+        on_link_lost: called with a link that has ended by itself, and why.
+        watch: for whose file descriptors the engine's thread wakes up.
+    """
+
+    core: EngineCore
+    moves: BlockMoves
+    staging: Staging
+    parts: BlockParts
+    socket: ReceiverSocket
+    carriers: Mapping[str, Carrier]
+    timeout_s: float
+    on_reserved: Callable[[str, str, int, int], None] = lambda _request, _job, _first, _count: None
+    on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
+    on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
+    watch: FdWatch = field(default_factory=FdWatch)
+    clock: Callable[[], float] = time.monotonic
+    stats: ReceiverStats = field(default_factory=ReceiverStats)
+    credits: ReceiverCredits = field(init=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _next_deadlines_s: float = 0.0
+    _links: dict[bytes, ReceiverLink] = field(default_factory=dict)  # by token
+    _by_number: dict[int, ReceiverLink] = field(default_factory=dict)
+    _expected: dict[str, _Expected] = field(default_factory=dict)  # by request
+    _by_job: dict[str, _Expected] = field(default_factory=dict)
+    _receiving: list[_Receiving] = field(default_factory=list)
+    _unpacking: deque[_Unpacking] = field(default_factory=deque)
+    _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
+    _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
+
+    def __post_init__(self) -> None:
+        num_slots = self.staging.num_slots
+        self.credits = ReceiverCredits(num_slots, num_slots // MIN_CREDITS)
+        self.watch.add(self.socket.fd)
+
+    # Verbs
+
+    def offer(self, peer: str, without: Collection[str] = ()) -> tuple[ReceiverLink, LinkOffer]:
+        """Open a link that a sender may come by; `accept` says which carrier it has chosen.
+
+        Args:
+            peer: name of the sender.
+            without: carriers that are not offered.
+
+        Raises:
+            TransferError: as many links are open as fit the staging slots, or there is no carrier
+                to offer.
+        """
+        self.credits.check_room(len(self._links))
+        link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
+        offers, problems = {}, []
+        for name, carrier in self.carriers.items():
+            if name not in without:
+                try:
+                    offers[name] = carrier.offer(link.number)
+                except TransferError as exc:
+                    problems.append(f"{name}: {exc}")
+        if not offers:
+            raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
+        self._links[link.token] = self._by_number[link.number] = link
+        return link, LinkOffer(link.number, link.token, self.socket.endpoint, offers)
+
+    def accept(self, link: ReceiverLink, carrier: str) -> None:
+        """Note the carrier that a link's sender has chosen.
+
+        Raises:
+            TransferError: the link has ended, or this carrier was not offered.
+        """
+        if link.token not in self._links or carrier not in self.carriers:
+            raise TransferError(f"there is no open link that {carrier!r} was offered for")
+        link.carrier = carrier
+        link.inbound = self.carriers[carrier].inbound(link.number)
+        for name, other in self.carriers.items():
+            if name != carrier:
+                other.withdraw(link.number)
+        self._grant_first(link)
+
+    def close(self, link: ReceiverLink) -> None:
+        """End a link with all its credits; one that is not open is fine."""
+        if self._links.pop(link.token, None) is None:
+            return
+        del self._by_number[link.number]
+        slots, messages = self.credits.close(link.number)
+        self._receiving = [entry for entry in self._receiving if entry.link is not link]
+        if link.inbound is None:
+            for carrier in self.carriers.values():
+                carrier.withdraw(link.number)
+        else:
+            self._quarantine.append((link.inbound.close(), slots))
+        self._send_all(messages)
+
+    def retry(self, request_id: str, job: str) -> None:
+        """Expect a request's blocks from another job; what the one before brought does not count.
+
+        Args:
+            request_id: one that is not reserved any more is fine.
+            job: as `new_job` named it.
+        """
+        expected = self._expected.get(request_id)
+        if expected is not None:
+            del self._by_job[expected.attempt.job]
+            old = expected.attempt.coverage
+            expected.attempt = _Attempt(job, Coverage(old.positions, old.parts))
+            expected.heard_s = self.clock()
+            self._by_job[job] = expected
+
+    def new_job(self, request_id: str, number: int) -> str:
+        """Return the name of a request's n-th job; the same nowhere else in the cluster."""
+        return f"{self._name}.{request_id}.{number}"
+
+    def complete(self, request_id: str, completion: Completion) -> None:
+        """Activate a sequence as soon as its blocks are there; one that has ended needs none."""
+        expected = self._expected.get(request_id)
+        if expected is not None:
+            expected.completion = completion
+            expected.heard_s = self.clock()
+            self._activate_if_complete(expected)
+
+    def heard_s(self, request_id: str) -> float:
+        """Return when something was last heard of a request's job; 0 if it is not reserved.
+
+        From any thread.
+        """
+        expected = self._expected.get(request_id)
+        return 0.0 if expected is None else expected.heard_s
+
+    # Between two steps
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do what can be done now; returns whether the device works on something of it."""
+        if plan is not None:
+            self._note(plan)
+        for carrier in self.carriers.values():
+            carrier.poll()
+        self._poll()
+        if self.clock() >= self._next_deadlines_s:
+            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
+            self._check_deadlines()
+        return bool(self._receiving or self._unpacking)
+
+    def is_due(self) -> bool:
+        """Whether `after_launch` has something to do; quickly told."""
+        if self._unpacking and self._unpacking[0].check.is_done():
+            return True
+        if any(carrier.poll() for carrier in self.carriers.values()):
+            return True
+        return self.socket.is_due()
+
+    def _note(self, plan: StepPlan) -> None:
+        """Take what a plan says of reservations."""
+        for work in plan.kv:
+            if isinstance(work, Withdraw):
+                self._forget(work.request_id)
+            elif isinstance(work, Expect):
+                self._reserve(work, after=plan.number - 1)
+
+    def _poll(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_POLL):
+            if not self._take_message():
+                break
+        for entry in list(self._receiving):
+            self._look_for_payload(entry)
+        while self._unpacking and self._unpacking[0].check.is_done():
+            self._on_unpacked(self._unpacking.popleft())
+        self._end_quarantine()
+
+    def _check_deadlines(self) -> None:
+        """End links whose senders announce what does not come."""
+        latest = self.clock() - self.timeout_s
+        for entry in list(self._receiving):
+            if entry.since < latest:
+                self._lose(entry.link, f"a KV payload did not come in {self.timeout_s:g} s")
+
+    # A segment comes
+
+    def _take_message(self) -> bool:
+        """Handle one message; returns whether there was one."""
+        try:
+            received = self.socket.receive()
+        except ProtocolError as exc:
+            self._note_malformed(str(exc))
+            return True
+        if received is None:
+            return False
+        token, message, body = received
+        link = self._links.get(token)
+        if link is None:
+            self._note_malformed("a message of no link that is open")
+            return True
+        try:
+            self._on_message(link, message, body)
+        except (ProtocolError, TransferError) as exc:
+            self._lose(link, str(exc))
+        return True
+
+    def _on_message(self, link: ReceiverLink, message: ToReceiver, body: zmq.Frame | None) -> None:
+        if isinstance(message, Open):
+            if link.has_opened:
+                raise ProtocolError("the link was opened twice")
+            link.has_opened = True
+            self._grant_first(link)
+        elif isinstance(message, Return):
+            self._send_all(self.credits.take_back(link.number, message.credit))
+        else:
+            self._on_segment(link, message, body)
+
+    def _grant_first(self, link: ReceiverLink) -> None:
+        """Let a link's sender begin, once it has come and its carrier is known."""
+        if link.has_opened and link.inbound is not None:
+            self._send_all(self.credits.open(link.number))
+
+    def _on_segment(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
+        self.credits.fill(link.number, segment.credit, segment.use)
+        if not 0 < segment.nbytes <= self.staging.slot_bytes or link.inbound is None:
+            raise ProtocolError(
+                f"a segment of {segment.nbytes} bytes in a slot of {self.staging.slot_bytes}"
+            )
+        pending = link.inbound.receive(segment, body)
+        entry = _Receiving(link, segment, pending, self.clock())
+        self._receiving.append(entry)
+        self._look_for_payload(entry)
+
+    def _look_for_payload(self, entry: _Receiving) -> None:
+        if entry not in self._receiving:  # its link has ended
+            return
+        try:
+            is_done = entry.pending.is_done()
+        except TransferError as exc:
+            self._lose(entry.link, str(exc))
+            return
+        if is_done:
+            self._receiving.remove(entry)
+            self._unpack(entry.link, entry.segment)
+
+    def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
+        """Launch the unpacking of a payload that is in its slot."""
+        self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+        buffer = self.staging.buffers[segment.credit]
+        if segment.job == TEST_JOB:
+            check = check_test(self.moves, buffer, segment)
+            self._unpacking.append(_Unpacking(link, segment, None, None, [], check))
+            return
+        expected = self._by_job.get(segment.job)
+        if expected is None or not self._is_wanted(expected, segment):
+            self._acknowledge(link, segment, "dropped")
+            return
+        attempt = expected.attempt
+        blocks = expected.block_ids[segment.first : segment.first + segment.count]
+        try:
+            unpacked = self.moves.unpack(
+                buffer, blocks, segment.parts, segment.seed, expected.after
+            )
+        except Exception:
+            logger.exception("a KV segment from %s cannot be unpacked", link.peer)
+            self._acknowledge(link, segment, "corrupt")
+            return
+        expected.heard_s = self.clock()
+        attempt.coverage.add(segment.positions, segment.parts)
+        attempt.num_unpacking += 1
+        self.core.scheduler.pin(blocks)
+        self._unpacking.append(_Unpacking(link, segment, expected, attempt, blocks, unpacked))
+
+    def _is_wanted(self, expected: _Expected, segment: Segment) -> bool:
+        """Whether a segment is part of what is expected, and the first of its place."""
+        return (
+            self._reserved(expected.request_id) is not None
+            and segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
+            and expected.attempt.coverage.allows(segment.positions, segment.parts)
+        )
+
+    def _on_unpacked(self, done: _Unpacking) -> None:
+        intact = done.check.is_intact()
+        attempt, segment = done.attempt, done.segment
+        if attempt is not None:
+            self.core.unpin(done.blocks)
+            attempt.num_unpacking -= 1
+            if not intact:
+                logger.error("a KV segment from %s arrived corrupt", done.link.peer)
+                attempt.coverage.remove(segment.positions, segment.parts)
+        elif intact and not done.link.is_tested:
+            done.link.is_tested = True
+            self.on_link_tested(done.link)
+        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
+        if done.expected is not None and done.expected.attempt is attempt:
+            self._activate_if_complete(done.expected)
+
+    def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
+        if segment.job != TEST_JOB:
+            self.stats.outcomes[outcome] += 1
+        if link.token not in self._links:
+            return
+        messages = self.credits.empty(link.number, segment.credit)
+        self._send(link, Ack(segment.credit, segment.use, outcome))
+        self._send_all(messages)
+
+    # Reservations
+
+    def _reserve(self, work: Expect, after: int) -> None:
+        positions = range(work.first, len(work.block_ids))
+        job = self.new_job(work.request_id, 1)
+        attempt = _Attempt(job, Coverage(positions, self.parts.whole))
+        made = _Expected(work.request_id, work.block_ids, after, attempt, self.clock())
+        self._expected[work.request_id] = self._by_job[job] = made
+        self.on_reserved(work.request_id, job, work.first, len(work.block_ids))
+
+    def _forget(self, request_id: str) -> None:
+        expected = self._expected.pop(request_id, None)
+        if expected is not None:
+            del self._by_job[expected.attempt.job]
+
+    def _activate_if_complete(self, expected: _Expected) -> None:
+        completion, attempt = expected.completion, expected.attempt
+        if completion is None or completion.job != attempt.job:
+            return
+        sequence = self._reserved(expected.request_id)
+        if sequence is None or attempt.num_unpacking or not attempt.coverage.is_full():
+            return
+        self._forget(expected.request_id)
+        self.core.activate(sequence, completion.first_token)
+        completion.on_activated()
+
+    def _reserved(self, request_id: str) -> EngineSequence | None:
+        """Return the sequence, if it still waits for its blocks."""
+        sequence = self.core.get(request_id)
+        if sequence is None or sequence.status is not RequestStatus.RESERVED:
+            return None
+        return sequence
+
+    # Links
+
+    def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
+        for number, message in messages:
+            link = self._by_number.get(number)
+            if link is not None:
+                self._send(link, message)
+
+    def _send(self, link: ReceiverLink, message: ToSender) -> None:
+        try:
+            self.socket.send(link.token, message)
+        except TransferError as exc:
+            self._lose(link, str(exc))
+
+    def _lose(self, link: ReceiverLink, reason: str) -> None:
+        if link.token in self._links:
+            self.close(link)
+            self.on_link_lost(link, reason)
+
+    def _end_quarantine(self) -> None:
+        """Use slots again to which nothing can be written any more, and that nobody reads."""
+        read = {entry.segment.credit for entry in self._unpacking}
+        for entry in list(self._quarantine):
+            pending, slots = entry
+            if pending.is_done() and read.isdisjoint(slots):
+                self._quarantine.remove(entry)
+                self._send_all(self.credits.release(slots))
+
+    def _note_malformed(self, what: str) -> None:
+        self.socket.num_malformed += 1
+        level = logging.WARNING if self.socket.num_malformed == 1 else logging.DEBUG
+        logger.log(level, "malformed KV message: %s", what)

@@ -1,0 +1,484 @@
+"""The sending half of a KV endpoint: jobs whose blocks leave, and the links that they leave by.
+
+    Export in a plan --> cut --> slot and credit --> pack, stage --> Segment, payload --> Ack
+
+A job owns its sequence's blocks until all are acknowledged, the job is cancelled, or its link ends.
+Packing is queued on the device after the plan that makes the blocks final, alongside later plans.
+Everything runs in the engine's thread, which wakes up for the links' file descriptors: a segment
+takes no hand-over between threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.step import Export, StepPlan, Withdraw
+from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
+from pagewire.shared.kv.credits import SenderCredits
+from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
+from pagewire.shared.kv.messages import Ack, Grant, Segment, ToSender
+from pagewire.shared.kv.segments import Cut, ExportQueue
+from pagewire.shared.kv.sockets import KvSockets, SenderSocket
+from pagewire.shared.kv.staging import Staging
+from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.protocol import LinkHello
+
+logger = logging.getLogger(__name__)
+
+MAX_SENDS = 3  # of one segment
+DEADLINE_INTERVAL_S = 0.1
+# A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
+# to move fewer takes less time than to handle the further segments.
+DIVIDED_BYTES = 64 << 20
+_NO_CUT = Cut(range(0), range(0))
+
+
+@dataclass(slots=True)
+class SenderStats:
+    """Counters since the start.
+
+    Attributes:
+        outcomes: acknowledged segments by outcome, and those that a link's end left "lost".
+        bytes: sent, by (peer, carrier).
+        resends: segments that were packed again.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    resends: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A segment that awaits its acknowledgement."""
+
+    job: str
+    cut: Cut
+    segment: Segment
+    since: float  # announced; a test: launched
+
+
+@dataclass(slots=True, eq=False)
+class SenderLink:
+    """A link to one life of one decode worker.
+
+    Attributes:
+        peer: its name.
+        carrier: name of the carrier.
+        slot_bytes: of the receiver's slots.
+        gb_per_s: of the test, from its launch to its acknowledgement.
+    """
+
+    peer: str
+    carrier: str
+    slot_bytes: int
+    socket: SenderSocket
+    outbound: Outbound
+    credits: SenderCredits = field(default_factory=SenderCredits)
+    sent: dict[int, _Sent] = field(default_factory=dict)  # by credit
+    is_tested: bool = False
+    gb_per_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job in the engine.
+
+    Attributes:
+        unacknowledged: layer groups of blocks.
+        life: grows when the sequence loses its blocks.
+        again: how often a cut was packed again.
+    """
+
+    name: str
+    link: SenderLink
+    queue: ExportQueue
+    unacknowledged: int
+    life: int = 0
+    again: Counter[Cut] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """A segment that is being packed, or staged."""
+
+    link: SenderLink
+    job: _Job | None  # None: a test of the link
+    life: int
+    cut: Cut
+    segment: Segment
+    slot: int
+    pending: Pending
+    since: float
+
+
+@dataclass(slots=True)
+class KvSender:
+    """The step hook of a prefill engine: jobs and links.
+
+    Attributes:
+        moves: of the engine's blocks.
+        staging: slots to pack into.
+        parts: of a block.
+        sockets: that links are opened with.
+        carriers: that are open in this process, by name.
+        timeout_s: for an acknowledgement; after it the link is lost.
+        on_sent: called with a job whose blocks have all been acknowledged.
+        on_failed: called with a job that is dropped, and why.
+        on_link_lost: called with a link that has ended by itself, and why.
+        watch: for whose file descriptors the engine's thread wakes up.
+        divided_bytes: if a prompt's last step makes more final, it leaves by layer group.
+    """
+
+    moves: BlockMoves
+    staging: Staging
+    parts: BlockParts
+    sockets: KvSockets
+    carriers: Mapping[str, Carrier]
+    timeout_s: float
+    on_sent: Callable[[str], None] = lambda _job: None
+    on_failed: Callable[[str, str], None] = lambda _job, _reason: None
+    on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
+    watch: FdWatch = field(default_factory=FdWatch)
+    divided_bytes: int = DIVIDED_BYTES
+    clock: Callable[[], float] = time.monotonic
+    stats: SenderStats = field(default_factory=SenderStats)
+    links: list[SenderLink] = field(default_factory=list)
+    _jobs: dict[str, _Job] = field(default_factory=dict)
+    _packing: deque[_Packing] = field(default_factory=deque)
+    _writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
+    _next_deadlines_s: float = 0.0
+    _may_pack: bool = False  # something has changed since nothing more could be packed
+
+    # Verbs
+
+    def connect(self, hello: LinkHello) -> SenderLink:
+        """Open a link to a receiver; it is tested as soon as the receiver grants credits.
+
+        Args:
+            hello: of the receiver; its endpoint has a numeric address.
+
+        Raises:
+            TransferError: no carrier of both sides works between them; says why each does not.
+        """
+        socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
+        try:
+            name, outbound = self._choose(hello, socket)
+            socket.open()
+        except BaseException:
+            socket.close()
+            raise
+        link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
+        self.links.append(link)
+        self.watch.add(socket.fd)
+        return link
+
+    def _choose(self, hello: LinkHello, socket: SenderSocket) -> tuple[str, Outbound]:
+        """Return the first carrier of the receiver's that works from here, and its half."""
+        problems = []
+        for name, offer in hello.carriers.items():
+            carrier = self.carriers.get(name)
+            if carrier is None:
+                problems.append(f"{name}: this worker does not have it")
+                continue
+            try:
+                return name, carrier.outbound(hello.link, offer, socket)
+            except TransferError as exc:
+                problems.append(f"{name}: {exc}")
+        raise TransferError(
+            f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
+        )
+
+    def close(self, link: SenderLink) -> None:
+        """End a link and drop its jobs; links that are not open are fine."""
+        if link not in self.links:
+            return
+        self.links.remove(link)
+        self.watch.remove(link.socket.fd)
+        link.outbound.close()
+        link.socket.close()
+        for _, _, slot in [writing for writing in self._writing if writing[0] is link]:
+            self._release(slot)
+        self._writing = [writing for writing in self._writing if writing[0] is not link]
+        self.stats.outcomes["lost"] += len(link.sent)
+        for job in [job for job in self._jobs.values() if job.link is link]:
+            self._fail(job, "the KV link is gone")
+
+    def export(self, job: str, link: SenderLink, first_block: int, num_blocks: int) -> None:
+        """Send a job's blocks from `first_block` on, as plans make them final.
+
+        Args:
+            job: names its sequence in the engine, and itself in segments.
+            link: to the worker that expects them.
+            first_block: earlier ones are not wanted.
+            num_blocks: of the sequence.
+
+        Raises:
+            TransferError: the link has ended.
+        """
+        if link not in self.links:
+            raise TransferError("the KV link is gone")
+        slot_bytes = min(self.staging.slot_bytes, link.slot_bytes)
+        units = max(0, num_blocks - first_block) * self.parts.count
+        queue = ExportQueue(self.parts, slot_bytes, first_block)
+        self._jobs[job] = _Job(job, link, queue, units)
+        if not units:
+            self._end(self._jobs[job])
+
+    def cancel(self, job: str) -> None:
+        """Forget a job: its blocks may be freed from now on; unknown ones are fine."""
+        self._jobs.pop(job, None)
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that are not finished."""
+        return len(self._jobs)
+
+    # Between two steps
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do what can be done now; returns whether the device works on something of it."""
+        if plan is not None:
+            self._note(plan)
+        for carrier in self.carriers.values():
+            carrier.poll()
+        self._poll()
+        if self.clock() >= self._next_deadlines_s:
+            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
+            self._check_deadlines()
+        return bool(self._packing or self._writing)
+
+    def is_due(self) -> bool:
+        """Whether `after_launch` has something to do; quickly told."""
+        if self._packing and self._packing[0].pending.is_done():
+            return True
+        if any(carrier.poll() for carrier in self.carriers.values()):
+            return True
+        return any(link.socket.is_due() for link in self.links)
+
+    def _note(self, plan: StepPlan) -> None:
+        """Take what a plan says of the jobs' blocks."""
+        for work in plan.kv:
+            job = self._jobs.get(work.request_id)
+            if job is None:
+                continue
+            self._may_pack = True
+            if isinstance(work, Export):
+                num_bytes = job.queue.num_new(work.block_ids) * self.parts.block_bytes
+                is_large = work.is_last and num_bytes > self.divided_bytes
+                by_part = is_large and self.moves.marks_parts(plan.number)
+                job.queue.add(work.block_ids, plan.number, by_part=by_part)
+            elif isinstance(work, Withdraw):
+                job.queue.lose_blocks()
+                job.life += 1
+
+    def _poll(self) -> None:
+        for link in list(self.links):
+            try:
+                for message in link.socket.receive():
+                    self._on_message(link, message)
+            except (ProtocolError, TransferError) as exc:
+                self._lose(link, str(exc))
+        while self._packing and self._packing[0].pending.is_done():
+            self._on_packed(self._packing.popleft())
+        self._free_written()
+        if self._may_pack:
+            self._may_pack = False
+            for job in list(self._jobs.values()):
+                while self.staging.num_free and job.link.credits.idle and self._pack(job):
+                    pass
+
+    def _check_deadlines(self) -> None:
+        """End links whose receivers are silent."""
+        latest = self.clock() - self.timeout_s
+        for link in list(self.links):
+            if any(sent.since < latest for sent in link.sent.values()):
+                self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
+
+    # A segment leaves
+
+    def _pack(self, job: _Job) -> bool:
+        """Launch the packing of a job's next segment; returns whether there was one."""
+        ready = job.queue.next()
+        if ready is None:
+            return False
+        cut, blocks, plan = ready
+        nbytes = self.parts.packed_bytes(len(cut.positions), len(cut.parts))
+        job.queue.take()
+        try:
+            self._launch(job.link, job, cut, nbytes, blocks, plan)
+        except Exception as exc:
+            logger.exception("the blocks of job %s cannot be packed", job.name)
+            self._fail(job, f"its blocks cannot be packed: {exc}")
+        return True
+
+    def _launch(
+        self,
+        link: SenderLink,
+        job: _Job | None,
+        cut: Cut,
+        nbytes: int,
+        blocks: list[int],
+        plan: int,
+    ) -> None:
+        slot, taken = self.staging.try_acquire(), link.credits.take()
+        if slot is None or taken is None:
+            raise TransferError("there is no free slot or credit")  # callers have looked
+        credit, use = taken
+        segment = Segment(
+            credit=credit,
+            use=use,
+            job=TEST_JOB if job is None else job.name,
+            first=cut.positions.start,
+            count=len(cut.positions),
+            first_part=cut.parts.start,
+            num_parts=len(cut.parts),
+            seed=secrets.randbits(64) - 2**63,
+            nbytes=nbytes,
+        )
+        buffer = self.staging.buffers[slot]
+        try:
+            packed: Pending
+            if job is None:
+                packed = fill_test(self.moves, buffer, segment)
+            else:
+                packed = self.moves.pack(blocks, cut.parts, buffer, segment.seed, plan)
+            staged = link.outbound.stage(slot, credit, nbytes)
+        except BaseException:
+            self._release(slot)
+            self._put_back(link, credit)
+            raise
+        life = 0 if job is None else job.life
+        pending = packed if staged is None else staged
+        self._packing.append(_Packing(link, job, life, cut, segment, slot, pending, self.clock()))
+
+    def _on_packed(self, packing: _Packing) -> None:
+        link, job, segment = packing.link, packing.job, packing.segment
+        is_open = link in self.links
+        if is_open and job is not None and job.life != packing.life and self._is_live(job):
+            # The blocks went to another sequence while they were read.
+            job.queue.again(packing.cut)
+        elif is_open and (job is None or self._is_live(job)):
+            self._send(packing)
+            return
+        self._release(packing.slot)
+        if is_open:
+            self._put_back(link, segment.credit)
+
+    def _send(self, packing: _Packing) -> None:
+        link, segment = packing.link, packing.segment
+        try:
+            write = link.outbound.send(segment, packing.slot)
+        except TransferError as exc:
+            self._release(packing.slot)
+            self._lose(link, str(exc))
+            return
+        self._writing.append((link, write, packing.slot))
+        since = packing.since if packing.job is None else self.clock()
+        link.sent[segment.credit] = _Sent(segment.job, packing.cut, segment, since)
+        self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+
+    def _free_written(self) -> None:
+        """Take back the slots whose payloads have left."""
+        for writing in list(self._writing):
+            link, pending, slot = writing
+            try:
+                is_done = pending.is_done()
+            except TransferError as exc:
+                self._lose(link, str(exc))
+                return
+            if is_done:
+                self._writing.remove(writing)
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self.staging.release(slot)
+        self._may_pack = True
+
+    def _put_back(self, link: SenderLink, credit: int) -> None:
+        answer = link.credits.put_back(credit)
+        if answer is not None:
+            try:
+                link.socket.reply(answer)
+            except TransferError as exc:
+                self._lose(link, str(exc))
+
+    # The receiver answers
+
+    def _on_message(self, link: SenderLink, message: ToSender) -> None:
+        if isinstance(message, Grant):
+            link.credits.grant(message.credits)
+            self._may_pack = True
+            if not link.is_tested and self.staging.num_free and link.credits.idle:
+                link.is_tested = True
+                nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+                self._launch(link, None, _NO_CUT, nbytes, [], 0)
+        elif isinstance(message, Ack):
+            self._on_ack(link, message)
+        else:
+            answer = link.credits.reclaim(message.credit)
+            if answer is not None:
+                link.socket.reply(answer)
+
+    def _on_ack(self, link: SenderLink, ack: Ack) -> None:
+        sent = link.sent.get(ack.credit)
+        if sent is None:
+            raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
+        link.credits.acknowledge(ack.credit, ack.use)
+        del link.sent[ack.credit]
+        self._may_pack = True
+        if sent.job == TEST_JOB:
+            self._on_tested(link, sent, ack)
+            return
+        job = self._jobs.get(sent.job)
+        self.stats.outcomes[ack.outcome] += 1
+        if job is None or job.link is not link:
+            return
+        if ack.outcome == "corrupt":
+            self._again(job, sent.cut)
+            return
+        job.unacknowledged -= sent.cut.num_units
+        if job.unacknowledged <= 0:
+            self._end(job)
+
+    def _on_tested(self, link: SenderLink, sent: _Sent, ack: Ack) -> None:
+        if ack.outcome != "ok":
+            raise TransferError(f"{link.carrier} does not bring what is sent")
+        link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9
+
+    def _again(self, job: _Job, cut: Cut) -> None:
+        job.again[cut] += 1
+        if job.again[cut] >= MAX_SENDS:
+            self._fail(job, f"a KV segment arrived corrupt {MAX_SENDS} times")
+            return
+        logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
+        self.stats.resends += 1
+        job.queue.again(cut)
+        self._may_pack = True
+
+    # Ends
+
+    def _is_live(self, job: _Job) -> bool:
+        return self._jobs.get(job.name) is job
+
+    def _end(self, job: _Job) -> None:
+        del self._jobs[job.name]
+        self.on_sent(job.name)
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        if self._is_live(job):
+            del self._jobs[job.name]
+            self.on_failed(job.name, reason)
+
+    def _lose(self, link: SenderLink, reason: str) -> None:
+        if link in self.links:
+            self.close(link)
+            self.on_link_lost(link, reason)
