@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.waker import Waker
 from pagewire.shared.errors import IntegrityError, OverloadedError
 from pagewire.shared.kv_cache.block_pool import BlockCounts
 
@@ -64,7 +65,8 @@ class EngineThread:
         self._next_snapshot_s = 0.0
         self._on_outputs = on_outputs
         self._commands: deque[Command] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._waker = Waker()
         self._is_woken = False
         self._is_kept_awake = False
         self._stopping = False
@@ -76,11 +78,14 @@ class EngineThread:
 
     def stop(self, timeout: float) -> bool:
         """End the loop behind the step under way; returns whether it ended in time."""
-        with self._wake:
+        with self._lock:
             self._stopping = True
-            self._wake.notify()
+        self._waker.wake()
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._waker.close()
+        return True
 
     def submit(self, command: Command, *, admitted: bool = False) -> None:
         """Have a command run between two steps. Callable from any thread.
@@ -94,23 +99,30 @@ class EngineThread:
         Raises:
             OverloadedError: the engine does not keep up; never for admitted work.
         """
-        with self._wake:
+        with self._lock:
             if not admitted and len(self._commands) >= MAX_COMMANDS:
                 raise OverloadedError("the engine's command queue is full")
             self._commands.append(command)
-            self._wake.notify()
+        self._waker.wake()
 
     def wake(self) -> None:
         """Have the loop look for work now, e.g. because a staging slot came free."""
-        with self._wake:
-            self._is_woken = True
-            self._wake.notify()
+        self._is_woken = True
+        self._waker.wake()
 
     def keep_awake(self, on: bool) -> None:
         """Have the thread nap instead of sleep, work or no work, because some is about to come."""
         self._is_kept_awake = on
         if on:
             self.wake()
+
+    def watch(self, fd: int) -> None:
+        """Wake up when a file descriptor becomes readable: a hook has something to do then."""
+        self._waker.watch(fd)
+
+    def unwatch(self, fd: int) -> None:
+        """Do so no longer; to be called before it is closed."""
+        self._waker.unwatch(fd)
 
     def is_running(self) -> bool:
         """Whether the loop has begun and not ended; `turns` tell whether it hangs."""
@@ -178,14 +190,16 @@ class EngineThread:
         return bool(self._commands or self._is_woken or self._stopping)
 
     def _idle(self) -> None:
-        with self._wake:
-            if not self._has_news:
-                self._wake.wait(IDLE_WAIT_S)
-            self._is_woken = False
+        # Asked after `prepare`: what comes from then on ends the wait.
+        self._waker.prepare()
+        if not (self._has_news or self.core.is_due()):
+            self._waker.wait(IDLE_WAIT_S)
+        self._waker.finish()
+        self._is_woken = False
 
     def _run_commands(self) -> None:
         for _ in range(len(self._commands)):  # later ones wait for the next turn
-            with self._wake:
+            with self._lock:
                 command = self._commands.popleft()
             try:
                 command(self.core)

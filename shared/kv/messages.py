@@ -121,9 +121,10 @@ def decode_for_receiver(data: bytes | memoryview) -> ToReceiver:
         ProtocolError: it is too large, or not one.
     """
     try:
-        return _to_receiver.decode(_checked(data))
+        message: ToReceiver = _to_receiver.decode(_checked(data))
     except UNDECODABLE as exc:
         raise ProtocolError(f"not a message of a KV sender: {exc}") from exc
+    return message
 
 
 def decode_for_sender(data: bytes | memoryview) -> ToSender:
@@ -133,9 +134,10 @@ def decode_for_sender(data: bytes | memoryview) -> ToSender:
         ProtocolError: it is too large, or not one.
     """
     try:
-        return _to_sender.decode(_checked(data))
+        message: ToSender = _to_sender.decode(_checked(data))
     except UNDECODABLE as exc:
         raise ProtocolError(f"not a message of a KV receiver: {exc}") from exc
+    return message
 
 
 def _checked(data: bytes | memoryview) -> bytes | memoryview:

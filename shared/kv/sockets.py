@@ -167,7 +167,7 @@ class SenderSocket:
 
     def is_due(self) -> bool:
         """Whether a message has come."""
-        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> Iterator[ToSender]:
         """Yield the messages that have come.
@@ -216,7 +216,7 @@ class ReceiverSocket:
 
     def is_due(self) -> bool:
         """Whether a message has come."""
-        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> tuple[bytes, ToReceiver, zmq.Frame | None] | None:
         """Return the next message, its sender's token, and its payload; None if there is none.

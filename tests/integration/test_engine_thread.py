@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -171,7 +172,7 @@ class Hook:
         return self.turns < self.busy_turns
 
     def is_due(self) -> bool:
-        return self.due
+        return self.due and self.turns < self.busy_turns
 
 
 def test_busy_hook_keeps_the_loop_turning(sleepy: None) -> None:
@@ -203,6 +204,27 @@ def test_naps_end_with_the_first_news(
         else:
             engine.wake()
         until(lambda: hook.turns == 2)
+
+
+def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
+    core, _ = make_core()
+    hook = Hook()
+    core.hooks.append(hook)
+    read, write = os.pipe()
+    hook.then = lambda: os.read(read, 1) if hook.turns > 1 else None
+    with started(core) as engine:
+        engine.watch(read)
+        until(lambda: hook.turns == 1)
+        time.sleep(0.05)
+        assert hook.turns == 1
+        for turns in (2, 3):
+            os.write(write, b"x")
+            until(lambda turns=turns: hook.turns == turns)
+        time.sleep(0.05)
+        assert hook.turns == 3
+        engine.unwatch(read)
+    os.close(read)
+    os.close(write)
 
 
 def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:

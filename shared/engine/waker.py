@@ -1,0 +1,64 @@
+"""Lets a thread sleep until another one wakes it, or a file descriptor becomes readable."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+
+_DRAIN_BYTES = 4096
+
+
+class Waker:
+    """One thread waits, any may wake it.
+
+    The waiting thread calls `prepare`, looks whether it has anything to do, then `wait`s, then
+    `finish`es. A `wake` after `prepare` ends the wait; one before it costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._selector.register(self._read, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._sleeps = False
+        self._is_woken = False
+
+    def watch(self, fd: int) -> None:
+        """Wake up when a file descriptor becomes readable."""
+        self._selector.register(fd, selectors.EVENT_READ)
+
+    def unwatch(self, fd: int) -> None:
+        """Do so no longer; to be called before it is closed."""
+        self._selector.unregister(fd)
+
+    def wake(self) -> None:
+        """End the wait; from any thread."""
+        with self._lock:
+            if self._sleeps and not self._is_woken:
+                self._is_woken = True
+                os.write(self._write, b"\0")
+
+    def prepare(self) -> None:
+        """Begin to be woken."""
+        with self._lock:
+            self._sleeps, self._is_woken = True, False
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep for so long at most."""
+        self._selector.select(timeout_s)
+
+    def finish(self) -> None:
+        """End to be woken."""
+        with self._lock:
+            self._sleeps = False
+            if self._is_woken:
+                os.read(self._read, _DRAIN_BYTES)
+
+    def close(self) -> None:
+        """Free it; nobody waits any more."""
+        self._selector.close()
+        os.close(self._read)
+        os.close(self._write)
