@@ -210,8 +210,10 @@ class WorkerSettings(EngineSettings):
     worker_id: WorkerId = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
     control_port: Port = 0
     metrics_port: Port = 0
-    kv_transport: Literal["auto", "ucx", "zmq"] = "auto"
-    staging_slots: Annotated[int, Field(ge=2, le=256)] = 8
+    kv_transport: Literal["auto", "ipc", "ucx", "zmq"] = "auto"
+    kv_network: Literal["private", "untrusted"] = "untrusted"
+    kv_path: Literal["endpoint", "pieces"] = "endpoint"
+    staging_slots: Annotated[int, Field(ge=2, le=256)] = 16
     staging_slot_bytes: Positive | None = None
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 32
     transfer_timeout_s: Seconds = 10.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pagewire.services.decode.service import DecodeService
 from pagewire.shared.config import WorkerSettings
-from pagewire.shared.worker.runtime import run_worker
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 
 
 def run(settings: WorkerSettings) -> int:
@@ -13,6 +14,9 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-    return run_worker(
-        settings, "decode", lambda runtime: DecodeService(runtime, runtime.engine_handle)
-    )
+
+    def make(runtime: WorkerRuntime) -> DecodeService:
+        receiver = runtime.kv if isinstance(runtime.kv, KvReceiver) else None
+        return DecodeService(runtime, runtime.engine_handle, receiver)
+
+    return run_worker(settings, "decode", make)

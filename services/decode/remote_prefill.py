@@ -92,7 +92,9 @@ class RemotePrefills:
         while (link := self._next_link(request)) is not None:
             request.tried.add(link.worker_id)
             job_id = secrets.token_hex(16)
-            ticket = request.ticket(job_id, self._runtime.worker_id, self._runtime.epoch, link)
+            ticket = request.ticket(
+                job_id, self._runtime.worker_id, self._runtime.epoch, link.epoch
+            )
             if link.post(ticket):
                 request.remote = RemotePrefill(job_id, link)
                 self._by_job[job_id] = request

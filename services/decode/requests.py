@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
-from pagewire.services.decode.prefill_links import PrefillLink
 from pagewire.shared.protocol import Generate, Prefill, Timings
 from pagewire.shared.worker.metrics import LocalPrefill
 
@@ -20,7 +20,7 @@ class RemotePrefill:
     """
 
     job_id: str
-    link: PrefillLink
+    link: Any
     deadline: asyncio.TimerHandle | None = None
     done_s: float = 0.0
 
@@ -69,13 +69,13 @@ class DecodeRequest:
         """Where the time until the first decode step went."""
         return Timings(queue_s=self.queue_s, prefill_s=self.prefill_s, transfer_s=self.transfer_s)
 
-    def ticket(self, job_id: str, decode_id: str, decode_epoch: int, link: PrefillLink) -> Prefill:
+    def ticket(self, job_id: str, decode_id: str, decode_epoch: int, prefill_epoch: int) -> Prefill:
         """Return the message that asks a prefill worker for this request's blocks."""
         return Prefill(
             job_id=job_id,
             decode_id=decode_id,
             decode_epoch=decode_epoch,
-            prefill_epoch=link.epoch,
+            prefill_epoch=prefill_epoch,
             token_ids=self.token_ids,
             sampling=self.message.sampling,
             first_block=self.first_block,

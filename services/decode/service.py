@@ -15,11 +15,13 @@ import itertools
 import logging
 from collections import defaultdict
 
+from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.remote_prefill import RemotePrefills
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
@@ -42,14 +44,23 @@ class DecodeService:
     Args:
         runtime: of this worker.
         engine: that answers them.
+        receiver: of the blocks that prefill workers compute.
     """
 
-    def __init__(self, runtime: WorkerRuntime, engine: EngineHandle) -> None:
+    def __init__(
+        self, runtime: WorkerRuntime, engine: EngineHandle, receiver: KvReceiver | None = None
+    ) -> None:
         self._runtime, self._engine = runtime, engine
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
-        self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
+        self._remote: RemoteJobs | RemotePrefills
+        if receiver is not None:
+            self._remote = RemoteJobs(
+                runtime, engine, receiver, self._requests.get, self._on_first_token
+            )
+        else:
+            self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
         runtime.transfer_metrics.show_local_prefills()
 
     @property
@@ -166,7 +177,7 @@ class DecodeService:
 
     def _on_reserved(self, engine_id: str, first_block: int, num_blocks: int) -> None:
         request = self._requests.get(engine_id)
-        if request is not None:
+        if request is not None and isinstance(self._remote, RemotePrefills):
             request.first_block, request.num_blocks = first_block, num_blocks
             self._remote.begin(request)
 

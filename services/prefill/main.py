@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pagewire.services.prefill.service import PrefillService
+from pagewire.services.prefill.prefill_service import PrefillService
+from pagewire.services.prefill.service import PrefillService as PiecePrefillService
 from pagewire.shared.config import WorkerSettings
-from pagewire.shared.worker.runtime import run_worker
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.worker.runtime import Service, WorkerRuntime, run_worker
 
 
 def run(settings: WorkerSettings) -> int:
@@ -13,6 +15,10 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-    return run_worker(
-        settings, "prefill", lambda runtime: PrefillService(runtime, runtime.engine_handle)
-    )
+
+    def make(runtime: WorkerRuntime) -> Service:
+        if isinstance(runtime.kv, KvSender):
+            return PrefillService(runtime, runtime.engine_handle, runtime.kv)
+        return PiecePrefillService(runtime, runtime.engine_handle)
+
+    return run_worker(settings, "prefill", make)

@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 import torch
 
 from pagewire.shared.errors import LayoutMismatchError, TransferError, TransferTimeoutError
+from pagewire.shared.kv.layout import check_layout
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import KvHello, KvWelcome, PieceHeader, ProbeDone, clip_text
 from pagewire.shared.registry import LinkInfo
 from pagewire.shared.transfer.base import KvTransport, UntilPacked
-from pagewire.shared.worker.layout import check_layout
 from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)

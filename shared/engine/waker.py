@@ -25,6 +25,7 @@ class Waker:
         self._lock = threading.Lock()
         self._sleeps = False
         self._is_woken = False
+        self._is_closed = False
 
     def watch(self, fd: int) -> None:
         """Wake up when a file descriptor becomes readable."""
@@ -32,7 +33,8 @@ class Waker:
 
     def unwatch(self, fd: int) -> None:
         """Do so no longer; to be called before it is closed."""
-        self._selector.unregister(fd)
+        if not self._is_closed:
+            self._selector.unregister(fd)
 
     def wake(self) -> None:
         """End the wait; from any thread."""
@@ -59,6 +61,7 @@ class Waker:
 
     def close(self) -> None:
         """Free it; nobody waits any more."""
+        self._is_closed = True
         self._selector.close()
         os.close(self._read)
         os.close(self._write)

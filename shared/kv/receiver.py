@@ -51,10 +51,12 @@ class ReceiverStats:
     Attributes:
         outcomes: segments by outcome.
         bytes: received, by (peer, carrier).
+        lost_links: that ended by themselves.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lost_links: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -289,6 +291,26 @@ class KvReceiver:
         expected = self._expected.get(request_id)
         return 0.0 if expected is None else expected.heard_s
 
+    def close_all(self) -> None:
+        """End all links and close the socket; the engine's thread has ended."""
+        for link in list(self._links.values()):
+            self.close(link)
+        self.watch.remove(self.socket.fd)
+        self.socket.close()
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return how often things went wrong so far, by kind."""
+        return {
+            "lost": self.stats.lost_links,
+            "malformed": self.socket.num_malformed,
+            "denied": self.socket.num_denied,
+        }
+
+    @property
+    def num_links(self) -> int:
+        """Links that are open; from any thread."""
+        return len(self._links)
+
     # Between two steps
 
     def after_launch(self, plan: StepPlan | None) -> bool:
@@ -507,6 +529,7 @@ class KvReceiver:
 
     def _lose(self, link: ReceiverLink, reason: str) -> None:
         if link.token in self._links:
+            self.stats.lost_links += 1
             self.close(link)
             self.on_link_lost(link, reason)
 

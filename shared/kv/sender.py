@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
@@ -49,11 +50,13 @@ class SenderStats:
         outcomes: acknowledged segments by outcome, and those that a link's end left "lost".
         bytes: sent, by (peer, carrier).
         resends: segments that were packed again.
+        lost_links: that ended by themselves.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     resends: int = 0
+    lost_links: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,26 +128,26 @@ class KvSender:
     """The step hook of a prefill engine: jobs and links.
 
     Attributes:
+        core: the sequences of its jobs are freed when these end.
         moves: of the engine's blocks.
         staging: slots to pack into.
         parts: of a block.
         sockets: that links are opened with.
         carriers: that are open in this process, by name.
         timeout_s: for an acknowledgement; after it the link is lost.
-        on_sent: called with a job whose blocks have all been acknowledged.
-        on_failed: called with a job that is dropped, and why.
+        on_failed: called with a job that is dropped, and why; its sequence has been freed.
         on_link_lost: called with a link that has ended by itself, and why.
         watch: for whose file descriptors the engine's thread wakes up.
         divided_bytes: if a prompt's last step makes more final, it leaves by layer group.
     """
 
+    core: EngineCore
     moves: BlockMoves
     staging: Staging
     parts: BlockParts
     sockets: KvSockets
     carriers: Mapping[str, Carrier]
     timeout_s: float
-    on_sent: Callable[[str], None] = lambda _job: None
     on_failed: Callable[[str, str], None] = lambda _job, _reason: None
     on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
     watch: FdWatch = field(default_factory=FdWatch)
@@ -153,6 +156,7 @@ class KvSender:
     stats: SenderStats = field(default_factory=SenderStats)
     links: list[SenderLink] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
+    _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
     _packing: deque[_Packing] = field(default_factory=deque)
     _writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
     _next_deadlines_s: float = 0.0
@@ -233,14 +237,31 @@ class KvSender:
         if not units:
             self._end(self._jobs[job])
 
-    def cancel(self, job: str) -> None:
-        """Forget a job: its blocks may be freed from now on; unknown ones are fine."""
-        self._jobs.pop(job, None)
+    def cancel(self, job: str, link: SenderLink) -> None:
+        """End a job of a link and free its blocks; unknown ones are fine."""
+        known = self._jobs.get(job)
+        if known is not None and known.link is link:
+            del self._jobs[job]
+            self.core.abort(job)
+
+    def close_all(self) -> None:
+        """End all links; the engine's thread has ended."""
+        for link in list(self.links):
+            self.close(link)
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return how often things went wrong so far, by kind."""
+        return {"lost": self.stats.lost_links}
+
+    @property
+    def num_links(self) -> int:
+        """Links that are open; from any thread."""
+        return len(self.links)
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that are not finished."""
-        return len(self._jobs)
+        """Jobs whose blocks are held; from any thread."""
+        return len(self._jobs) + len(self._sent)
 
     # Between two steps
 
@@ -290,6 +311,7 @@ class KvSender:
         while self._packing and self._packing[0].pending.is_done():
             self._on_packed(self._packing.popleft())
         self._free_written()
+        self._free_sent()
         if self._may_pack:
             self._may_pack = False
             for job in list(self._jobs.values()):
@@ -471,14 +493,23 @@ class KvSender:
 
     def _end(self, job: _Job) -> None:
         del self._jobs[job.name]
-        self.on_sent(job.name)
+        self._sent.add(job.name)
+        self._free_sent()
+
+    def _free_sent(self) -> None:
+        """Free the sequences that are computed and sent."""
+        for job in [job for job in self._sent if self.core.get(job) is None]:
+            self._sent.remove(job)
+            self.core.abort(job)
 
     def _fail(self, job: _Job, reason: str) -> None:
         if self._is_live(job):
             del self._jobs[job.name]
+            self.core.abort(job.name)
             self.on_failed(job.name, reason)
 
     def _lose(self, link: SenderLink, reason: str) -> None:
         if link in self.links:
+            self.stats.lost_links += 1
             self.close(link)
             self.on_link_lost(link, reason)

@@ -197,11 +197,22 @@ class ReceiverSocket:
         num_malformed: messages that made no sense or came from nobody we know.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], advertise_host: str) -> None:
-        self._socket = socket
+    def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:
+        """Listen on a free port.
+
+        Raises:
+            ConfigError: this machine has no such address.
+        """
+        self._sockets, self._socket = sockets, sockets.bind(host)
+        socket = self._socket
         self.fd = int(socket.getsockopt(zmq.FD))
         self.endpoint = with_host(socket.getsockopt_string(zmq.LAST_ENDPOINT), advertise_host)
         self.num_malformed = 0
+
+    @property
+    def num_denied(self) -> int:
+        """Clients without the cluster's key that were turned away."""
+        return self._sockets.denied
 
     def send(self, token: bytes, message: ToSender) -> None:
         """Send a message to one sender.

@@ -20,7 +20,7 @@ class Staging:
     """
 
     def __init__(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """Use memory of the shape that `staging_shape` gives."""
+        """Use memory that others may write to; see `make_staging`."""
         self.memory, self.slot_bytes = memory, slot_bytes
         self.buffers = list(memory[:, :slot_bytes])
         self._free = deque(range(memory.shape[0]))
@@ -55,8 +55,8 @@ class Staging:
         self._free.append(slot)
 
 
-def staging_shape(num_slots: int, slot_bytes: int) -> tuple[int, int]:
-    """Return the shape of the memory of so many slots, in bytes.
+def make_staging(num_slots: int, slot_bytes: int, device: torch.device) -> Staging:
+    """Allocate staging.
 
     Raises:
         ConfigError: a number is not positive.
@@ -65,4 +65,5 @@ def staging_shape(num_slots: int, slot_bytes: int) -> tuple[int, int]:
         raise ConfigError(
             f"staging needs at least one slot of one byte, not {num_slots} of {slot_bytes}"
         )
-    return num_slots, -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    return Staging(torch.empty((num_slots, stride), dtype=torch.uint8, device=device), slot_bytes)

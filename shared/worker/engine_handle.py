@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves, StepHook
 from pagewire.shared.engine.thread import Command, EngineThread
+from pagewire.shared.errors import PagewireError, TransferTimeoutError
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import BlockLayout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +56,36 @@ class EngineHandle:
             OverloadedError: the engine does not keep up; never for admitted work.
         """
         self.thread.submit(command, admitted=admitted)
+
+    async def call(self, work: Callable[[EngineCore], T], timeout_s: float) -> T:
+        """Have something done in the engine's thread, and return its result.
+
+        Raises:
+            OverloadedError: the engine does not keep up.
+            TransferTimeoutError: the engine did not come to it in time; it may do it yet.
+            PagewireError: whatever the work raises.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def settle(result: T | None, error: PagewireError | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(cast("T", result))
+            else:
+                done.set_exception(error)
+
+        def run(core: EngineCore) -> None:
+            try:
+                result = work(core)
+            except PagewireError as exc:
+                self.in_loop(settle)(None, exc)
+            else:
+                self.in_loop(settle)(result, None)
+
+        self.submit(run)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await done
+        except TimeoutError as exc:
+            raise TransferTimeoutError(f"the engine is busy: no answer in {timeout_s:g} s") from exc

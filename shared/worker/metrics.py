@@ -33,7 +33,8 @@ LocalPrefill = Literal["short", "no_worker", "no_link", "failed"]
 class TransferMetrics:
     """What crossed between this worker and its peers."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, show_pieces: bool = True) -> None:
+        everywhere, registry = registry, registry if show_pieces else CollectorRegistry()
         self.bytes = Counter(
             "pagewire_kv_transfer_bytes",
             "KV bytes sent and received, by transport and peer",
@@ -54,7 +55,7 @@ class TransferMetrics:
             "Prompts that a decode worker computed itself: they were short, the router knew no "
             "prefill worker, this worker was linked to none, or those that it asked failed",
             ["reason"],
-            registry=registry,
+            registry=everywhere,
         )
 
     def show_local_prefills(self) -> None:

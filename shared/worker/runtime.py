@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from prometheus_client import CollectorRegistry
 
 from pagewire.shared.addresses import advertised_host, with_host
@@ -26,6 +27,10 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.sockets import KvSockets
+from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.kv_cache.block_hash import BlockHash
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.logs import configure_logging
@@ -46,6 +51,8 @@ from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import TransportFaults, WorkerFaults
+from pagewire.shared.worker.kv import open_endpoint
+from pagewire.shared.worker.kv_metrics import KvCollector
 from pagewire.shared.worker.metrics import (
     EngineCollector,
     MetricsServer,
@@ -123,10 +130,12 @@ class WorkerRuntime:
         self.links: dict[str, LinkInfo] = {}
         self.transports: dict[str, KvTransport] = {}
         self.addresses: dict[str, bytes] = {}
+        self.kv: KvSender | KvReceiver | None = None
         self.is_draining = False
         self.tasks = TaskSet()
         self.metrics_registry = CollectorRegistry()
-        self.transfer_metrics = TransferMetrics(self.metrics_registry)
+        is_old = settings.kv_path == "pieces"
+        self.transfer_metrics = TransferMetrics(self.metrics_registry, show_pieces=is_old)
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._service: Service | None = None
@@ -203,7 +212,10 @@ class WorkerRuntime:
         self.engine = EngineThread(self.built.core, self.in_loop(self._on_outputs))
         self._engine_watch = EngineWatch(self.engine)
         self.metrics_registry.register(EngineCollector(self.engine))
-        await self._open_transports(stack)
+        if settings.kv_path == "endpoint":
+            await self._open_kv(stack)
+        else:
+            await self._open_transports(stack)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(self._registry, settings.heartbeat_s)
         await self.directory.start()
@@ -221,7 +233,8 @@ class WorkerRuntime:
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
-        self.metrics_registry.register(TransportFaults(self.transports.values()))
+        if self.transports:
+            self.metrics_registry.register(TransportFaults(self.transports.values()))
         self.metrics_registry.register(
             WorkerFaults(self.server, self._registry, self._publisher, index)
         )
@@ -274,6 +287,32 @@ class WorkerRuntime:
             self.addresses[name] = await transport.start(TRANSPORT_START_S)
             self.transports[name] = transport
 
+    async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
+        settings = self.settings
+        parts, device = BlockParts.of_layout(self.built.layout), self.built.device
+        slot_bytes = self._slot_bytes(parts, device_memory(device))
+        self.kv = await open_endpoint(
+            stack,
+            settings,
+            self.role,
+            self.engine_handle,
+            KvSockets(self.keys, slot_bytes),
+            make_staging(settings.staging_slots, slot_bytes, device),
+            self._advertised,
+        )
+        if settings.cuda_graphs:
+            await asyncio.to_thread(self._capture_moves_to, self.kv.staging.buffers)
+        self.built.core.hooks.append(self.kv)
+        self.metrics_registry.register(KvCollector(self.kv))
+
+    def _capture_moves_to(self, slots: list[torch.Tensor]) -> None:
+        """Make moves between the KV pool and staging quick to launch, before the engine runs."""
+        mover = self.built.runner.mover
+        if self.role == "prefill":
+            mover.capture_packing(slots)
+        else:
+            mover.capture_unpacking(slots)
+
     def _capture_moves(self) -> None:
         """Make moves between the KV pool and staging quick to launch, before the engine runs."""
         mover = self.built.runner.mover
@@ -301,6 +340,20 @@ class WorkerRuntime:
         )
         self._endpoint = with_host(await self.server.start(), self._advertised)
         stack.push_async_callback(self.server.close)
+
+    def _kv_links(self) -> list[LinkInfo]:
+        """Return the links that a prefill worker sends by."""
+        links = list(self.kv.links) if isinstance(self.kv, KvSender) else []
+        return [
+            LinkInfo(
+                peer=link.peer,
+                transport=link.carrier,
+                lane=link.outbound.lane(),
+                gbps=link.gb_per_s,
+            )
+            for link in links
+            if link.gb_per_s
+        ]
 
     def _on_message(self, peer_id: str, message: ControlMessage) -> None:
         if self._service is not None:
@@ -360,9 +413,9 @@ class WorkerRuntime:
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",
-            kv_transports=list(self.transports),
+            kv_transports=list(self.transports if self.kv is None else self.kv.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
-            links=list(self.links.values()),
+            links=[*self.links.values(), *self._kv_links()],
         )
 
 

@@ -1,0 +1,263 @@
+"""The prefill workers that a decode worker has a control connection and a KV link to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagewire.shared.channel import ControlClient, make_client_id
+from pagewire.shared.errors import ChannelError, PagewireError, TransferError
+from pagewire.shared.kv.receiver import KvReceiver, ReceiverLink
+from pagewire.shared.logs import Complaints
+from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome
+from pagewire.shared.registry import WorkerCard, WorkerDirectory
+from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillLink:
+    """One life of one prefill worker, or an attempt to reach it.
+
+    Attributes:
+        welcome: its answer to our `LinkHello`.
+        kv: the link that its blocks come by, once it has been offered.
+        tested: whether blocks come by it.
+    """
+
+    worker_id: str
+    epoch: int
+    client: ControlClient
+    welcome: asyncio.Future[LinkWelcome]
+    tested: asyncio.Future[None]
+    kv: ReceiverLink | None = None
+
+    def post(self, message: ControlMessage) -> bool:
+        """Queue a message; False if the connection is gone."""
+        try:
+            self.client.post(message)
+        except ChannelError as exc:
+            logger.info("nothing can be posted to %s: %s", self.worker_id, exc)
+            return False
+        return True
+
+    def fail(self, reason: str) -> None:
+        """End the wait for an answer."""
+        for future in (self.welcome, self.tested):
+            if not future.done():
+                future.set_exception(TransferError(reason))
+                future.exception()  # mark it as seen: nobody may be waiting
+
+
+@dataclass(slots=True)
+class _Unfit:
+    """Carriers by which nothing came from one life of a worker."""
+
+    epoch: int
+    carriers: set[str] = field(default_factory=set)
+
+
+class PrefillLinks:
+    """Keeps one link to every live prefill worker in the directory.
+
+    Each is opened in a task of its own, so that a worker that does not answer delays no other. A
+    carrier by which nothing comes is left out for that life of the prefill worker, until nothing
+    comes by any other.
+
+    Attributes:
+        on_message: called with the link and each message but `LinkWelcome`.
+        on_lost: called once for a link that was usable and is not any more.
+    """
+
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        engine: EngineHandle,
+        receiver: KvReceiver,
+        on_message: Callable[[PrefillLink, ControlMessage], None],
+        on_lost: Callable[[PrefillLink], None],
+    ) -> None:
+        self._runtime, self._engine, self._receiver = runtime, engine, receiver
+        self._directory: WorkerDirectory = runtime.directory
+        self._on_message, self._on_lost = on_message, on_lost
+        self._links: dict[str, PrefillLink] = {}
+        self._attempts: dict[str, tuple[int, asyncio.Task[None]]] = {}  # with the life's epoch
+        self._opening: set[PrefillLink] = set()
+        self._unfit: dict[str, _Unfit] = {}
+        self._complaints = Complaints(logger)
+        receiver.on_link_tested = engine.in_loop(self._on_tested)
+        receiver.on_link_lost = engine.in_loop(self._on_kv_lost)
+
+    def get(self, worker_id: str) -> PrefillLink | None:
+        """Return the usable link to a worker."""
+        return self._links.get(worker_id)
+
+    def usable(self) -> list[PrefillLink]:
+        """All links over which prompts can be sent away."""
+        return list(self._links.values())
+
+    async def keep_open(self) -> None:
+        """Open links as workers appear; runs until it is cancelled."""
+        while True:
+            for card in self._directory.workers("prefill"):
+                self._follow(card)
+            await asyncio.sleep(self._runtime.settings.heartbeat_s)
+
+    def _follow(self, card: WorkerCard) -> None:
+        """See that there is a link to a worker's present life, or an attempt at one."""
+        link = self._links.get(card.worker_id)
+        if link is not None and link.epoch != card.epoch:
+            self._lose(link, "it was restarted")
+            link = None
+        epoch, task = self._attempts.get(card.worker_id, (0, None))
+        if task is not None and epoch != card.epoch:
+            task.cancel()
+        elif task is None and link is None and card.state == "ready":
+            task = self._runtime.tasks.spawn(self._try_open(card), f"link to {card.worker_id}")
+            self._attempts[card.worker_id] = card.epoch, task
+            task.add_done_callback(lambda _task: self._attempts.pop(card.worker_id, None))
+
+    async def _try_open(self, card: WorkerCard) -> None:
+        link = self._new_link(card)
+        self._opening.add(link)
+        try:
+            await self._open(card, link)
+        except (PagewireError, TimeoutError) as exc:
+            text = f"no link to {card.worker_id} at {card.endpoint}: {exc or 'no answer'}"
+            self._complaints.say(card.worker_id, card.epoch, text)
+        else:
+            self._complaints.forget(card.worker_id, card.epoch)
+            self._links[link.worker_id] = link
+        finally:
+            self._opening.discard(link)
+            if self._links.get(card.worker_id) is not link:
+                self._end(link)
+
+    async def _open(self, card: WorkerCard, link: PrefillLink) -> None:
+        """Connect, agree on layout and carrier, wait until blocks come.
+
+        Raises:
+            PagewireError, TimeoutError: that failed.
+        """
+        timeout_s = self._runtime.settings.transfer_timeout_s
+        pong = await link.client.connect(timeout_s)
+        if (pong.worker_id, pong.epoch) != (card.worker_id, card.epoch):
+            raise ChannelError(f"{card.endpoint} is another worker's by now")
+        link.client.post(await self._hello(link, timeout_s))
+        async with asyncio.timeout(timeout_s):
+            welcome = await link.welcome
+        if welcome.error is not None:
+            raise TransferError(welcome.error)
+        kv = link.kv
+        if kv is None:
+            raise TransferError("the link was not offered")
+        await self._engine.call(lambda _core: self._receiver.accept(kv, welcome.carrier), timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.tested
+        except (TransferError, TimeoutError):
+            self._leave_out(card, welcome.carrier)
+            raise
+        logger.info("linked to %s by %s", card.worker_id, welcome.carrier)
+
+    async def _hello(self, link: PrefillLink, timeout_s: float) -> LinkHello:
+        runtime = self._runtime
+        unfit = self._unfit.get(link.worker_id)
+        without = unfit.carriers if unfit is not None and unfit.epoch == link.epoch else ()
+        link.kv, offer = await self._engine.call(
+            lambda _core: self._receiver.offer(link.worker_id, without), timeout_s
+        )
+        return LinkHello(
+            worker_id=runtime.worker_id,
+            epoch=runtime.epoch,
+            layout=self._engine.layout,
+            link=offer.link,
+            token=offer.token,
+            endpoint=offer.endpoint,
+            carriers=offer.carriers,
+            slot_bytes=self._receiver.staging.slot_bytes,
+        )
+
+    def _new_link(self, card: WorkerCard) -> PrefillLink:
+        settings = self._runtime.settings
+        loop = asyncio.get_running_loop()
+
+        def on_message(message: ControlMessage) -> None:
+            if isinstance(message, LinkWelcome):
+                self._on_welcome(link, message)
+            else:
+                self._on_message(link, message)
+
+        def on_lost(reason: str) -> None:
+            link.fail(reason)
+            self._lose(link, reason)
+
+        client = ControlClient(
+            card.endpoint,
+            self._runtime.keys,
+            make_client_id(self._runtime.worker_id),
+            on_message,
+            on_lost,
+            heartbeat_s=settings.heartbeat_s,
+            lease_s=settings.lease_s,
+        )
+        link = PrefillLink(
+            card.worker_id, card.epoch, client, loop.create_future(), loop.create_future()
+        )
+        return link
+
+    def _on_welcome(self, link: PrefillLink, message: LinkWelcome) -> None:
+        if link.kv is None or message.link != link.kv.number:
+            return
+        if not link.welcome.done():
+            link.welcome.set_result(message)
+        elif message.error is not None:
+            link.fail(message.error)
+            self._lose(link, message.error)
+
+    def _on_tested(self, kv: ReceiverLink) -> None:
+        for link in self._opening:
+            if link.kv is kv and not link.tested.done():
+                link.tested.set_result(None)
+
+    def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
+        for link in [*self._opening, *self._links.values()]:
+            if link.kv is kv:
+                link.fail(reason)
+                self._lose(link, reason)
+
+    def _leave_out(self, card: WorkerCard, carrier: str) -> None:
+        """Note that nothing comes by a carrier."""
+        known = {worker.worker_id for worker in self._directory.workers("prefill")}
+        self._unfit = {name: unfit for name, unfit in self._unfit.items() if name in known}
+        unfit = self._unfit.get(card.worker_id)
+        if unfit is None or unfit.epoch != card.epoch:
+            unfit = self._unfit[card.worker_id] = _Unfit(card.epoch)
+        unfit.carriers.add(carrier)
+        if unfit.carriers.issuperset(self._receiver.carriers):  # the others may work again by now
+            unfit.carriers = {carrier} if len(self._receiver.carriers) > 1 else set()
+
+    def _lose(self, link: PrefillLink, reason: str) -> None:
+        if self._links.get(link.worker_id) is link:
+            logger.warning("lost %s: %s", link.worker_id, reason)
+            del self._links[link.worker_id]
+            self._end(link)
+            self._on_lost(link)
+
+    def _end(self, link: PrefillLink) -> None:
+        link.client.close()
+        kv = link.kv
+        if kv is not None:
+            self._engine.submit(lambda _core: self._receiver.close(kv), admitted=True)
+
+    def close(self) -> None:
+        """Close all connections, give up attempts at more."""
+        for _epoch, task in self._attempts.values():
+            task.cancel()
+        for link in self._links.values():
+            self._end(link)
+        self._links.clear()

@@ -1,0 +1,153 @@
+"""The prefill service: compute prompts, send their blocks, sample the first token.
+
+    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack: blocks become cached ones
+                     |
+                     +--> first token --> PrefillDone
+
+The engine's thread computes, packs and sends; the event loop has the control messages. A job is
+known here until its first token has left; its blocks are the sender's until all are acknowledged.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pagewire.services.prefill.decode_links import DecodeLinks
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
+from pagewire.shared.kv.sender import KvSender, SenderLink
+from pagewire.shared.protocol import (
+    CancelPrefill,
+    ControlMessage,
+    LinkHello,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+    clip_text,
+)
+from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillService:
+    """Jobs of all decode workers that are connected.
+
+    Args:
+        runtime: of this worker.
+        engine: that computes them.
+        sender: that sends their blocks.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, engine: EngineHandle, sender: KvSender) -> None:
+        self._runtime, self._engine, self._sender = runtime, engine, sender
+        self._post = runtime.server.post
+        self._jobs: dict[str, str] = {}  # job without a first token -> its connection
+        timeout_s = runtime.settings.transfer_timeout_s
+        self._links = DecodeLinks(engine, sender, self._post, timeout_s)
+        sender.on_failed = engine.in_loop(self._on_failed)
+
+    @property
+    def num_active(self) -> int:
+        """Jobs that are not finished."""
+        return max(len(self._jobs), self._sender.num_jobs)
+
+    def start(self) -> None:
+        """Nothing runs by itself: decode workers come here."""
+
+    async def close(self) -> None:
+        """Nothing waits."""
+
+    def on_message(self, peer_id: str, message: ControlMessage) -> None:
+        """Take a decode worker's message."""
+        match message:
+            case Prefill():
+                self._on_prefill(peer_id, message)
+            case CancelPrefill():
+                self._cancel(message.job_id, self._links.get(peer_id))
+            case LinkHello():
+                self._runtime.tasks.spawn(self._links.open(peer_id, message), "opening a KV link")
+            case _:
+                logger.warning("%s sent a %s here", peer_id, type(message).__name__)
+
+    def on_peer_lost(self, peer_id: str) -> None:
+        """End all jobs of a decode worker that is gone."""
+        self._jobs = {job: peer for job, peer in self._jobs.items() if peer != peer_id}
+        self._links.close(peer_id)
+
+    def _on_prefill(self, peer_id: str, ticket: Prefill) -> None:
+        link = self._links.get(peer_id)
+        refusal = self._refusal_of(ticket, link)
+        if refusal is None and link is not None:
+            try:
+                self._engine.submit(lambda core: self._start(core, ticket, link))
+            except OverloadedError as exc:
+                refusal = str(exc)
+        if refusal is None:
+            # The engine's answers come through the loop: not before this.
+            self._jobs[ticket.job_id] = peer_id
+        else:
+            self._post(peer_id, PrefillFailed(job_id=ticket.job_id, reason=refusal))
+
+    def _refusal_of(self, ticket: Prefill, link: SenderLink | None) -> str | None:
+        """Say why a ticket is void, if it is."""
+        if self._runtime.is_draining:
+            return "this prefill worker is shutting down"
+        if ticket.prefill_epoch != self._runtime.epoch:
+            return "the ticket was made for an earlier life of this worker"
+        if link is None or link.peer != ticket.decode_id:
+            return "no KV link is open to this decode worker"
+        if ticket.job_id in self._jobs:
+            return "there is a job of this id already"
+        if any(token >= self._engine.vocab_size for token in ticket.token_ids):
+            return f"token ids must be below {self._engine.vocab_size}"
+        return None
+
+    def _start(self, core: EngineCore, ticket: Prefill, link: SenderLink) -> None:
+        """Queue a job's sequence. Runs in the engine's thread."""
+        sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.sampling, ())
+        sequence.prefill_only = True
+        num_blocks = -(-len(ticket.token_ids) // self._engine.layout.block_size)
+        try:
+            core.add(sequence)
+            self._sender.export(ticket.job_id, link, ticket.first_block, num_blocks)
+        except (InvalidRequestError, OverloadedError, TransferError) as exc:
+            if core.get(ticket.job_id) is sequence:
+                core.abort(ticket.job_id)
+            self._engine.in_loop(self._on_failed)(ticket.job_id, str(exc))
+
+    def _cancel(self, job_id: str, link: SenderLink | None) -> None:
+        self._jobs.pop(job_id, None)
+        if link is not None:
+            self._engine.submit(lambda _core: self._sender.cancel(job_id, link), admitted=True)
+
+    def on_outputs(self, outputs: list[StepOutput]) -> None:
+        """Take first tokens, or the news that there will be none."""
+        for output in outputs:
+            peer_id = self._jobs.get(output.request_id)
+            if peer_id is None:
+                continue
+            if output.finish_reason == "error":
+                self._on_failed(output.request_id, output.error or "the engine failed")
+                self._cancel(output.request_id, self._links.get(peer_id))
+                continue
+            del self._jobs[output.request_id]
+            self._post(
+                peer_id,
+                PrefillDone(
+                    job_id=output.request_id,
+                    first_token=output.token_ids[0],
+                    cached_tokens=output.cached_tokens or 0,
+                    queue_s=output.queue_s,
+                    prefill_s=output.prefill_s,
+                ),
+            )
+
+    def _on_failed(self, job_id: str, reason: str) -> None:
+        """Report a job that is void; its blocks have been freed."""
+        peer_id = self._jobs.pop(job_id, None)
+        if peer_id is not None:
+            logger.warning("job %s failed: %s", job_id, reason)
+            self._post(peer_id, PrefillFailed(job_id=job_id, reason=clip_text(reason)))

@@ -1,0 +1,92 @@
+"""Opens a worker's half of the KV endpoint: its sockets, its carriers, and the half itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import torch
+
+from pagewire.shared.config import WorkerSettings
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv.carriers.base import Carrier
+from pagewire.shared.kv.carriers.zmq import ZmqCarrier
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.staging import Staging
+from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.protocol import Role
+from pagewire.shared.worker.engine_handle import EngineHandle
+
+
+def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the names of the carriers that a worker opens, the one it prefers first.
+
+    "auto" is CUDA IPC between the GPUs of one host, which opens no port. UCX comes next, on a
+    network that is declared private: anyone who reaches a UCX port can end the worker. ZeroMQ,
+    which is encrypted, is always there.
+    """
+    if settings.kv_transport != "auto":
+        return (settings.kv_transport,)
+    return ("zmq",)
+
+
+def open_carrier(name: str, staging: Staging, engine: EngineHandle, watch: FdWatch) -> Carrier:
+    """Open one carrier.
+
+    Raises:
+        ConfigError: it is not to be had here; says why.
+    """
+    if name == "zmq":
+        return ZmqCarrier(staging, engine.moves)
+    raise ConfigError(f"KV transport {name!r} is unknown; choose ipc, ucx or zmq")
+
+
+async def open_endpoint(
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    role: Role,
+    engine: EngineHandle,
+    sockets: KvSockets,
+    staging: Staging,
+    advertise_host: str,
+) -> KvSender | KvReceiver:
+    """Open the half that a role needs; `stack` closes it, after the engine's thread has ended.
+
+    Raises:
+        ConfigError: a carrier is not to be had, or this machine does not have the host's address.
+    """
+    stack.push_async_callback(asyncio.to_thread, sockets.close)
+    watch = FdWatch(engine.thread.watch, engine.thread.unwatch)
+    carriers: dict[str, Carrier] = {}
+    for name in carriers_to_open(settings, staging.memory.device):
+        carriers[name] = open_carrier(name, staging, engine, watch)
+        stack.callback(carriers[name].close)
+    timeout_s = settings.transfer_timeout_s
+    if role == "prefill":
+        sender = KvSender(
+            core=engine.core,
+            moves=engine.moves,
+            staging=staging,
+            parts=engine.parts,
+            sockets=sockets,
+            carriers=carriers,
+            timeout_s=timeout_s,
+            watch=watch,
+        )
+        stack.callback(sender.close_all)
+        return sender
+    socket = ReceiverSocket(sockets, settings.host, advertise_host)
+    receiver = KvReceiver(
+        core=engine.core,
+        moves=engine.moves,
+        staging=staging,
+        parts=engine.parts,
+        socket=socket,
+        carriers=carriers,
+        timeout_s=timeout_s,
+        watch=watch,
+    )
+    stack.callback(receiver.close_all)
+    return receiver

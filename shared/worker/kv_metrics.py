@@ -1,0 +1,50 @@
+"""What crosses by a worker's KV links, as Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from pagewire.shared.fault_metrics import labelled
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.sender import KvSender
+
+OUTCOMES = ("ok", "corrupt", "dropped")
+
+
+class KvCollector:
+    """Reads the counters of one half of the endpoint when somebody asks for them."""
+
+    def __init__(self, half: KvSender | KvReceiver) -> None:
+        self._half = half
+        self._direction = "sent" if isinstance(half, KvSender) else "received"
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after another."""
+        half, stats = self._half, self._half.stats
+        crossed = CounterMetricFamily(
+            "pagewire_kv_transfer_bytes",
+            "KV bytes sent and received, by transport and peer",
+            labels=["direction", "transport", "peer"],
+        )
+        for (peer, carrier), count in list(stats.bytes.items()):
+            crossed.add_metric([self._direction, carrier, peer], count)
+        yield crossed
+        segments = CounterMetricFamily(
+            "pagewire_kv_transfer_segments",
+            "KV segments sent and received, by outcome: those of a link that ended are lost",
+            labels=["direction", "outcome"],
+        )
+        outcomes = (*OUTCOMES, "lost") if isinstance(half, KvSender) else OUTCOMES
+        for outcome in outcomes:
+            segments.add_metric([self._direction, outcome], stats.outcomes[outcome])
+        yield segments
+        yield GaugeMetricFamily("pagewire_kv_links", "KV links that are open", value=half.num_links)
+        if isinstance(half, KvSender):
+            text = "KV segments that were sent again"
+            yield CounterMetricFamily(
+                "pagewire_kv_transfer_resends", text, value=half.stats.resends
+            )
+        text = "What went wrong on KV links: messages without sense, clients turned away, links lost"
+        yield labelled("pagewire_kv_link_faults", text, "kind", half.fault_counts())
