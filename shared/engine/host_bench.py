@@ -76,7 +76,7 @@ def make_core(rows: int, caching: bool) -> tuple[EngineCore, TimedScheduler, Ins
     scheduler = TimedScheduler(limits, BlockPool(num_blocks, caching), hasher)
     state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
     pool = torch.zeros((1, 1, 2, 1, BLOCK_SIZE, 1))
-    runner = InstantRunner(_NoModel(), load_ops("torch", "cpu"), pool, state)
+    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, state)
     core = EngineCore(scheduler, runner, overlap=True)
     rng = random.Random(0)
     sampling = ResolvedSampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
@@ -88,7 +88,7 @@ def make_core(rows: int, caching: bool) -> tuple[EngineCore, TimedScheduler, Ins
     return core, scheduler, runner
 
 
-class _NoModel:
+class NoModel:
     """Stands where a model is wanted and not run."""
 
     def forward(self, *_args: object) -> torch.Tensor:

@@ -8,6 +8,7 @@ import contextlib
 import torch
 
 from pagewire.shared.config import WorkerSettings
+from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
@@ -32,14 +33,16 @@ def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[st
     return ("zmq",)
 
 
-def open_carrier(name: str, staging: Staging, engine: EngineHandle, watch: FdWatch) -> Carrier:
+def open_carrier(
+    name: str, staging: Staging, moves: BlockMoves, watch: FdWatch, settings: WorkerSettings
+) -> Carrier:
     """Open one carrier.
 
     Raises:
         ConfigError: it is not to be had here; says why.
     """
     if name == "zmq":
-        return ZmqCarrier(staging, engine.moves)
+        return ZmqCarrier(staging, moves)
     raise ConfigError(f"KV transport {name!r} is unknown; choose ipc, ucx or zmq")
 
 
@@ -61,7 +64,7 @@ async def open_endpoint(
     watch = FdWatch(engine.thread.watch, engine.thread.unwatch)
     carriers: dict[str, Carrier] = {}
     for name in carriers_to_open(settings, staging.memory.device):
-        carriers[name] = open_carrier(name, staging, engine, watch)
+        carriers[name] = open_carrier(name, staging, engine.moves, watch, settings)
         stack.callback(carriers[name].close)
     timeout_s = settings.transfer_timeout_s
     if role == "prefill":
