@@ -22,7 +22,7 @@ NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
 # Distributions whose module has another name.
-DISTRIBUTIONS = {"zmq": "pyzmq", "ucxx": "ucxx-cu13"}
+DISTRIBUTIONS = {"zmq": "pyzmq", "ucxx": "ucxx-cu13", "cuda": "cuda-bindings"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 MAY_TOUCH_THE_ENVIRONMENT = {
     "shared/config.py": "the one reader of settings",

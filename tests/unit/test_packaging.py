@@ -86,8 +86,9 @@ def test_wheel_does_not_require_transformers(wheel: zipfile.ZipFile) -> None:
 
 def test_doctor_asks_for_what_workers_require() -> None:
     worker = project_table()["project"]["optional-dependencies"]["worker"]
-    # Triton is not needed on the CPU; doctor judges it by itself.
-    assert set(WORKER_PACKAGES) == {requirement_name(each) for each in worker} - {"triton"}
+    # Neither is needed on the CPU. Doctor judges Triton by itself; torch for CUDA brings the other.
+    not_on_cpu = {"triton", "cuda-bindings"}
+    assert set(WORKER_PACKAGES) == {requirement_name(each) for each in worker} - not_on_cpu
 
 
 def test_wheel_has_the_demo_model(wheel: zipfile.ZipFile) -> None:

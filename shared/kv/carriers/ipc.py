@@ -1,0 +1,300 @@
+"""Payloads between the GPUs of one host, or two workers of one GPU, by CUDA IPC.
+
+One-sided: the sender maps the receiver's staging and queues a copy into it right after its packing,
+by a copy engine. The announcement follows when the copy's event is done; no port is opened.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Annotated, ClassVar, TypeVar
+
+import msgspec
+import torch
+import zmq
+from msgspec import Meta
+
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.errors import UNDECODABLE, TransferError
+from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.device_memory import (
+    HANDLE_BYTES,
+    export_handle,
+    map_handle,
+    queue_copy,
+    unmap,
+)
+from pagewire.shared.kv.messages import MAX_CREDITS, Segment
+from pagewire.shared.kv.peer_process import Process, ProcessWatch, Quarantine, this_process
+from pagewire.shared.kv.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+# After a link's end a sender that still lives may be stopped with copies queued. What it queues
+# even later, the segments' seeds expose.
+QUARANTINE_S = 10.0
+_POLL_INTERVAL_S = 0.01  # of the last copy, before its mapping ends
+
+_T = TypeVar("_T")
+
+_own: dict[bytes, int] = {}  # what this process has offered, handle -> address
+
+
+class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A receiver's staging.
+
+    Attributes:
+        receiver: its process.
+        gpu: UUID.
+        handle: of CUDA IPC.
+        stride: bytes from one slot to the next.
+    """
+
+    receiver: Process
+    gpu: Annotated[str, Meta(max_length=64)]
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    stride: Annotated[int, Meta(gt=0, lt=2**40)]
+    num_slots: Annotated[int, Meta(gt=0, le=MAX_CREDITS)]
+
+
+class IpcCarrier:
+    """Copies from this worker's staging into that of others on this host, and lets them do so.
+
+    Args:
+        staging: of this worker; a receiver's is from `device_memory.allocate`.
+        moves: queues work on its device.
+        quarantine_s: how long the slots of a link that has ended stay unused, unless its sender's
+            process is seen to end.
+    """
+
+    name: ClassVar[str] = "ipc"
+
+    def __init__(
+        self,
+        staging: Staging,
+        moves: BlockMoves,
+        quarantine_s: float = QUARANTINE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._staging, self._moves = staging, moves
+        self._quarantine_s, self._clock = quarantine_s, clock
+        self._watches: weakref.WeakSet[ProcessWatch] = weakref.WeakSet()
+        self._offer = b""
+
+    def offer(self, link: int) -> bytes:
+        """Return where this worker's staging is; the same for each link.
+
+        Raises:
+            TransferError: staging is not on a GPU, or not memory that others may map.
+        """
+        memory = self._staging.memory
+        if not self._offer:
+            _check_is_cuda(memory)
+            handle = export_handle(memory)
+            _own[handle] = memory.data_ptr()
+            gpu = _uuid(memory.device.index)
+            stride, num_slots = self._staging.stride, self._staging.num_slots
+            offer = IpcOffer(this_process(), gpu, handle, stride, num_slots)
+            self._offer = msgspec.msgpack.encode(offer)
+        return self._offer
+
+    def withdraw(self, link: int) -> None:
+        """Nothing is kept of an offer."""
+
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        """Return the receiver's half of a link.
+
+        Raises:
+            TransferError: the reply makes no sense.
+        """
+        watch = ProcessWatch(_decode(reply, Process))
+        self._watches.add(watch)
+        return _IpcInbound(watch, self._quarantine_s, self._clock)
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        """Return the sender's half of a link.
+
+        Raises:
+            TransferError: the receiver's staging cannot be mapped; says why.
+        """
+        remote, here = _decode(offer, IpcOffer), this_process()
+        _check_is_near(remote.receiver, here)
+        _check_is_cuda(self._staging.memory)
+        device = self._staging.memory.device
+        _check_peer_access(remote.gpu, device)
+        # CUDA maps nothing that is of the same process.
+        is_own = remote.receiver == here
+        target = _OwnMemory(remote) if is_own else _MappedMemory(remote, here, device)
+        return _IpcOutbound(self._staging, self._moves, socket, target, here)
+
+    def fds(self) -> list[int]:
+        """None."""
+        return []
+
+    def poll(self) -> bool:
+        """Nothing to do."""
+        return False
+
+    def close(self) -> None:
+        """Stop watching senders. The staging stays: they may still have it mapped."""
+        for watch in self._watches:
+            watch.close()
+
+
+class _OwnMemory:
+    """The staging of another endpoint in this process."""
+
+    def __init__(self, offer: IpcOffer) -> None:
+        if offer.handle not in _own:
+            raise TransferError("this process has not offered this memory")
+        self.offer, self.address = offer, _own[offer.handle]
+
+    def release(self, last: Pending | None) -> None:
+        """Nothing to end."""
+
+
+class _MappedMemory:
+    """The staging of another process."""
+
+    def __init__(self, offer: IpcOffer, here: Process, device: torch.device) -> None:
+        self.offer, self._device = offer, device
+        try:
+            self.address = map_handle(offer.handle, device)
+        except TransferError as exc:
+            raise TransferError(f"{exc}; {_advice(offer, here)}") from exc
+
+    def release(self, last: Pending | None) -> None:
+        """End the mapping after the last copy, in a thread: it may wait for the device."""
+        threading.Thread(target=self._unmap, args=(last,), name="kv-unmap", daemon=True).start()
+
+    def _unmap(self, last: Pending | None) -> None:
+        while last is not None and not last.is_done():
+            time.sleep(_POLL_INTERVAL_S)
+        try:
+            unmap(self.address, self._device)
+        except TransferError as exc:
+            pid = self.offer.receiver.pid
+            logger.warning("the KV staging of process %d stays mapped: %s", pid, exc)
+
+
+_Target = _OwnMemory | _MappedMemory
+
+
+class _IpcOutbound:
+    def __init__(
+        self,
+        staging: Staging,
+        moves: BlockMoves,
+        socket: LinkSocket,
+        target: _Target,
+        here: Process,
+    ) -> None:
+        self._staging, self._moves, self._socket = staging, moves, socket
+        self._target: _Target | None = target
+        self._last: Pending | None = None
+        self._is_same_gpu = target.offer.gpu == _uuid(staging.memory.device.index)
+        self.reply = msgspec.msgpack.encode(here)
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        """Copy a payload into the receiver's slot.
+
+        Raises:
+            TransferError: the receiver has no such slot, the link has ended, or CUDA refuses.
+        """
+        if self._target is None:
+            raise TransferError("the link has ended")
+        offer = self._target.offer
+        if credit >= offer.num_slots or nbytes > offer.stride:
+            raise TransferError(
+                f"{nbytes} bytes for slot {credit} of a receiver that has {offer.num_slots} of "
+                f"{offer.stride}"
+            )
+        source = self._staging.buffers[slot][:nbytes]
+        address = self._target.address + credit * offer.stride
+        self._last = self._moves.queue(lambda: queue_copy(address, source))
+        return self._last
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        """Announce what has crossed."""
+        return self._socket.post(segment)
+
+    def lane(self) -> str:
+        """Which GPUs it is between."""
+        return "same GPU" if self._is_same_gpu else "cuda_ipc"
+
+    def close(self) -> None:
+        """Let the mapping end after the copies that are queued."""
+        if self._target is not None:
+            self._target.release(self._last)
+            self._target = None
+
+
+class _IpcInbound:
+    def __init__(
+        self, watch: ProcessWatch, quarantine_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._watch, self._quarantine_s, self._clock = watch, quarantine_s, clock
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """The payload is there already."""
+        return DONE
+
+    def close(self) -> Pending:
+        """The sender's queued copies may still land."""
+        return Quarantine(self._watch, self._clock() + self._quarantine_s, self._clock)
+
+
+def _decode(data: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNDECODABLE as exc:
+        raise TransferError(f"malformed data of a peer for CUDA IPC: {exc}") from exc
+
+
+def _check_is_near(receiver: Process, here: Process) -> None:
+    if receiver.boot != here.boot:
+        raise TransferError("the receiver is on another host")
+    if receiver.ipc_namespace != here.ipc_namespace:
+        raise TransferError(
+            "the receiver is in another IPC namespace: give both containers `ipc: host` and "
+            "`pid: host`, or one the other's (`ipc: service:NAME`, `pid: service:NAME`)"
+        )
+
+
+def _check_is_cuda(memory: torch.Tensor) -> None:
+    if not memory.is_cuda:
+        raise TransferError("this worker's staging is not on a GPU")
+
+
+def _check_peer_access(gpu: str, device: torch.device) -> None:
+    """Refuse a GPU that this one cannot write to, where this process sees it."""
+    for index in range(torch.cuda.device_count()):
+        if index == device.index or _uuid(index) != gpu:
+            continue
+        if not torch.cuda.can_device_access_peer(device.index, index):
+            raise TransferError(
+                f"GPU {device.index} has no peer access to the receiver's GPU {index} ({gpu})"
+            )
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _advice(offer: IpcOffer, here: Process) -> str:
+    """Return why memory of this host may not be mapped, and what to do."""
+    if offer.receiver.pid_namespace != here.pid_namespace:
+        return (
+            "the receiver is in another PID namespace: give both containers `pid: host`, or one "
+            "the other's (`pid: service:NAME`)"
+        )
+    if offer.gpu in map(_uuid, range(torch.cuda.device_count())):
+        return "the receiver may have ended"
+    return (
+        f"the receiver's GPU {offer.gpu} may not be visible to this process "
+        "(CUDA_VISIBLE_DEVICES, a container's device_ids)"
+    )

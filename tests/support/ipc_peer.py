@@ -1,0 +1,182 @@
+"""A worker's staging and its CUDA IPC carrier, in this process or in one of its own.
+
+`python -m pagewire.tests.support.ipc_peer DEVICE SLOT_BYTES` reads commands, a line of JSON each,
+answers each by a line, and ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.shared.engine.block_mover import BlockMover
+from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
+from pagewire.shared.kv.carriers.ipc import IpcCarrier
+from pagewire.shared.kv.device_memory import allocate
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging, staging_shape
+
+NUM_SLOTS = 2
+MAX_COPY_S = 30.0
+
+
+class Announced:
+    """The announcements of a link, instead of a socket."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+
+    def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
+        assert body is None
+        self.segments.append(segment)
+        return DONE
+
+
+def make_carrier(memory: torch.Tensor, slot_bytes: int, **options: Any) -> IpcCarrier:
+    pool = torch.zeros(2, 1, 2, 1, 16, 64, device=memory.device)
+    moves = BlockMover(load_ops("auto", memory.device.type), pool)
+    return IpcCarrier(Staging(memory, slot_bytes), moves, **options)
+
+
+def pattern(seed: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(nbytes, dtype=torch.int64, device=device)
+    return ((numbers * 2654435761 + seed) >> 7).to(torch.uint8)
+
+
+class IpcPeer:
+    """Both halves of links. Methods take and return what JSON can carry."""
+
+    def __init__(self, device: int, slot_bytes: int) -> None:
+        torch.cuda.set_device(device)
+        self.device, self.slot_bytes = torch.device("cuda", device), slot_bytes
+        self.memory = allocate(staging_shape(NUM_SLOTS, slot_bytes), self.device)
+        self.memory.zero_()
+        torch.cuda.synchronize()
+        self.carrier = make_carrier(self.memory, slot_bytes)
+        self.announced = Announced()
+        self.outbound: list[Outbound] = []
+        self._last: Pending = DONE
+
+    def offer(self) -> str:
+        return self.carrier.offer(1).hex()
+
+    def connect(self, offer: str) -> str:
+        """Open a further link; returns the reply."""
+        self.outbound.append(self.carrier.outbound(1, bytes.fromhex(offer), self.announced))
+        return self.outbound[-1].reply.hex()
+
+    def accept(self, reply: str) -> Inbound:
+        return self.carrier.inbound(1, bytes.fromhex(reply))
+
+    def lane(self) -> str:
+        return self.outbound[-1].lane()
+
+    def end_link(self, link: int) -> None:
+        self.outbound.pop(link).close()
+
+    def write(self, slot: int, credit: int, seed: int, nbytes: int) -> None:
+        """Fill a slot, bring it into the receiver's, and announce it."""
+        self.memory[slot, :nbytes] = pattern(seed, nbytes, self.device)
+        torch.cuda.synchronize()  # for the moves' stream
+        staged = self.outbound[-1].stage(slot, credit, nbytes)
+        assert staged is not None
+        _wait(staged)
+        segment = Segment(credit, 1, "test", 0, 0, 0, 0, seed, nbytes)
+        assert self.outbound[-1].send(segment, slot).is_done()
+        assert self.announced.segments.pop() == segment
+
+    def holds(self, slot: int, seed: int, nbytes: int) -> bool:
+        """Whether a slot has this payload, and no byte after it."""
+        wanted = pattern(seed, nbytes, self.device)
+        rest = self.memory[slot, nbytes:]
+        return torch.equal(self.memory[slot, :nbytes], wanted) and not rest.any().item()
+
+    def queue_copies(self, count: int) -> None:
+        """Queue copies of whole slots, and wait for none."""
+        for index in range(count):
+            staged = self.outbound[-1].stage(index % 2, index % 2, self.slot_bytes)
+            assert staged is not None
+            self._last = staged
+
+    def finish_copies(self) -> None:
+        _wait(self._last)
+
+    def can_compute(self) -> bool:
+        return torch.arange(1000, device=self.device).sum().item() == 499500
+
+    def gb_per_s(self, count: int) -> float:
+        """Return how fast whole slots cross, after a few to warm up."""
+        self.queue_copies(4)
+        self.finish_copies()
+        start = time.perf_counter()
+        self.queue_copies(count)
+        self.finish_copies()
+        return count * self.slot_bytes / (time.perf_counter() - start) / 1e9
+
+
+def _wait(pending: Pending) -> None:
+    deadline = time.monotonic() + MAX_COPY_S
+    while not pending.is_done():
+        assert time.monotonic() < deadline, "a copy takes too long"
+
+
+class RemoteIpcPeer:
+    """Such a peer in another process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.start(method, *args)
+        return self.finish()
+
+    def start(self, method: str, *args: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, *args]) + "\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process has ended"
+        return json.loads(line)
+
+
+@contextmanager
+def remote_ipc_peer(
+    device: int, slot_bytes: int, visible: str | None = None
+) -> Iterator[RemoteIpcPeer]:
+    """Run such a process, which sees these GPUs; kill it at the end."""
+    environment = os.environ if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, str(device), str(slot_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    with process:
+        try:
+            yield RemoteIpcPeer(process)
+        finally:
+            process.kill()
+
+
+def _serve(device: int, slot_bytes: int) -> None:
+    peer = IpcPeer(device, slot_bytes)
+    for line in sys.stdin:
+        method, *args = json.loads(line)
+        print(json.dumps(getattr(peer, method)(*args)), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

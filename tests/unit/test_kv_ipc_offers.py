@@ -1,0 +1,174 @@
+"""CUDA IPC as far as it goes without a GPU: offers, refusals, and when slots may be used again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.ipc import IpcCarrier, IpcOffer
+from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
+from pagewire.shared.kv.peer_process import Process, this_process
+from pagewire.shared.kv.staging import staging_shape
+from pagewire.tests.support.ipc_peer import Announced, make_carrier
+
+SLOT_BYTES = 1000
+HERE = this_process()
+OTHER = msgspec.structs.replace(HERE, pid=HERE.pid + 1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def carrier(clock: Clock) -> Iterator[IpcCarrier]:
+    memory = allocate(staging_shape(4, SLOT_BYTES), torch.device("cpu"))
+    opened = make_carrier(memory, SLOT_BYTES, quarantine_s=10.0, clock=clock)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def make_offer(receiver: Process, **changes: object) -> bytes:
+    fields = {
+        "receiver": receiver,
+        "gpu": "7f2c5a32-0000-0000-0000-000000000001",
+        "handle": bytes(HANDLE_BYTES),
+        "stride": 1024,
+        "num_slots": 4,
+    }
+    return msgspec.msgpack.encode(fields | changes)
+
+
+def refusal(carrier: IpcCarrier, offer: bytes) -> str:
+    with pytest.raises(TransferError) as raised:
+        carrier.outbound(1, offer, Announced())
+    return str(raised.value)
+
+
+def test_staging_on_a_cpu_is_plain_memory() -> None:
+    memory = allocate((2, 512), torch.device("cpu"))
+    assert (memory.shape, memory.dtype, memory.device.type) == ((2, 512), torch.uint8, "cpu")
+
+
+def test_staging_on_a_cpu_is_neither_offered_nor_sent_from(carrier: IpcCarrier) -> None:
+    with pytest.raises(TransferError, match="not on a GPU"):
+        carrier.offer(1)
+    assert "not on a GPU" in refusal(carrier, make_offer(OTHER))
+
+
+def test_another_host_is_refused(carrier: IpcCarrier) -> None:
+    elsewhere = msgspec.structs.replace(OTHER, boot="another", ipc_namespace=1)
+    assert refusal(carrier, make_offer(elsewhere)) == "the receiver is on another host"
+
+
+def test_another_ipc_namespace_is_refused_with_what_to_do(carrier: IpcCarrier) -> None:
+    apart = msgspec.structs.replace(OTHER, ipc_namespace=HERE.ipc_namespace + 1)
+    reason = refusal(carrier, make_offer(apart))
+    assert "IPC namespace" in reason
+    assert "`ipc: host`" in reason
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"",
+        b"\xc1",
+        make_offer(OTHER)[:-1],
+        make_offer(OTHER) + b"\x00",
+        make_offer(OTHER, handle=bytes(HANDLE_BYTES - 1)),
+        make_offer(OTHER, handle=bytes(HANDLE_BYTES + 1)),
+        make_offer(OTHER, stride=0),
+        make_offer(OTHER, num_slots=0),
+        make_offer(OTHER, num_slots=1 << 20),
+        make_offer(OTHER, gpu="x" * 65),
+        make_offer(OTHER, further=1),
+        make_offer(msgspec.structs.replace(OTHER, pid=0)),
+        make_offer(msgspec.structs.replace(OTHER, boot="x" * 65)),
+    ],
+)
+def test_malformed_offers_are_refused(carrier: IpcCarrier, offer: bytes) -> None:
+    assert "malformed" in refusal(carrier, offer)
+
+
+def test_an_offer_is_decoded_as_it_was_encoded() -> None:
+    offer = IpcOffer(OTHER, "a GPU", b"h" * HANDLE_BYTES, 4096, 8)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(offer), type=IpcOffer) == offer
+
+
+@pytest.mark.parametrize("reply", [b"", b"\x90", msgspec.msgpack.encode({"pid": 1})])
+def test_malformed_replies_are_refused(carrier: IpcCarrier, reply: bytes) -> None:
+    with pytest.raises(TransferError, match="malformed"):
+        carrier.inbound(1, reply)
+
+
+def test_slots_are_free_when_the_senders_process_has_gone(
+    carrier: IpcCarrier, child: subprocess.Popen[bytes]
+) -> None:
+    sender = msgspec.structs.replace(HERE, pid=child.pid)
+    quarantine = carrier.inbound(1, msgspec.msgpack.encode(sender)).close()
+    assert not quarantine.is_done()
+    child.kill()
+    deadline = time.monotonic() + 10
+    while not quarantine.is_done():  # also before anybody has waited for the process
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.wait(10)
+    assert quarantine.is_done()
+
+
+def test_slots_are_free_if_the_senders_process_had_gone_before(
+    carrier: IpcCarrier, child: subprocess.Popen[bytes]
+) -> None:
+    child.kill()
+    child.wait(10)
+    sender = msgspec.structs.replace(HERE, pid=child.pid)
+    assert carrier.inbound(1, msgspec.msgpack.encode(sender)).close().is_done()
+
+
+def test_slots_are_free_after_a_time_if_the_sender_lives_on(
+    carrier: IpcCarrier, clock: Clock, child: subprocess.Popen[bytes]
+) -> None:
+    sender = msgspec.structs.replace(HERE, pid=child.pid)
+    inbound = carrier.inbound(1, msgspec.msgpack.encode(sender))
+    clock.now += 60  # the link's life does not count
+    quarantine = inbound.close()
+    clock.now += 9.9
+    assert not quarantine.is_done()
+    clock.now += 0.2
+    assert quarantine.is_done()
+
+
+def test_a_sender_of_another_pid_namespace_is_given_the_time(
+    carrier: IpcCarrier, clock: Clock, child: subprocess.Popen[bytes]
+) -> None:
+    """Its process id may be anybody's here: that process's end means nothing."""
+    apart = msgspec.structs.replace(HERE, pid=child.pid, pid_namespace=HERE.pid_namespace + 1)
+    quarantine = carrier.inbound(1, msgspec.msgpack.encode(apart)).close()
+    child.kill()
+    child.wait(10)
+    assert not quarantine.is_done()
+    clock.now += 10.1
+    assert quarantine.is_done()
