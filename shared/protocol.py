@@ -200,11 +200,13 @@ class LinkWelcome(Message, frozen=True, kw_only=True):
 
     Attributes:
         carrier: chosen for this link.
+        reply: of the carrier's half here to the half there.
         error: why no blocks can cross, or not any more; then `carrier` means nothing.
     """
 
     link: Count
     carrier: Annotated[str, Meta(max_length=64)] = ""
+    reply: Annotated[bytes, Meta(max_length=4096)] = b""
     error: Text | None = None
 
 

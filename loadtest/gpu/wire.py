@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any
 
 import msgspec
@@ -33,8 +34,8 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore, StepOutput
 from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.host_bench import InstantRunner, NoModel
-from pagewire.shared.engine.model_runner import PendingTokens
+from pagewire.shared.engine.host_bench import NoModel
+from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import StepPlan
@@ -60,18 +61,18 @@ STEPPING_ROWS = 32
 STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
 
 
-@dataclass(slots=True)
-class SteppingRunner(InstantRunner):
-    """Keeps the device busy with matrix products in each step that decodes."""
+@dataclass
+class SteppingRunner(ModelRunner):
+    """Computes nothing, but for matrix products that keep the device busy in steps that decode."""
 
     operand: torch.Tensor | None = None
 
-    def execute(self, plan: StepPlan) -> PendingTokens:
-        """Launch the products, and sample at once."""
+    def _launch(self, plan: StepPlan) -> PendingTokens:
         if plan.decodes and self.operand is not None:
             for _ in range(STEP_PRODUCTS):
                 torch.mm(self.operand, self.operand)
-        return super().execute(plan)
+        tokens = torch.full((plan.num_samples,), 7, device=self.state.device)
+        return PendingTokens(plan.number, tokens)
 
 
 @dataclass
@@ -159,7 +160,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     engine.thread.start()
     hello = msgspec.json.decode(sys.stdin.readline(), type=LinkHello)
     link = engine.call(lambda: sender.connect(hello))
-    print(link.outbound.lane(), flush=True)
+    print(link.outbound.lane(), link.outbound.reply.hex() or "-", flush=True)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
 
     def begin(jobs: list[str]) -> None:
@@ -171,8 +172,12 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
         order = json.loads(line)
         while time.monotonic_ns() < order["start_ns"]:
             pass
-        engine.thread.submit(lambda _core, jobs=order["jobs"]: begin(jobs))
+        engine.thread.submit(partial(_begin_jobs, begin, order["jobs"]))
     engine.thread.stop(TIMEOUT_S)
+
+
+def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: EngineCore) -> None:
+    begin(jobs)
 
 
 class Receiving:
@@ -204,10 +209,14 @@ class Receiving:
     def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
         sys.exit(f"the link was lost: {reason}")
 
+    def _reserve(self, names: list[str]) -> None:
+        for name in names:
+            self.engine.sequence(name, remote=True)
+
     def round(self, orders: IO[str], number: int, prompts: int) -> float:
         """Return the seconds that so many prompts take."""
         names = [f"r{number}-{n}" for n in range(prompts)]
-        self.engine.call(lambda: [self.engine.sequence(name, remote=True) for name in names])
+        self.engine.call(lambda: self._reserve(names))
         jobs = [self.reserved.get(timeout=TIMEOUT_S) for _ in names]
         start_ns = time.monotonic_ns() + 5_000_000
         orders.write(json.dumps({"start_ns": start_ns, "jobs": jobs}) + "\n")
@@ -280,8 +289,9 @@ def measure(options: argparse.Namespace) -> None:
             raise RuntimeError("the child has no pipes")
         process.stdin.write(msgspec.json.encode(hello).decode() + "\n")
         process.stdin.flush()
-        lane = process.stdout.readline().strip()
-        engine.call(lambda: receiving.receiver.accept(link, options.carrier))
+        lane, reply = process.stdout.readline().rsplit(maxsplit=1)
+        answer = bytes.fromhex(reply.strip("-"))
+        engine.call(lambda: receiving.receiver.accept(link, options.carrier, answer))
         if not receiving.tested.wait(TIMEOUT_S):
             sys.exit("the link's test did not come")
         if options.stepping:

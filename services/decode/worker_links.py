@@ -155,7 +155,9 @@ class PrefillLinks:
         kv = link.kv
         if kv is None:
             raise TransferError("the link was not offered")
-        await self._engine.call(lambda _core: self._receiver.accept(kv, welcome.carrier), timeout_s)
+        await self._engine.call(
+            lambda _core: self._receiver.accept(kv, welcome.carrier, welcome.reply), timeout_s
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await link.tested

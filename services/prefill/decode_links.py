@@ -62,7 +62,9 @@ class DecodeLinks:
             return
         self._complaints.forget(hello.worker_id, hello.epoch)
         self._links[peer_id] = link
-        self._post(peer_id, LinkWelcome(link=hello.link, carrier=link.carrier))
+        self._post(
+            peer_id, LinkWelcome(link=hello.link, carrier=link.carrier, reply=link.outbound.reply)
+        )
         logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
 
     async def _connect(self, hello: LinkHello) -> SenderLink:

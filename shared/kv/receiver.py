@@ -227,16 +227,17 @@ class KvReceiver:
         self._links[link.token] = self._by_number[link.number] = link
         return link, LinkOffer(link.number, link.token, self.socket.endpoint, offers)
 
-    def accept(self, link: ReceiverLink, carrier: str) -> None:
-        """Note the carrier that a link's sender has chosen.
+    def accept(self, link: ReceiverLink, carrier: str, reply: bytes) -> None:
+        """Note the carrier that a link's sender has chosen, and what its half has replied.
 
         Raises:
-            TransferError: the link has ended, or this carrier was not offered.
+            TransferError: the link has ended, this carrier was not offered, or the reply makes no
+                sense.
         """
         if link.token not in self._links or carrier not in self.carriers:
             raise TransferError(f"there is no open link that {carrier!r} was offered for")
+        link.inbound = self.carriers[carrier].inbound(link.number, reply)
         link.carrier = carrier
-        link.inbound = self.carriers[carrier].inbound(link.number)
         for name, other in self.carriers.items():
             if name != carrier:
                 other.withdraw(link.number)

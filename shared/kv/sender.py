@@ -175,8 +175,8 @@ class KvSender:
         """
         socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
         try:
-            name, outbound = self._choose(hello, socket)
             socket.open()
+            name, outbound = self._choose(hello, socket)
         except BaseException:
             socket.close()
             raise
@@ -337,6 +337,8 @@ class KvSender:
         job.queue.take()
         try:
             self._launch(job.link, job, cut, nbytes, blocks, plan)
+        except TransferError as exc:
+            self._lose(job.link, str(exc))
         except Exception as exc:
             logger.exception("the blocks of job %s cannot be packed", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")

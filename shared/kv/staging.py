@@ -7,6 +7,7 @@ from collections import deque
 import torch
 
 from pagewire.shared.errors import ConfigError, IntegrityError
+from pagewire.shared.kv.device_memory import allocate
 
 _ALIGNMENT = 256  # of each slot: what kernels are quickest with
 
@@ -66,4 +67,4 @@ def make_staging(num_slots: int, slot_bytes: int, device: torch.device) -> Stagi
             f"staging needs at least one slot of one byte, not {num_slots} of {slot_bytes}"
         )
     stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
-    return Staging(torch.empty((num_slots, stride), dtype=torch.uint8, device=device), slot_bytes)
+    return Staging(allocate((num_slots, stride), device), slot_bytes)

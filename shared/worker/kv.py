@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from importlib.util import find_spec
 
 import torch
 
@@ -30,7 +31,10 @@ def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[st
     """
     if settings.kv_transport != "auto":
         return (settings.kv_transport,)
-    return ("zmq",)
+    if device.type != "cuda":
+        return ("zmq",)
+    is_private = settings.kv_network == "private" and find_spec("ucxx") is not None
+    return ("ipc", "ucx", "zmq") if is_private else ("ipc", "zmq")
 
 
 def open_carrier(
@@ -43,6 +47,10 @@ def open_carrier(
     """
     if name == "zmq":
         return ZmqCarrier(staging, moves)
+    if name == "ipc":
+        from pagewire.shared.kv.carriers.ipc import IpcCarrier
+
+        return IpcCarrier(staging, moves)
     raise ConfigError(f"KV transport {name!r} is unknown; choose ipc, ucx or zmq")
 
 

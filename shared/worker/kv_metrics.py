@@ -46,5 +46,7 @@ class KvCollector:
             yield CounterMetricFamily(
                 "pagewire_kv_transfer_resends", text, value=half.stats.resends
             )
-        text = "What went wrong on KV links: messages without sense, clients turned away, links lost"
+        text = (
+            "What went wrong on KV links: messages without sense, clients turned away, links lost"
+        )
         yield labelled("pagewire_kv_link_faults", text, "kind", half.fault_counts())

@@ -1,4 +1,4 @@
-"""The whole cluster on CUDA devices: the CPU's tokens, KV blocks over UCX and cuda_ipc."""
+"""The whole cluster on CUDA devices: the CPU's tokens, KV blocks by CUDA IPC, UCX and ZeroMQ."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MAX_TOKENS = 64
 
 
-def test_cluster_tokens_equal_the_cpus_over_cuda_ipc() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "transport", "lane"),
+    [("auto", "ipc", "cuda_ipc"), ("ucx", "ucx", "cuda_ipc"), ("zmq", "zmq", "tcp")],
+)
+def test_cluster_tokens_equal_the_cpus(chosen: str, transport: str, lane: str) -> None:
     expected = greedy_prompts(MAX_TOKENS)
-    options = ("--prefill", "1", "--decode", "1", "--device", "cuda")  # --kv-transport auto
+    options = ("--prefill", "1", "--decode", "1", "--device", "cuda", "--kv-transport", chosen)
     with local_cluster(*options, "--num-blocks", "4096") as cluster:
         print(cluster.output)
         run_async(expected.ask(cluster.url, 16, timeout=120), 120)
         cluster.wait_idle(workers=2)
-        (way,) = [way for service in cluster.health()["services"] for way in service["links"]]
-        assert way["transport"] == "ucx"
-        assert way["lane"] == "cuda_ipc"
+        (link,) = _links(cluster.health())
+        assert (link["transport"], link["lane"]) in ((transport, lane), (transport, "same GPU"))
         received = [
             value
             for name, value in cluster.metrics().items()

@@ -21,9 +21,8 @@ from pagewire.kernels import load_ops
 from pagewire.shared.engine.block_mover import BlockMover
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ipc import IpcCarrier
-from pagewire.shared.kv.device_memory import allocate
 from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging, staging_shape
+from pagewire.shared.kv.staging import Staging, make_staging
 
 NUM_SLOTS = 2
 MAX_COPY_S = 30.0
@@ -58,7 +57,7 @@ class IpcPeer:
     def __init__(self, device: int, slot_bytes: int) -> None:
         torch.cuda.set_device(device)
         self.device, self.slot_bytes = torch.device("cuda", device), slot_bytes
-        self.memory = allocate(staging_shape(NUM_SLOTS, slot_bytes), self.device)
+        self.memory = make_staging(NUM_SLOTS, slot_bytes, self.device).memory
         self.memory.zero_()
         torch.cuda.synchronize()
         self.carrier = make_carrier(self.memory, slot_bytes)

@@ -15,7 +15,7 @@ from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.ipc import IpcCarrier, IpcOffer
 from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
 from pagewire.shared.kv.peer_process import Process, this_process
-from pagewire.shared.kv.staging import staging_shape
+from pagewire.shared.kv.staging import make_staging
 from pagewire.tests.support.ipc_peer import Announced, make_carrier
 
 SLOT_BYTES = 1000
@@ -38,7 +38,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def carrier(clock: Clock) -> Iterator[IpcCarrier]:
-    memory = allocate(staging_shape(4, SLOT_BYTES), torch.device("cpu"))
+    memory = make_staging(4, SLOT_BYTES, torch.device("cpu")).memory
     opened = make_carrier(memory, SLOT_BYTES, quarantine_s=10.0, clock=clock)
     yield opened
     opened.close()

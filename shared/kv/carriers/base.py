@@ -38,7 +38,16 @@ DONE = Done()
 
 
 class Outbound(Protocol):
-    """The sender's half of one link."""
+    """The sender's half of one link.
+
+    Attributes:
+        reply: what the receiver's half needs to know, at most 4 KiB.
+    """
+
+    @property
+    def reply(self) -> bytes:
+        """See above."""
+        ...
 
     def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
         """Queue on the device, after a slot's packing, what comes before `send`.
@@ -125,8 +134,16 @@ class Carrier(Protocol):
         """
         ...
 
-    def inbound(self, link: int) -> Inbound:
-        """Return the receiver's half of a link that was offered; it chose this carrier."""
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        """Return the receiver's half of a link whose sender has chosen this carrier.
+
+        Args:
+            link: as it was offered.
+            reply: of the sender's half.
+
+        Raises:
+            TransferError: the reply makes no sense.
+        """
         ...
 
     def withdraw(self, link: int) -> None:

@@ -40,7 +40,7 @@ class LoopbackCarrier:
     def withdraw(self, link: int) -> None:
         """The staging stays known for other links."""
 
-    def inbound(self, link: int) -> Inbound:
+    def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link."""
         return _LoopbackInbound()
 
@@ -68,6 +68,8 @@ class LoopbackCarrier:
 
 
 class _LoopbackOutbound:
+    reply = b""
+
     def __init__(
         self, source: Staging, target: Staging, moves: BlockMoves, socket: LinkSocket
     ) -> None:

@@ -39,7 +39,7 @@ class ZmqCarrier:
     def withdraw(self, link: int) -> None:
         """Nothing is kept of an offer."""
 
-    def inbound(self, link: int) -> Inbound:
+    def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link."""
         return _ZmqInbound(self._staging, self._host_slots(), self._moves)
 
@@ -70,6 +70,8 @@ class ZmqCarrier:
 
 
 class _ZmqOutbound:
+    reply = b""
+
     def __init__(
         self, staging: Staging, host: list[torch.Tensor], moves: BlockMoves, socket: LinkSocket
     ) -> None:
