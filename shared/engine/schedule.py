@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.decode_batch import DecodeRows
+from pagewire.shared.engine.sequence import Sequence, slot_of
 from pagewire.shared.engine.step import (
     Expect,
     Export,
@@ -17,7 +17,6 @@ from pagewire.shared.engine.step import (
     StepPlan,
     Withdraw,
 )
-from pagewire.shared.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,8 @@ class SchedulerLimits:
     """Bounds of a batch and of the queue.
 
     Attributes:
-        max_num_seqs: sequences that run at once; each has a slot on the device.
+        max_num_seqs: sequences that run at once; each has a slot on the device. No more of them
+            do than `max_num_batched_tokens`.
         max_num_batched_tokens: of one step.
         max_model_len: tokens of one sequence, output included.
         max_waiting: sequences in the queue.
@@ -68,9 +68,10 @@ class Schedule:
 
     Attributes:
         plan: None if there is nothing to run and nothing to report.
-        rows: sequences of the plan's decode rows, in its order.
+        rows: of the plan's decode rows, in its order.
         chunks: of the plan, in its order.
         entries: rows whose input token comes from the host: the first of a sequence's life.
+        last: rows whose token is their last, whatever it is.
         reserved: sequences whose blocks now wait for another worker's KV.
         preempted: sequences that lost their blocks.
         admitted: sequences that got blocks for the first time.
@@ -78,9 +79,10 @@ class Schedule:
     """
 
     plan: StepPlan | None = None
-    rows: list[Sequence] = field(default_factory=list)
+    rows: DecodeRows = field(default_factory=DecodeRows)
     chunks: list[ScheduledTokens] = field(default_factory=list)
     entries: list[ScheduledTokens] = field(default_factory=list)
+    last: list[Sequence] = field(default_factory=list)
     reserved: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -89,18 +91,18 @@ class Schedule:
     @property
     def sequences(self) -> list[Sequence]:
         """All that the plan computes or prepares."""
-        return [*self.rows, *(chunk.sequence for chunk in self.chunks), *self.reserved]
+        return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks), *self.reserved]
 
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the step's result."""
-        return [*self.rows, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
+        return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
 
     def drop_preempted(self) -> None:
         """Take out what was chosen for sequences that were preempted afterwards."""
         gone = set(self.preempted)
-        self.rows = [sequence for sequence in self.rows if sequence not in gone]
         self.entries = [part for part in self.entries if part.sequence not in gone]
+        self.last = [sequence for sequence in self.last if sequence not in gone]
         self.chunks = [part for part in self.chunks if part.sequence not in gone]
 
 
@@ -177,7 +179,7 @@ class PlanDraft:
             return None
         return StepPlan(
             number=number,
-            decodes=_slots_of(decision.rows),
+            decodes=decision.rows.slots,
             chunks=[_chunk_of(part) for part in decision.chunks],
             freed=self.freed,
             new_slots=self.new_slots,
@@ -186,23 +188,6 @@ class PlanDraft:
             inputs=self.inputs,
             kv=self.kv,
         )
-
-
-def slot_of(sequence: Sequence) -> int:
-    """Return the slot of a sequence that runs or is reserved.
-
-    Raises:
-        IntegrityError: it has none.
-    """
-    if sequence.slot is None:
-        raise IntegrityError(f"{sequence.request_id} is to run and has no slot")
-    return sequence.slot
-
-
-def _slots_of(rows: list[Sequence]) -> list[int]:
-    """Return the slots of decode rows: `slot_of` each, and quicker."""
-    slots = [sequence.slot for sequence in rows]
-    return cast("list[int]", slots) if None not in slots else [slot_of(row) for row in rows]
 
 
 def _chunk_of(part: ScheduledTokens) -> PrefillChunk:

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pagewire.shared.engine.decode_batch import DecodeBatch
 from pagewire.shared.engine.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -47,6 +48,7 @@ class SequenceTable:
     held: dict[str, Sequence] = field(default_factory=dict)
     block_size: int = field(init=False)
     _free_slots: list[int] = field(init=False)
+    _decoding: DecodeBatch = field(default_factory=DecodeBatch)
     _draft: PlanDraft = field(default_factory=PlanDraft)
     _pinned: Counter[int] = field(default_factory=Counter)
 
@@ -59,7 +61,9 @@ class SequenceTable:
                 f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
                 f"of {self.block_size}: lower --max-model-len or raise --num-blocks"
             )
-        self._free_slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
+        # In a larger batch some sequences would hold blocks and not run.
+        num_slots = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
 
     # Requests come and go
 
@@ -177,7 +181,7 @@ class SequenceTable:
     def _give_up_slot(self, sequence: Sequence) -> None:
         sequence.num_late_tokens = sequence.num_in_flight_tokens
         sequence.decodes_from_slot = False
-        sequence.decode_until = 0
+        self._decoding.leave(sequence)
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             self._draft.free_slot(sequence.slot)

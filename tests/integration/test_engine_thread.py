@@ -14,8 +14,9 @@ import torch
 
 from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.shared.engine import thread as thread_module
-from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
+from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
 from pagewire.shared.engine.step import StepPlan, StepResult
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import OverloadedError
 from pagewire.shared.kv_cache.parts import BlockParts
@@ -40,7 +41,7 @@ class Outputs:
     said: list[StepOutput] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
 
-    def __call__(self, outputs: list[StepOutput]) -> None:
+    def __call__(self, outputs: StepOutputs) -> None:
         self.threads.add(threading.current_thread().name)
         self.said.extend(outputs)
 
@@ -338,7 +339,7 @@ def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCapture
 
 
 def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(_outputs: list[StepOutput]) -> None:
+    def fail(_outputs: StepOutputs) -> None:
         raise ValueError("nobody listens")
 
     core, _ = make_core()

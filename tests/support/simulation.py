@@ -298,7 +298,8 @@ class Simulation:
     def check_slots(self) -> None:
         scheduler = self.core.scheduler
         used = [s.slot for s in scheduler.holders() if s.slot is not None]
-        assert sorted([*used, *scheduler._free_slots]) == list(range(self.world.max_num_seqs))
+        num_slots = min(self.world.max_num_seqs, self.world.budget)
+        assert sorted([*used, *scheduler._free_slots]) == list(range(num_slots))
 
     def check_ends(self) -> None:
         """Every sequence got its own tokens, and nothing is left."""

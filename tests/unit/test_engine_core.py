@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.request import FinishReason
 from pagewire.tests.support.engine_turns import (
     BOTH,
