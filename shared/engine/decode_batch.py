@@ -9,6 +9,7 @@ ends, are noted in a calendar.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.sequence import Sequence, StepCount, slot_of
@@ -85,13 +86,19 @@ class DecodeBatch:
         marked = self._calendar.get(self._steps.number, ())
         return [sequence for sequence in marked if sequence in self._members]
 
-    def attend(self, sequence: Sequence, position: int) -> None:
-        """Have a member be due before the step that runs this position of it, or before the next.
+    def mark(self, sequences: Iterable[Sequence], block_size: int) -> None:
+        """Have members be due before the step that leaves their blocks, and before their last one.
 
-        What it was marked for before stays: who is due too early is marked again.
+        What one was marked for earlier stays: a member that is due too early is marked again.
         """
-        ahead = max(0, position - sequence.num_computed_tokens)
-        self._calendar.setdefault(self._steps.number + ahead, {})[sequence] = None
+        members, calendar, now = self._members, self._calendar, self._steps.number
+        for sequence in sequences:
+            if sequence in members:
+                position = len(sequence.block_ids) * block_size
+                if position >= sequence.run_until:
+                    position = sequence.run_until - 1
+                number = sequence.step_of(position)
+                calendar.setdefault(number if number > now else now, {})[sequence] = None
 
     def advance(self) -> None:
         """Count a token of each member as computed: the step has been decided."""

@@ -58,6 +58,7 @@ class InstantRunner(ModelRunner):
     seconds: float = 0.0
     _tokens: torch.Tensor = field(default_factory=lambda: torch.full((4096,), 7))
 
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingTokens:
         """Prepare a step."""
         start = time.thread_time()

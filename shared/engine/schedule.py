@@ -12,9 +12,9 @@ from pagewire.shared.engine.step import (
     KvWork,
     NewSlot,
     PrefillChunk,
-    SlotBlocks,
     SlotInput,
     StepPlan,
+    TableEntries,
     Withdraw,
 )
 
@@ -112,7 +112,7 @@ class PlanDraft:
 
     freed: list[int] = field(default_factory=list)
     new_slots: list[NewSlot] = field(default_factory=list)
-    blocks: list[SlotBlocks] = field(default_factory=list)
+    blocks: TableEntries = field(default_factory=TableEntries)
     copies: dict[int, int] = field(default_factory=dict)  # target -> source
     inputs: list[SlotInput] = field(default_factory=list)
     kv: list[KvWork] = field(default_factory=list)
@@ -124,7 +124,7 @@ class PlanDraft:
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:
         """Note the blocks of a sequence from entry `first` on."""
-        self.blocks.append(SlotBlocks(slot_of(sequence), first, sequence.block_ids[first:]))
+        self.blocks.add(slot_of(sequence), first, sequence.block_ids[first:])
 
     def put_input(self, sequence: Sequence, position: int) -> None:
         """Note the token of a row that no step has left in its slot."""
@@ -145,7 +145,7 @@ class PlanDraft:
         """Note that a slot's owner is gone, and drop what the draft has for it."""
         self.freed.append(slot)
         self.new_slots = [new for new in self.new_slots if new.slot != slot]
-        self.blocks = [more for more in self.blocks if more.slot != slot]
+        self.blocks = self.blocks.without(slot)
         self.inputs = [put for put in self.inputs if put.slot != slot]
 
     def expect(self, sequence: Sequence, block_size: int) -> None:

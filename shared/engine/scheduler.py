@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
 from pagewire.shared.engine.sequence import Sequence, slot_of
 from pagewire.shared.engine.sequence_table import SequenceTable
-from pagewire.shared.engine.step import SlotBlocks
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.request import RequestStatus
 
@@ -103,9 +102,12 @@ class Scheduler(SequenceTable):
     def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
         """Give each row the one block that it lacks; quickly."""
         decision.touched += growing
-        add = self._draft.blocks.append
-        for sequence, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
-            add(SlotBlocks(slot_of(sequence), len(sequence.block_ids), [block]))
+        blocks = self.pool.allocate(len(growing))
+        entries = self._draft.blocks
+        entries.slots.extend([slot_of(sequence) for sequence in growing])
+        entries.positions.extend([len(sequence.block_ids) for sequence in growing])
+        entries.block_ids.extend(blocks)
+        for sequence, block in zip(growing, blocks, strict=True):
             sequence.block_ids.append(block)
 
     def _enter_rows(self, decision: Schedule) -> list[Sequence]:
@@ -174,10 +176,7 @@ class Scheduler(SequenceTable):
             if part.samples:
                 self._let_decode(part.sequence)
         parts = [part.sequence for part in (*decision.entries, *decision.chunks)]
-        for sequence in (*attended, *parts):
-            if sequence.decodes_from_slot:
-                capacity = len(sequence.block_ids) * self.block_size
-                self._decoding.attend(sequence, min(capacity, sequence.run_until - 1))
+        self._decoding.mark((*attended, *parts), self.block_size)
         for sequence in parts:
             if sequence.prefill_only:
                 self._draft.export(sequence, self.block_size)

@@ -77,6 +77,10 @@ class Sequence:
     def num_computed_tokens(self, number: int) -> None:
         self._computed = number if self._steps is None else number - self._steps.number
 
+    def step_of(self, position: int) -> int:
+        """Return the number of the step that runs a position, while the sequence follows steps."""
+        return position - self._computed
+
     def follow(self, steps: StepCount | None) -> None:
         """Have each of these steps count as a computed token from now on; None to end that."""
         computed = self.num_computed_tokens

@@ -14,7 +14,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.executor import PendingStep
 from pagewire.shared.engine.recording import Recorder, replay
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, SlotBlocks, StepPlan, Supply
+from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import ResolvedSampling
@@ -124,7 +124,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     plan = StepPlan(
         number=1,
         new_slots=slots,
-        blocks=[SlotBlocks(0, 0, [3]), SlotBlocks(1, 0, [5])],
+        blocks=TableEntries([0, 1], [0, 0], [3, 5]),
         chunks=[PrefillChunk(slot, 0, PROMPTS[5][:12], samples=True) for slot in (0, 1)],
     )
     free = runner.execute(plan).wait().tokens

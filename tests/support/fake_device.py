@@ -275,10 +275,13 @@ class FakeDevice:
             self._slots[new.slot] = FakeSlot(new.sampling.seed or 0)
             if new.slot not in running:
                 self.prepared.append(new.slot)
-        for more in plan.blocks:
-            table = self._slots[more.slot].table
-            assert len(table) == more.first and more.block_ids
-            table += more.block_ids
+        entries = plan.blocks
+        for slot, position, block in zip(
+            entries.slots, entries.positions, entries.block_ids, strict=True
+        ):
+            table = self._slots[slot].table
+            assert len(table) == position
+            table.append(block)
         for put in plan.inputs:
             assert put.slot in plan.decodes
             owned = self._slots[put.slot]

@@ -9,9 +9,9 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import (
     NewSlot,
     PrefillChunk,
-    SlotBlocks,
     StepPlan,
     Supply,
+    TableEntries,
 )
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import ResolvedSampling
@@ -132,7 +132,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     plan = StepPlan(
         number=1,
         new_slots=[NewSlot(0, ResolvedSampling(seed=0)), NewSlot(1, ResolvedSampling(seed=0))],
-        blocks=[SlotBlocks(0, 0, [0]), SlotBlocks(1, 0, [1])],
+        blocks=TableEntries([0, 1], [0, 0], [0, 1]),
         chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
         awaits_supply=True,
     )
