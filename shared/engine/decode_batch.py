@@ -38,16 +38,30 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """The sequences that run in every step, in the order in which they joined."""
+    """The sequences that run in every step, in the order in which they joined.
 
+    They get blocks at every `stride`-th step, those that they need until the next such step: many
+    at once cost the host less than a few at each step.
+    """
+
+    block_size: int
+    stride: int = field(init=False)
     _steps: StepCount = field(default_factory=StepCount)
     _members: dict[Sequence, None] = field(default_factory=dict)
     _stops: Counter[frozenset[int]] = field(default_factory=Counter)
     _calendar: dict[int, dict[Sequence, None]] = field(default_factory=dict)
     _rows: DecodeRows | None = None  # None after a change
 
+    def __post_init__(self) -> None:
+        self.stride = max(1, self.block_size // 4)
+
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many steps are to run with the blocks that are given out now."""
+        return self.stride - self._steps.number % self.stride
 
     @property
     def rows(self) -> DecodeRows:
@@ -86,18 +100,20 @@ class DecodeBatch:
         marked = self._calendar.get(self._steps.number, ())
         return [sequence for sequence in marked if sequence in self._members]
 
-    def mark(self, sequences: Iterable[Sequence], block_size: int) -> None:
-        """Have members be due before the step that leaves their blocks, and before their last one.
+    def mark(self, sequences: Iterable[Sequence]) -> None:
+        """Have members be due when they need a block, and before their last step.
 
         What one was marked for earlier stays: a member that is due too early is marked again.
         """
         members, calendar, now = self._members, self._calendar, self._steps.number
+        block_size, stride = self.block_size, self.stride
         for sequence in sequences:
             if sequence in members:
-                position = len(sequence.block_ids) * block_size
-                if position >= sequence.run_until:
-                    position = sequence.run_until - 1
-                number = sequence.step_of(position)
+                number = sequence.step_of(len(sequence.block_ids) * block_size)
+                number -= number % stride
+                last = sequence.step_of(sequence.run_until - 1)
+                if number > last:
+                    number = last
                 calendar.setdefault(number if number > now else now, {})[sequence] = None
 
     def advance(self) -> None:

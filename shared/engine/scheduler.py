@@ -82,14 +82,16 @@ class Scheduler(SequenceTable):
         """
         due = self._decoding.due()
         growing: list[Sequence] = []
+        ahead, size = self._decoding.num_ahead, self.block_size
         for sequence in due:
-            start = sequence.num_computed_tokens
-            if start >= sequence.run_until:
+            start, end = sequence.num_computed_tokens, sequence.run_until
+            if start >= end:
                 self._decoding.leave(sequence)  # its last token is in flight
                 continue
-            if start == sequence.run_until - 1:
+            if start == end - 1:
                 decision.last.append(sequence)
-            if start >= len(sequence.block_ids) * self.block_size:
+            capacity = len(sequence.block_ids) * size
+            if capacity < end and capacity < start + ahead:
                 growing.append(sequence)
         if len(growing) <= self.pool.num_available:
             self._grow_by_one(growing, decision)
@@ -176,7 +178,7 @@ class Scheduler(SequenceTable):
             if part.samples:
                 self._let_decode(part.sequence)
         parts = [part.sequence for part in (*decision.entries, *decision.chunks)]
-        self._decoding.mark((*attended, *parts), self.block_size)
+        self._decoding.mark((*attended, *parts))
         for sequence in parts:
             if sequence.prefill_only:
                 self._draft.export(sequence, self.block_size)

@@ -48,12 +48,13 @@ class SequenceTable:
     held: dict[str, Sequence] = field(default_factory=dict)
     block_size: int = field(init=False)
     _free_slots: list[int] = field(init=False)
-    _decoding: DecodeBatch = field(default_factory=DecodeBatch)
+    _decoding: DecodeBatch = field(init=False)
     _draft: PlanDraft = field(default_factory=PlanDraft)
     _pinned: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.block_size = self.hasher.block_size
+        self._decoding = DecodeBatch(self.block_size)
         longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self.block_size
         if longest > pool_tokens:
             # Such a sequence would wait for ever for more blocks than there are.

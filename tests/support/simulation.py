@@ -55,7 +55,7 @@ class World:
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     """Engines under pressure: what runs at once needs more blocks than there are."""
-    block_size = draw(st.sampled_from([1, 2, 4]))
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
     num_blocks = draw(st.integers(3, 14))
     capacity = block_size * num_blocks
     return World(
