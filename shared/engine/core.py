@@ -23,7 +23,7 @@ from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
-from pagewire.shared.errors import InvalidRequestError, SchedulingError
+from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
 from pagewire.shared.request import RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -185,8 +185,8 @@ class EngineCore:
 
     def _launch(self, schedule: Schedule, plan: StepPlan) -> StepPlan | None:
         """Launch a plan; returns it, or None if that failed."""
-        now = self.clock()
-        for part in (*schedule.entries, *schedule.chunks):
+        now, parts = self.clock(), (*schedule.entries, *schedule.chunks)
+        for part in parts:
             if part.sequence.first_scheduled_s is None:
                 part.sequence.first_scheduled_s = now
         try:
@@ -199,9 +199,7 @@ class EngineCore:
         if not plan.has_rows:
             return plan  # it has no result
         self.stats.steps += 1
-        self.stats.prompt_tokens_computed += sum(
-            part.num_prompt_tokens for part in (*schedule.entries, *schedule.chunks)
-        )
+        self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
         self._in_flight.append(_Launched(schedule, pending))
         return plan
 
@@ -255,8 +253,9 @@ class EngineCore:
             request_ids = list(compress(request_ids, is_plain))
             token_lists = list(compress(token_lists, is_plain))
             plain_tokens = list(compress(row_tokens, is_plain))
-        for token_ids, token in zip(token_lists, plain_tokens, strict=True):
-            token_ids.append(token)
+        if len(plain_tokens) != len(token_lists):
+            raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
+        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop, and a quick one
         self._plain = request_ids, plain_tokens
         for sequence, token in zip(schedule.sampled, tokens, strict=True) if special else ():
             if sequence in special:
@@ -265,7 +264,7 @@ class EngineCore:
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
     ) -> set[Sequence]:
-        """Return the sequences that a step gave more or less than one token in their midst."""
+        """Return those whose token may be the first or the last, or is of a life that is over."""
         parts = (*schedule.entries, *schedule.chunks)
         special = {*lost, *schedule.last, *(part.sequence for part in parts)}
         rows = schedule.rows

@@ -36,6 +36,9 @@ class DecodeRows:
         return len(self.sequences)
 
 
+NO_ROWS = DecodeRows()
+
+
 @dataclass(slots=True)
 class DecodeBatch:
     """The sequences that run in every step, in the order in which they joined.

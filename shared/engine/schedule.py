@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.decode_batch import DecodeRows
+from pagewire.shared.engine.decode_batch import NO_ROWS, DecodeRows
 from pagewire.shared.engine.sequence import Sequence, slot_of
 from pagewire.shared.engine.step import (
     Expect,
@@ -79,7 +79,7 @@ class Schedule:
     """
 
     plan: StepPlan | None = None
-    rows: DecodeRows = field(default_factory=DecodeRows)
+    rows: DecodeRows = NO_ROWS
     chunks: list[ScheduledTokens] = field(default_factory=list)
     entries: list[ScheduledTokens] = field(default_factory=list)
     last: list[Sequence] = field(default_factory=list)

@@ -130,12 +130,8 @@ class Scheduler(SequenceTable):
         if self._grow(sequence, start + 1, decision):
             self._draft.put_input(sequence, start)
             decision.entries.append(ScheduledTokens(sequence, start, start + 1, samples=True))
-            self._let_decode(sequence)
-
-    def _let_decode(self, sequence: Sequence) -> None:
-        """Let a sequence run in every step: what it runs next lies in its slot by then."""
-        sequence.decodes_from_slot = True
-        self._decoding.join(sequence)
+            sequence.decodes_from_slot = True
+            self._decoding.join(sequence)
 
     def _add_tokens(self, sequence: Sequence, budget: int, decision: Schedule) -> int:
         """Add what a sequence has to run, within the budget; returns the number of tokens."""
@@ -176,7 +172,9 @@ class Scheduler(SequenceTable):
         for part in decision.chunks:
             part.sequence.num_computed_tokens = part.end
             if part.samples:
-                self._let_decode(part.sequence)
+                part.sequence.decodes_from_slot = True
+                if part.end < part.sequence.run_until:
+                    self._decoding.join(part.sequence)
         parts = [part.sequence for part in (*decision.entries, *decision.chunks)]
         self._decoding.mark((*attended, *parts))
         for sequence in parts:
