@@ -81,6 +81,8 @@ class Scheduler(SequenceTable):
             The rows that it looked at.
         """
         due = self._decoding.due()
+        if not due:
+            return []
         growing: list[Sequence] = []
         ahead, size = self._decoding.num_ahead, self.block_size
         for sequence in due:

@@ -41,7 +41,7 @@ class NewSlot(msgspec.Struct, frozen=True):
     sampling: ResolvedSampling
 
 
-class TableEntries(msgspec.Struct, frozen=True):
+class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
     """Entries of block tables that are written, a list for each column.
 
     Attributes:

@@ -83,7 +83,7 @@ def test_a_changed_plan_gives_other_tokens(kept: tuple[list[list[int]], Keeper])
     """So that a plan does say what the tokens depend on."""
     _tokens, keeper = kept
     first = msgspec.msgpack.decode(keeper.record[0], type=StepPlan)
-    other = [msgspec.structs.replace(more, block_ids=more.block_ids[::-1]) for more in first.blocks]
+    other = msgspec.structs.replace(first.blocks, block_ids=first.blocks.block_ids[::-1])
     swapped = [(new.slot + 1) % len(first.new_slots) for new in first.new_slots]
     mixed = [
         msgspec.structs.replace(new, slot=slot)
