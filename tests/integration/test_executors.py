@@ -110,7 +110,7 @@ def pipe() -> Iterator[PipeDevice]:
         yield PipeDevice(process)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)  # the first one waits for the process to start
 @given(world=worlds())
 def test_sequences_end_with_their_own_tokens_over_a_pipe(pipe: PipeDevice, world: World) -> None:
     simulation = Simulation(world, pipe)
