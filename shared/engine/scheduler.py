@@ -106,9 +106,9 @@ class Scheduler(SequenceTable):
     def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
         """Give each row the one block that it lacks; quickly."""
         decision.touched += growing
-        blocks = self.pool.allocate(len(growing))
-        entries = self._draft.blocks
-        entries.slots.extend([slot_of(sequence) for sequence in growing])
+        slots = [slot_of(sequence) for sequence in growing]
+        blocks, entries = self.pool.allocate(len(growing)), self._draft.blocks
+        entries.slots.extend(slots)
         entries.positions.extend([len(sequence.block_ids) for sequence in growing])
         entries.block_ids.extend(blocks)
         for sequence, block in zip(growing, blocks, strict=True):
