@@ -167,8 +167,15 @@ class PlanDraft:
         self.kv.append(Withdraw(sequence.request_id))
 
     def take_back(self, plan: StepPlan) -> None:
-        """Keep for the next plan what one that was not launched had to report."""
+        """Repeat in the next plan what one that failed to launch had to report.
+
+        Its rows' sequences end, and that drops what is theirs; a fork without a row lives on.
+        """
         self.freed[:0] = plan.freed
+        self.new_slots[:0] = plan.new_slots
+        self.blocks[:0] = plan.blocks
+        self.inputs[:0] = plan.inputs
+        self.copies = {target: source for source, target in plan.copies} | self.copies
         self.kv[:0] = [work for work in plan.kv if isinstance(work, Withdraw)]
 
     def plan(self, number: int, decision: Schedule) -> StepPlan | None:
