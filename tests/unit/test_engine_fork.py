@@ -25,6 +25,8 @@ from pagewire.tests.support.engine_turns import (
 )
 from pagewire.tests.support.fake_device import VOCAB, generate, make_core, make_sequence
 
+pytestmark = pytest.mark.usefixtures("each_executor")
+
 
 class Plans:
     """Keeps what is launched."""
