@@ -169,14 +169,13 @@ class PlanDraft:
     def take_back(self, plan: StepPlan) -> None:
         """Repeat in the next plan what one that failed to launch had to report.
 
-        Its rows' sequences end, and that drops what is theirs; a fork without a row lives on.
+        To be called before anything else is noted. The rows' sequences end, and that drops what
+        is theirs; a fork without a row lives on.
         """
-        self.freed[:0] = plan.freed
-        self.new_slots[:0] = plan.new_slots
-        self.blocks[:0] = plan.blocks
-        self.inputs[:0] = plan.inputs
-        self.copies = {target: source for source, target in plan.copies} | self.copies
-        self.kv[:0] = [work for work in plan.kv if isinstance(work, Withdraw)]
+        self.freed, self.new_slots = plan.freed, plan.new_slots
+        self.blocks, self.inputs = plan.blocks, plan.inputs
+        self.copies = {target: source for source, target in plan.copies}
+        self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
 
     def plan(self, number: int, decision: Schedule) -> StepPlan | None:
         """Return the plan of a decision; None if nothing but freed slots is to be reported."""
