@@ -90,11 +90,11 @@ class EngineCore:
         self._enter(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence continue the tokens that are known of a live one.
+        """Let a new sequence continue a live one's tokens: all that are known, or the first ones.
 
         Args:
             parent: a live sequence.
-            child: with the same tokens, and parameters of its own.
+            child: with these tokens, and parameters of its own.
 
         Raises:
             InvalidRequestError, OverloadedError: see `add`.

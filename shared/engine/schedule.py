@@ -169,9 +169,15 @@ class PlanDraft:
         self.kv.append(Withdraw(sequence.request_id))
 
     def take_back(self, plan: StepPlan) -> None:
-        """Keep for the next plan what one that was not launched had to report."""
-        self.freed[:0] = plan.freed
-        self.kv[:0] = [work for work in plan.kv if isinstance(work, Withdraw)]
+        """Repeat in the next plan what one that failed to launch had to report.
+
+        To be called before anything else is noted. The rows' sequences end, and that drops what
+        is theirs; a fork without a row lives on.
+        """
+        self.freed, self.new_slots = plan.freed, plan.new_slots
+        self.blocks, self.inputs = plan.blocks, plan.inputs
+        self.copies = {target: source for source, target in plan.copies}
+        self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
 
     def plan(self, number: int, decision: Schedule) -> StepPlan | None:
         """Return the plan of a decision; None if nothing but freed slots is to be reported."""

@@ -132,20 +132,20 @@ class SequenceTable:
         self.waiting.appendleft(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a second sequence continue what is known of a first one.
+        """Let a second sequence continue a first one's tokens: all that are known, or the first.
 
         It shares the full blocks; the last one, if it is partial, is copied by the next plan. If
         the first one's KV is not there yet, or if there is no room, the second one queues.
 
         Args:
             parent: a live sequence.
-            child: a new one with the same tokens.
+            child: a new one with the same tokens, or the first of them.
 
         Raises:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self.add(child)
-        known = len(parent.token_ids) - 1  # the newest token runs again: it is sampled from
+        known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
         is_there = parent.status is RequestStatus.RUNNING and (
             0 < known <= parent.num_computed_tokens
         )
@@ -158,6 +158,7 @@ class SequenceTable:
             self._draft.copy_block(source, target)
         child.block_hashes = parent.block_hashes[: known // self.block_size]
         child.num_computed_tokens = child.num_cached_tokens = known
+        child.remote_prefill = False  # if it is preempted, it is computed again here
         child.slot = self._free_slots.pop()
         self._draft.add_slot(child)
         child.transition(RequestStatus.RUNNING)

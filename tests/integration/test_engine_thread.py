@@ -31,7 +31,7 @@ from pagewire.tests.support.fake_device import (
     make_sequence,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("each_executor")]
 
 
 @dataclass
@@ -224,6 +224,8 @@ def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
     assert engine.stop(5.0)
 
 
+# Over a pipe there is nothing to pack from: see `PipeDevice`.
+@pytest.mark.parametrize("each_executor", ["here"], indirect=True)
 def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) -> None:
     core, device = make_core(block_size=4)
     pieces: list[StagedPiece] = []
@@ -287,7 +289,7 @@ class StuckPending(FakePending):
 
 @dataclass
 class StuckDevice(FakeDevice):
-    """A device that hangs until it is let go."""
+    """A device that hangs until it is let go; always in this process."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
@@ -329,7 +331,7 @@ def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCapture
     engine.start()
     for number in range(MAX_FAILED_STEPS):
         assert engine.is_running()
-        device.fail_execute = RuntimeError("device lost")
+        device.fail("fail_execute", "device lost")
         engine.submit(partial(EngineCore.add, sequence=make_sequence(f"r{number}", [1])))
         if number < MAX_FAILED_STEPS - 1:
             until(partial(outputs.has_ended, f"r{number}"))

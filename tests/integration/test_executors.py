@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.build import new_sequence
@@ -18,8 +17,7 @@ from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply,
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import ResolvedSampling
-from pagewire.tests.support.executor_pipe import PipeDevice, PipeExecutor, executor_process
-from pagewire.tests.support.simulation import Simulation, World, worlds
+from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 
 PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
 GREEDY = ResolvedSampling(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -96,26 +94,11 @@ def test_a_changed_plan_gives_other_tokens(kept: tuple[list[list[int]], Keeper])
 
 
 def test_model_in_another_process_gives_the_same_tokens(
-    kept: tuple[list[list[int]], Keeper],
+    kept: tuple[list[list[int]], Keeper], other_process: Pipe
 ) -> None:
     llm = make_llm()
-    with executor_process(**TIGHT) as process:
-        llm.engine.core.executor = PipeExecutor(process)
-        assert tokens_of(llm) == kept[0]
-
-
-@pytest.fixture(scope="module")
-def pipe() -> Iterator[PipeDevice]:
-    with executor_process() as process:
-        yield PipeDevice(process)
-
-
-@settings(max_examples=60, deadline=None)  # the first one waits for the process to start
-@given(world=worlds())
-def test_sequences_end_with_their_own_tokens_over_a_pipe(pipe: PipeDevice, world: World) -> None:
-    simulation = Simulation(world, pipe)
-    simulation.run()
-    simulation.check_ends()
+    llm.engine.core.executor = PipeExecutor.like(llm, other_process)
+    assert tokens_of(llm) == kept[0]
 
 
 def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:

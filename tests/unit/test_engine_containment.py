@@ -12,6 +12,8 @@ from pagewire.shared.kv_cache.block_hash import BlockHash
 from pagewire.tests.support.engine_turns import BOTH, LIMIT, assert_idle, drain, ends_of, tokens_of
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
+pytestmark = pytest.mark.usefixtures("each_executor")
+
 
 class FailingHook:
     """Fails at some plans."""

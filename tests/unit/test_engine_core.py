@@ -18,6 +18,8 @@ from pagewire.tests.support.engine_turns import (
 )
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
+pytestmark = pytest.mark.usefixtures("each_executor")
+
 # Blocks from another worker
 
 

@@ -25,6 +25,8 @@ from pagewire.tests.support.engine_turns import (
 )
 from pagewire.tests.support.fake_device import VOCAB, generate, make_core, make_sequence
 
+pytestmark = pytest.mark.usefixtures("each_executor")
+
 
 class Plans:
     """Keeps what is launched."""
@@ -69,6 +71,23 @@ def test_fork_shares_full_blocks_and_copies_the_last(overlap: bool, length: int)
     assert sum(len(plan.copies) for plan in plans.all) == num_copies
     assert tokens_of(outputs, "child") == wanted
     assert parent.token_ids[length:] == expected
+    assert max(tokens for tokens, _ in device.batches) == length  # nothing is computed twice
+    assert_idle(core)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [5, 8, 9])
+def test_fork_of_the_prompt_samples_a_first_token_of_its_own(overlap: bool, length: int) -> None:
+    core, device = make_core(overlap=overlap, caching=False)
+    parent = make_sequence("parent", [1] * length, max_tokens=12)
+    child = make_sequence("child", [1] * length, seed=1, max_tokens=12, remote_prefill=True)
+    expected = generate(parent, LIMIT), generate(child, LIMIT)
+    core.add(parent)
+    while len(parent.token_ids) < length + 3:
+        core.step()
+    core.fork(parent, child)
+    outputs = drain(core)
+    assert (parent.token_ids[length:], tokens_of(outputs, "child")) == expected
     assert max(tokens for tokens, _ in device.batches) == length  # nothing is computed twice
     assert_idle(core)
 

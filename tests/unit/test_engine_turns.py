@@ -17,6 +17,8 @@ from pagewire.tests.support.engine_turns import (
 )
 from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
 
+pytestmark = pytest.mark.usefixtures("each_executor")
+
 # The order of a turn
 
 
