@@ -32,13 +32,14 @@ import torch
 from pagewire.kernels import load_ops
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.host_bench import NoModel
 from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.receiver import Completion, KvReceiver, ReceiverLink
 from pagewire.shared.kv.sender import KvSender
@@ -112,7 +113,7 @@ class Engine:
         """Bytes of a block over all layers."""
         return self.runner.mover.parts.block_bytes
 
-    def _on_outputs(self, outputs: list[StepOutput]) -> None:
+    def _on_outputs(self, outputs: StepOutputs) -> None:
         """Tokens of sequences that step, and first tokens."""
 
     def endpoint(self, carrier: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.remote_prefill import RemotePrefills
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import (
@@ -193,10 +194,15 @@ class DecodeService:
         )
         self._post_outputs(request.peer_id, [output])
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take a step's outputs and post them, one message a router."""
         by_peer: defaultdict[str, list[TokenOutput]] = defaultdict(list)
-        for output in outputs:
+        for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            request = self._requests.get(engine_id)
+            if request is not None:
+                token_output = TokenOutput(request_id=request.message.request_id, token_ids=[token])
+                by_peer[request.peer_id].append(token_output)
+        for output in outputs.others:
             request = self._requests.get(output.request_id)
             if request is not None:
                 by_peer[request.peer_id].append(self._token_output(request, output))

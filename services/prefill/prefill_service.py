@@ -14,7 +14,8 @@ import logging
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
 from pagewire.shared.kv.sender import KvSender, SenderLink
 from pagewire.shared.protocol import (
@@ -123,7 +124,7 @@ class PrefillService:
         if link is not None:
             self._engine.submit(lambda _core: self._sender.cancel(job_id, link), admitted=True)
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take first tokens, or the news that there will be none."""
         for output in outputs:
             peer_id = self._jobs.get(output.request_id)

@@ -25,7 +25,7 @@ from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
-from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.kv.sender import KvSender
@@ -100,7 +100,7 @@ class Service(Protocol):
         """Free what a peer owned."""
         ...
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take a step's outputs."""
         ...
 
@@ -363,7 +363,7 @@ class WorkerRuntime:
         if self._service is not None:
             self._service.on_peer_lost(peer_id)
 
-    def _on_outputs(self, outputs: list[StepOutput]) -> None:
+    def _on_outputs(self, outputs: StepOutputs) -> None:
         if self._service is not None:
             self._service.on_outputs(outputs)
 
