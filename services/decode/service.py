@@ -22,7 +22,6 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
@@ -45,21 +44,20 @@ class DecodeService:
     Args:
         runtime: of this worker.
         engine: that answers them.
-        receiver: of the blocks that prefill workers compute.
+        jobs: that prefill workers do for it.
     """
 
     def __init__(
-        self, runtime: WorkerRuntime, engine: EngineHandle, receiver: KvReceiver | None = None
+        self, runtime: WorkerRuntime, engine: EngineHandle, jobs: RemoteJobs | None = None
     ) -> None:
         self._runtime, self._engine = runtime, engine
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
         self._remote: RemoteJobs | RemotePrefills
-        if receiver is not None:
-            self._remote = RemoteJobs(
-                runtime, engine, receiver, self._requests.get, self._on_first_token
-            )
+        if jobs is not None:
+            self._remote = jobs
+            jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
         else:
             self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
         runtime.transfer_metrics.show_local_prefills()

@@ -14,6 +14,7 @@ from pagewire.shared.kv.sender import KvSender, SenderLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome, clip_text
 from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class DecodeLinks:
         engine: its thread uses the links.
         sender: of this worker.
         post: sends a control message to a connection.
+        tasks: in which links are opened.
         timeout_s: for a link to be opened.
     """
 
@@ -33,10 +35,11 @@ class DecodeLinks:
         engine: EngineHandle,
         sender: KvSender,
         post: Callable[[str, ControlMessage], object],
+        tasks: TaskSet,
         timeout_s: float,
     ) -> None:
         self._engine, self._sender, self._post = engine, sender, post
-        self._timeout_s = timeout_s
+        self._tasks, self._timeout_s = tasks, timeout_s
         self._hellos: dict[str, LinkHello] = {}
         self._links: dict[str, SenderLink] = {}
         self._complaints = Complaints(logger)
@@ -46,8 +49,11 @@ class DecodeLinks:
         """Return the link of a connection, if one is open."""
         return self._links.get(peer_id)
 
-    async def open(self, peer_id: str, hello: LinkHello) -> None:
-        """Open the link that a decode worker asks for, and answer it."""
+    def open(self, peer_id: str, hello: LinkHello) -> None:
+        """Open the link that a decode worker asks for, and answer it, in the background."""
+        self._tasks.spawn(self._open(peer_id, hello), f"KV link to {hello.worker_id}")
+
+    async def _open(self, peer_id: str, hello: LinkHello) -> None:
         self.close(peer_id)  # of an earlier attempt over this connection
         self._hellos[peer_id] = hello
         try:
