@@ -184,6 +184,7 @@ class PrefillLinks:
         async with asyncio.timeout(timeout_s):
             welcome = await link.welcome
         if welcome.error is not None:
+            self._unfit.pop(card.worker_id, None)  # it may be reached only by what was left out
             raise TransferError(welcome.error)
         kv = link.kv
         if kv is None:

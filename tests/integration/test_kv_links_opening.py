@@ -10,7 +10,7 @@ import pytest
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
-from pagewire.tests.support.kv_carriers import ShakyCarrier, Trouble
+from pagewire.tests.support.kv_carriers import AbsentCarrier, ShakyCarrier, Trouble
 from pagewire.tests.support.kv_router import router_of
 from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
 
@@ -229,3 +229,22 @@ def test_closing_ends_attempts_too() -> None:
             await eventually(lambda: mute.lost)
 
     run_async(scenario(), timeout=SOON_S + 5)
+
+
+@pytest.mark.parametrize("others", [(), (AbsentCarrier,)], ids=["only one", "the only common one"])
+def test_a_carrier_that_failed_for_a_while_is_tried_again(
+    others: tuple[type[AbsentCarrier], ...],
+) -> None:
+    ShakyCarrier.trouble = "corrupt"
+
+    async def scenario() -> None:
+        async with (
+            prefill_worker(carriers=(ShakyCarrier,)) as p,
+            decode_worker(carriers=(*others, ShakyCarrier)) as d,
+        ):
+            d.cards = [p.card()]
+            await eventually(lambda: ShakyCarrier.num_tried > 1)
+            ShakyCarrier.trouble = None
+            await d.link_to(p)
+
+    run_async(scenario())
