@@ -46,11 +46,11 @@ class PrefillLink:
             return False
         return True
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: PagewireError) -> None:
         """End the wait for an answer."""
         for future in (self.welcome, self.tested):
             if not future.done():
-                future.set_exception(TransferError(reason))
+                future.set_exception(error)
                 future.exception()  # mark it as seen: nobody may be waiting
 
 
@@ -227,7 +227,7 @@ class PrefillLinks:
                 self.on_message(link, message)
 
         def on_lost(reason: str) -> None:
-            link.fail(reason)
+            link.fail(ChannelError(reason))
             self._lose(link, reason)
 
         client = ControlClient(
@@ -250,7 +250,7 @@ class PrefillLinks:
         if not link.welcome.done():
             link.welcome.set_result(message)
         elif message.error is not None:
-            link.fail(message.error)
+            link.fail(TransferError(message.error))
             self._lose(link, message.error)
 
     def _on_tested(self, kv: ReceiverLink) -> None:
@@ -261,7 +261,7 @@ class PrefillLinks:
     def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
         for link in [*self._opening, *self._links.values()]:
             if link.kv is kv:
-                link.fail(reason)
+                link.fail(TransferError(reason))
                 self._lose(link, reason)
 
     def _leave_out(self, card: WorkerCard, carrier: str) -> None:

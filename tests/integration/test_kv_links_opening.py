@@ -248,3 +248,18 @@ def test_a_carrier_that_failed_for_a_while_is_tried_again(
             await d.link_to(p)
 
     run_async(scenario())
+
+
+def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
+    async def scenario() -> None:
+        async with decode_worker(carriers=(ShakyCarrier, ZmqCarrier)) as d:
+            for _ in range(2):
+                async with prefill_by_hand() as by_hand:
+                    d.cards = [by_hand.card()]
+                    await eventually(lambda: by_hand.hellos)
+                    with kv_link_by_hand(by_hand.hellos[0][1]) as link:
+                        by_hand.welcome("shaky")
+                        await link.granted()  # and nothing is sent
+                assert list(by_hand.hellos[0][1].carriers) == ["shaky", "zmq"]
+
+    run_async(scenario())
