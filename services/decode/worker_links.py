@@ -28,6 +28,7 @@ class PrefillLink:
         welcome: its answer to our `LinkHello`.
         kv: the link that its blocks come by, once it has been offered.
         tested: whether blocks come by it.
+        failure: why it has ended, if it has.
     """
 
     worker_id: str
@@ -36,6 +37,7 @@ class PrefillLink:
     welcome: asyncio.Future[LinkWelcome]
     tested: asyncio.Future[None]
     kv: ReceiverLink | None = None
+    failure: PagewireError | None = None
 
     def post(self, message: ControlMessage) -> bool:
         """Queue a message; False if the connection is gone."""
@@ -47,7 +49,8 @@ class PrefillLink:
         return True
 
     def fail(self, error: PagewireError) -> None:
-        """End the wait for an answer."""
+        """Note the link's end, and end the wait for an answer."""
+        self.failure = error
         for future in (self.welcome, self.tested):
             if not future.done():
                 future.set_exception(error)
@@ -159,6 +162,8 @@ class PrefillLinks:
         self._opening.add(link)
         try:
             await self._open(card, link)
+            if link.failure is not None:  # since it was tested
+                raise link.failure
         except (PagewireError, TimeoutError) as exc:
             text = f"no link to {card.worker_id} at {card.endpoint}: {exc or 'no answer'}"
             self._complaints.say(card.worker_id, card.epoch, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -261,5 +262,23 @@ def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
                         by_hand.welcome("shaky")
                         await link.granted()  # and nothing is sent
                 assert list(by_hand.hellos[0][1].carriers) == ["shaky", "zmq"]
+
+    run_async(scenario())
+
+
+def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as by_hand, decode_worker() as d:
+            d.cards = [by_hand.card()]
+            await eventually(lambda: by_hand.hellos)
+            with kv_link_by_hand(by_hand.hellos[0][1]) as link:
+                by_hand.welcome()
+                await link.granted()
+                # From here on the loop does not run: it hears of the test and of the end at once.
+                link.pass_test()
+                link.break_rules()
+                time.sleep(0.2)
+                await eventually(lambda: len(by_hand.hellos) > 1)
+            assert not d.is_linked()
 
     run_async(scenario())
