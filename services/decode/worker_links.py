@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
-from pagewire.shared.kv.receiver import KvReceiver, ReceiverLink
+from pagewire.shared.kv.receiver import KvReceiver, LinkOffer, ReceiverLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome
 from pagewire.shared.registry import WorkerCard
@@ -208,9 +209,13 @@ class PrefillLinks:
     async def _hello(self, link: PrefillLink, timeout_s: float) -> LinkHello:
         unfit = self._unfit.get(link.worker_id)
         without = unfit.carriers if unfit is not None and unfit.epoch == link.epoch else ()
-        link.kv, offer = await self._engine.call(
-            lambda _core: self._receiver.offer(link.worker_id, without), timeout_s
-        )
+
+        def make_offer(_core: EngineCore) -> LinkOffer:
+            # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
+            link.kv, offer = self._receiver.offer(link.worker_id, without)
+            return offer
+
+        offer = await self._engine.call(make_offer, timeout_s)
         return LinkHello(
             worker_id=self._identity.worker_id,
             epoch=self._identity.epoch,
@@ -289,9 +294,12 @@ class PrefillLinks:
 
     def _end(self, link: PrefillLink) -> None:
         link.client.close()
-        kv = link.kv
-        if kv is not None:
-            self._engine.submit(lambda _core: self._receiver.close(kv), admitted=True)
+
+        def close(_core: EngineCore) -> None:
+            if link.kv is not None:
+                self._receiver.close(link.kv)
+
+        self._engine.submit(close, admitted=True)
 
     def close(self) -> None:
         """Close all connections, give up attempts at more."""
