@@ -277,7 +277,7 @@ def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
                 # From here on the loop does not run: it hears of the test and of the end at once.
                 link.pass_test()
                 link.break_rules()
-                time.sleep(0.2)
+                time.sleep(0.2)  # noqa: ASYNC251 - see above
                 await eventually(lambda: len(by_hand.hellos) > 1)
             assert not d.is_linked()
 

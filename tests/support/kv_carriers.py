@@ -38,6 +38,10 @@ class _ShakyOutbound:
     def __init__(self, inner: Outbound) -> None:
         self._inner = inner
 
+    @property
+    def reply(self) -> bytes:
+        return self._inner.reply
+
     def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
         ShakyCarrier.num_tried += 1
         if ShakyCarrier.trouble is not None:

@@ -23,8 +23,9 @@ from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.prefill_service import PrefillService
 from pagewire.shared.channel import ClusterKeys, ControlServer
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
@@ -117,7 +118,7 @@ class Worker:
 
         return call
 
-    def _on_outputs(self, outputs: list[StepOutput]) -> None:
+    def _on_outputs(self, outputs: StepOutputs) -> None:
         self.service.on_outputs(outputs)
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
