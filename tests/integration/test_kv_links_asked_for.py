@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,7 +14,7 @@ from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import decode_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
-from pagewire.tests.support.kv_services import LAYOUT, decode_worker, prefill_worker
+from pagewire.tests.support.kv_services import LAYOUT, Times, decode_worker, prefill_worker
 
 SMALLEST = BlockParts.of_layout(LAYOUT).packed_bytes(1)
 
@@ -154,3 +155,19 @@ def test_one_prefill_worker_more_than_fits_is_refused_by_name(
     run_async(scenario())
     [said] = [r.message for r in caplog.records if "no link to prefill-8" in r.message]
     assert "8 KV links are open" in said and "PAGEWIRE_STAGING_SLOTS" in said
+
+
+def test_a_busy_engine_leaves_no_link_that_nobody_waits_for() -> None:
+    async def scenario() -> None:
+        release = threading.Event()
+        async with prefill_worker(times=Times(transfer_s=0.2)) as p, decode_by_hand(p) as decode:
+            p.engine.submit(lambda _core: release.wait(20) and None)
+            try:
+                welcome = await decode.say_hello()
+                assert "the engine is busy" in (welcome.error or "")
+            finally:
+                release.set()
+            await p.engine.call(lambda _core: None, 5)
+            assert not p.sender.num_links
+
+    run_async(scenario())
