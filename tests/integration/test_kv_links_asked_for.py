@@ -171,3 +171,25 @@ def test_a_busy_engine_leaves_no_link_that_nobody_waits_for() -> None:
             assert not p.sender.num_links
 
     run_async(scenario())
+
+
+def test_a_link_is_tested_although_another_ones_segments_fill_the_senders_staging() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker(slots=1) as p,
+            decode_worker("decode-0") as first,
+            decode_worker("decode-1") as second,
+            router_of(first) as router,
+        ):
+            await first.link_to(p)
+            p.device.has_moved = False
+            router.generate()
+            await eventually(lambda: not p.staging.num_free)
+            second.cards = [p.card()]
+            await eventually(lambda: p.sender.num_links == 2)
+            await asyncio.sleep(0.2)  # the new link gets its credits
+            p.device.has_moved = True
+            await eventually(lambda: second.is_linked())
+            await router.answer()
+
+    run_async(scenario())
