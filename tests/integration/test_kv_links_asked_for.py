@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -159,14 +158,10 @@ def test_one_prefill_worker_more_than_fits_is_refused_by_name(
 
 def test_a_busy_engine_leaves_no_link_that_nobody_waits_for() -> None:
     async def scenario() -> None:
-        release = threading.Event()
         async with prefill_worker(times=Times(transfer_s=0.2)) as p, decode_by_hand(p) as decode:
-            p.engine.submit(lambda _core: release.wait(20) and None)
-            try:
+            with p.stuck():
                 welcome = await decode.say_hello()
                 assert "the engine is busy" in (welcome.error or "")
-            finally:
-                release.set()
             await p.engine.call(lambda _core: None, 5)
             assert not p.sender.num_links
 

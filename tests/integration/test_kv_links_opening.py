@@ -287,18 +287,11 @@ def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
 def test_a_busy_engine_leaves_no_link_of_an_attempt_that_was_given_up() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as mute, decode_worker(times=IMPATIENT) as d:
-            release = asyncio.Event()
-
-            def block(_core: object) -> None:
-                while not release.is_set():
-                    time.sleep(0.01)
-
-            d.engine.submit(block)
-            d.cards = [mute.card()]
-            await asyncio.sleep(2 * IMPATIENT.transfer_s)
-            d.cards = []
-            await asyncio.sleep(2 * IMPATIENT.transfer_s)
-            release.set()
+            with d.stuck():
+                d.cards = [mute.card()]
+                await asyncio.sleep(2 * IMPATIENT.transfer_s)
+                d.cards = []
+                await asyncio.sleep(2 * IMPATIENT.transfer_s)
             await d.engine.call(lambda _core: None, 5)
             await eventually(lambda: not d.receiver.num_links)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -57,6 +58,7 @@ LAYOUT = msgspec.structs.replace(
 )
 BLOCKS_PER_SLOT = 2
 
+T = TypeVar("T")
 MakeCarrier = Callable[[Staging, BlockMoves], Carrier]
 
 
@@ -77,6 +79,7 @@ class Worker:
     Attributes:
         service: its messages and outputs go there.
         is_draining: as after SIGTERM.
+        received: messages with the connections that they came over.
         must_be_idle: at its end all that it owns is to be free, and all links closed.
     """
 
@@ -91,6 +94,7 @@ class Worker:
     endpoint: str = ""
     is_draining: bool = False
     must_be_idle: bool = True
+    received: list[tuple[str, ControlMessage]] = field(default_factory=list)
     tasks: TaskSet = field(default_factory=TaskSet)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     engine: EngineHandle = field(init=False)
@@ -123,6 +127,7 @@ class Worker:
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
         """Have the service take a message."""
+        self.received.append((peer_id, message))
         self.service.on_message(peer_id, message)
 
     def on_peer_lost(self, peer_id: str) -> None:
@@ -133,6 +138,26 @@ class Worker:
     def used_blocks(self) -> int:
         """Blocks that sequences hold, as the engine last said."""
         return self.engine.thread.snapshot.blocks.used
+
+    def taken(self, kind: type[T]) -> list[T]:
+        """Messages of one type that have come."""
+        return [message for _, message in self.received if isinstance(message, kind)]
+
+    @contextlib.contextmanager
+    def stuck(self) -> Iterator[None]:
+        """Have the engine's thread do nothing."""
+        entered, release = threading.Event(), threading.Event()
+
+        def wait(_core: EngineCore) -> None:
+            entered.set()
+            release.wait(30)
+
+        self.engine.submit(wait, admitted=True)
+        assert entered.wait(5)
+        try:
+            yield
+        finally:
+            release.set()
 
     def metric(self, name: str, **labels: str) -> float | None:
         """The value of a sample in `/metrics`; None if it is not there."""
