@@ -166,10 +166,11 @@ class DecodeService:
 
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
-            self._remote.cancel(request)
             self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
+        """Void a request's job, if it has one; returns whether the request was known."""
+        self._remote.cancel(request)
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known

@@ -394,3 +394,21 @@ def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
                 assert router.prefilled_by("other") == "p"
 
     run_async(scenario())
+
+
+def test_a_request_whose_step_fails_ends_its_job_at_the_prefill_worker() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            p.device.has_run = False
+            with d.stuck():
+                router.generate("local", workers=())
+                router.generate("remote", prompt_of(9))
+                await eventually(lambda: d.service.num_active == 2)
+                d.device.fail_wait = RuntimeError("a step fails")
+            await eventually(lambda: router.outputs["remote"])
+            assert router.outputs["remote"][0].finish_reason == "error"
+            await eventually(lambda: p.taken(CancelPrefill))
+            p.device.has_run = True
+
+    run_async(scenario())
