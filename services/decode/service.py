@@ -22,7 +22,6 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
@@ -45,21 +44,20 @@ class DecodeService:
     Args:
         runtime: of this worker.
         engine: that answers them.
-        receiver: of the blocks that prefill workers compute.
+        jobs: that prefill workers do for it.
     """
 
     def __init__(
-        self, runtime: WorkerRuntime, engine: EngineHandle, receiver: KvReceiver | None = None
+        self, runtime: WorkerRuntime, engine: EngineHandle, jobs: RemoteJobs | None = None
     ) -> None:
         self._runtime, self._engine = runtime, engine
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
         self._remote: RemoteJobs | RemotePrefills
-        if receiver is not None:
-            self._remote = RemoteJobs(
-                runtime, engine, receiver, self._requests.get, self._on_first_token
-            )
+        if jobs is not None:
+            self._remote = jobs
+            jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
         else:
             self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
         runtime.transfer_metrics.show_local_prefills()
@@ -168,10 +166,11 @@ class DecodeService:
 
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
-            self._remote.cancel(request)
             self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
+        """Void a request's job, if it has one; returns whether the request was known."""
+        self._remote.cancel(request)
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.prefill_service import PrefillService
 from pagewire.services.prefill.service import PrefillService as PiecePrefillService
 from pagewire.shared.config import WorkerSettings
@@ -18,7 +19,16 @@ def run(settings: WorkerSettings) -> int:
 
     def make(runtime: WorkerRuntime) -> Service:
         if isinstance(runtime.kv, KvSender):
-            return PrefillService(runtime, runtime.engine_handle, runtime.kv)
+            return _make_service(runtime, runtime.kv)
         return PiecePrefillService(runtime, runtime.engine_handle)
 
     return run_worker(settings, "prefill", make)
+
+
+def _make_service(runtime: WorkerRuntime, sender: KvSender) -> PrefillService:
+    """Compose the service from a worker's parts."""
+    engine, post = runtime.engine_handle, runtime.server.post
+    links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
+    return PrefillService(
+        runtime.identity, engine, sender, links, post, lambda: runtime.is_draining
+    )

@@ -314,6 +314,8 @@ class KvSender:
         self._free_sent()
         if self._may_pack:
             self._may_pack = False
+            for link in list(self.links):
+                self._test(link)
             for job in list(self._jobs.values()):
                 while self.staging.num_free and job.link.credits.idle and self._pack(job):
                     pass
@@ -326,6 +328,17 @@ class KvSender:
                 self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
 
     # A segment leaves
+
+    def _test(self, link: SenderLink) -> None:
+        """Launch the first segment of a new link, once there is a slot and a credit for it."""
+        if link.is_tested or not (self.staging.num_free and link.credits.idle):
+            return
+        link.is_tested = True
+        nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+        try:
+            self._launch(link, None, _NO_CUT, nbytes, [], 0)
+        except TransferError as exc:
+            self._lose(link, str(exc))
 
     def _pack(self, job: _Job) -> bool:
         """Launch the packing of a job's next segment; returns whether there was one."""
@@ -441,10 +454,6 @@ class KvSender:
         if isinstance(message, Grant):
             link.credits.grant(message.credits)
             self._may_pack = True
-            if not link.is_tested and self.staging.num_free and link.credits.idle:
-                link.is_tested = True
-                nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
-                self._launch(link, None, _NO_CUT, nbytes, [], 0)
         elif isinstance(message, Ack):
             self._on_ack(link, message)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from importlib.util import find_spec
 
@@ -68,7 +67,7 @@ async def open_endpoint(
     Raises:
         ConfigError: a carrier is not to be had, or this machine does not have the host's address.
     """
-    stack.push_async_callback(asyncio.to_thread, sockets.close)
+    stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
     watch = FdWatch(engine.thread.watch, engine.thread.unwatch)
     carriers: dict[str, Carrier] = {}
     for name in carriers_to_open(settings, staging.memory.device):

@@ -51,6 +51,7 @@ from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import TransportFaults, WorkerFaults
+from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector
 from pagewire.shared.worker.metrics import (
@@ -151,6 +152,11 @@ class WorkerRuntime:
         """
         on_gpu = self.built.device.type == "cuda"
         return Vigil(self.engine, self.tasks, is_needed if on_gpu else lambda: False)
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """This life of this worker, from `_open` on."""
+        return WorkerIdentity(self.worker_id, self.epoch)
 
     @property
     def engine_handle(self) -> EngineHandle:
