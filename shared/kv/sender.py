@@ -315,7 +315,7 @@ class KvSender:
         if self._may_pack:
             self._may_pack = False
             for job in list(self._jobs.values()):
-                while self.staging.num_free and job.link.credits.idle and self._pack(job):
+                while self._has_room(job.link) and self._pack(job):
                     pass
 
     def _check_deadlines(self) -> None:
@@ -327,8 +327,21 @@ class KvSender:
 
     # A segment leaves
 
+    def _has_room(self, link: SenderLink) -> bool:
+        """Whether there is a slot and a credit for a link's next segment.
+
+        A receiver that has stopped must not hold up the others: the last slot is for a link that
+        has none.
+        """
+        if not link.credits.idle or not self.staging.num_free:
+            return False
+        if self.staging.num_free > 1 or len(self.links) == 1:
+            return True
+        packing = any(packing.link is link for packing in self._packing)
+        return not (packing or any(writing[0] is link for writing in self._writing))
+
     def _pack(self, job: _Job) -> bool:
-        """Launch the packing of a job's next segment; returns whether there was one."""
+        """Launch the packing of a job's next segment; returns whether that was done."""
         ready = job.queue.next()
         if ready is None:
             return False
