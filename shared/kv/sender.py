@@ -315,7 +315,7 @@ class KvSender:
         if self._may_pack:
             self._may_pack = False
             for job in list(self._jobs.values()):
-                while self._has_room(job.link) and self._pack(job):
+                while self._is_live(job) and self._has_room(job.link) and self._pack(job):
                     pass
 
     def _check_deadlines(self) -> None:
@@ -341,7 +341,7 @@ class KvSender:
         return not (packing or any(writing[0] is link for writing in self._writing))
 
     def _pack(self, job: _Job) -> bool:
-        """Launch the packing of a job's next segment; returns whether that was done."""
+        """Launch the packing of a job's next segment; returns whether there was one."""
         ready = job.queue.next()
         if ready is None:
             return False
