@@ -21,7 +21,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
+from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending, has_ended
 from pagewire.shared.kv.credits import SenderCredits
 from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
 from pagewire.shared.kv.messages import Ack, Grant, Segment, ToSender
@@ -279,7 +279,9 @@ class KvSender:
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
-        if self._packing and self._packing[0].pending.is_done():
+        if self._packing and has_ended(self._packing[0].pending):
+            return True
+        if self._writing and has_ended(self._writing[0][1]):
             return True
         if any(carrier.poll() for carrier in self.carriers.values()):
             return True
@@ -308,8 +310,8 @@ class KvSender:
                     self._on_message(link, message)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
-        while self._packing and self._packing[0].pending.is_done():
-            self._on_packed(self._packing.popleft())
+        while self._packing and self._take_packed():
+            pass
         self._free_written()
         self._free_sent()
         if self._may_pack:
@@ -396,6 +398,17 @@ class KvSender:
         life = 0 if job is None else job.life
         pending = packed if staged is None else staged
         self._packing.append(_Packing(link, job, life, cut, segment, slot, pending, self.clock()))
+
+    def _take_packed(self) -> bool:
+        """Handle what was packed first; returns whether it has ended."""
+        packing = self._packing[0]
+        try:
+            if not packing.pending.is_done():
+                return False
+        except TransferError as exc:
+            self._lose(packing.link, str(exc))
+        self._on_packed(self._packing.popleft())
+        return True
 
     def _on_packed(self, packing: _Packing) -> None:
         link, job, segment = packing.link, packing.job, packing.segment
