@@ -316,6 +316,8 @@ class KvSender:
         self._free_sent()
         if self._may_pack:
             self._may_pack = False
+            for link in [link for link in self.links if not link.is_tested]:
+                self._test(link)
             for job in list(self._jobs.values()):
                 while self._is_live(job) and self._has_room(job.link) and self._pack(job):
                     pass
@@ -341,6 +343,16 @@ class KvSender:
             return True
         packing = any(packing.link is link for packing in self._packing)
         return not (packing or any(writing[0] is link for writing in self._writing))
+
+    def _test(self, link: SenderLink) -> None:
+        """Launch a link's test, once there is room for it."""
+        if self._has_room(link):
+            link.is_tested = True
+            nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+            try:
+                self._launch(link, None, _NO_CUT, nbytes, [], 0)
+            except TransferError as exc:
+                self._lose(link, str(exc))
 
     def _pack(self, job: _Job) -> bool:
         """Launch the packing of a job's next segment; returns whether there was one."""
@@ -467,10 +479,6 @@ class KvSender:
         if isinstance(message, Grant):
             link.credits.grant(message.credits)
             self._may_pack = True
-            if not link.is_tested and self.staging.num_free and link.credits.idle:
-                link.is_tested = True
-                nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
-                self._launch(link, None, _NO_CUT, nbytes, [], 0)
         elif isinstance(message, Ack):
             self._on_ack(link, message)
         else:
