@@ -7,11 +7,8 @@ import pytest
 
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.credits import SlotState
-from pagewire.tests.support.kv_pair import (
-    KvPair,
-    hello_of,
-    kv_pair,
-)
+from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_sides import hello_of
 
 pytestmark = pytest.mark.timeout(30)
 CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.shared.kv.credits import SlotState
-from pagewire.tests.support.kv_pair import TIMEOUT_S, KvPair, Request, kv_pair
+from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
+from pagewire.tests.support.kv_sides import TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
 CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])

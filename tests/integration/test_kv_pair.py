@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.sender import DIVIDED_BYTES
 from pagewire.shared.request import RequestStatus
-from pagewire.tests.support.kv_pair import BLOCK_SIZE, PARTS, KvPair, kv_pair
+from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, PARTS
 
 pytestmark = pytest.mark.timeout(30)
 CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
@@ -310,7 +311,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
 # Everything at once
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(["loopback", "zmq"]),
     slots=st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(1, 3)),

@@ -31,8 +31,9 @@ from pagewire.shared.kv.messages import (
 from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket, SenderSocket
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import NUM_PARTS, make_sequence
-from pagewire.tests.support.kv_pair import PARTS, KvPair, Request, kv_pair
+from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_raw import RawReceiver, RawSender, raw_receiver, raw_sender
+from pagewire.tests.support.kv_sides import PARTS
 
 pytestmark = pytest.mark.timeout(30)
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from pagewire.shared.kv.receiver import Completion
 from pagewire.shared.kv.sender import SenderLink
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.tests.support.fake_device import generate, make_sequence
-from pagewire.tests.support.kv_pair import Clock, DecodeSide, PrefillSide, Side, hello_of
+from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 
 pytestmark = pytest.mark.timeout(30)
 CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
@@ -131,7 +131,7 @@ def workers(kind: str) -> Iterator[Workers]:
         made.close()
 
 
-def until(condition: object, timeout: float = 5.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.errors import TransferError
-from pagewire.tests.support.kv_pair import TIMEOUT_S, KvLink, KvPair, kv_pair
+from pagewire.tests.support.kv_pair import KvLink, KvPair, kv_pair
+from pagewire.tests.support.kv_sides import TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
 EVENTS = [
@@ -112,7 +113,7 @@ class World:
             assert side.carrier.num_open == len(links)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(["loopback", "zmq"]),
     slots=st.tuples(st.integers(1, 4), st.integers(4, 6), st.integers(1, 2)),

@@ -24,13 +24,10 @@ class LateMove(PendingCheck):
     """A move that is made when it is found to be done, in the order of launching."""
 
     def __init__(self, device: LateDevice, work: Callable[[], object]) -> None:
-        super().__init__(torch.zeros((), dtype=torch.int64), None)
+        self.damaged = torch.zeros((), dtype=torch.int64)
+        super().__init__(self.damaged, None)
         self.device, self.work = device, work
         self.has_run = False
-
-    @property
-    def damaged(self) -> torch.Tensor:
-        return self._damaged
 
     def is_done(self) -> bool:
         if self.device.has_moved:

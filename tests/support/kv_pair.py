@@ -14,210 +14,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-import torch
 
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
-from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.receiver import Completion, KvReceiver, LinkOffer, ReceiverLink
-from pagewire.shared.kv.sender import DIVIDED_BYTES, KvSender, SenderLink
-from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.staging import Staging, make_staging
-from pagewire.shared.kv.waking import FdWatch
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import BlockLayout, LinkHello
+from pagewire.shared.kv.receiver import Completion, ReceiverLink
+from pagewire.shared.kv.sender import DIVIDED_BYTES, SenderLink
 from pagewire.shared.request import RequestStatus
-from pagewire.tests.support.fake_device import (
-    BYTES_PER_TOKEN,
-    NUM_PARTS,
-    generate,
-    make_core,
-    make_sequence,
-)
-from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
+from pagewire.tests.support.fake_device import generate, make_sequence
+from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 
-BLOCK_SIZE = 4
-PARTS = BlockParts.of(NUM_PARTS, BLOCK_SIZE * BYTES_PER_TOKEN)
-TIMEOUT_S = 5.0  # of endpoints, by the test's clock
 _REAL_S = 5.0  # for anything to happen
-_LOOPBACK = "127.0.0.1"
-_CARRIERS = {"loopback": LoopbackCarrier, "zmq": ZmqCarrier}
-LAYOUT = BlockLayout(
-    fingerprint="fake",
-    dtype="int32",
-    block_size=BLOCK_SIZE,
-    num_layers=NUM_PARTS,
-    num_kv_heads=1,
-    head_dim=1,
-    block_bytes=PARTS.block_bytes,
-)
-
-
-@dataclass
-class Clock:
-    """Stands still unless a test moves it."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass(eq=False)
-class Side:
-    """An engine with its half of an endpoint.
-
-    Attributes:
-        lost: links that have ended by themselves, and why.
-        worked: whether the next iteration may build on what the last one did.
-    """
-
-    name: str
-    clock: Clock
-    kinds: tuple[str, ...]
-    num_slots: int
-    blocks_per_slot: int
-    engine: dict[str, int]
-    core: EngineCore = field(init=False)
-    device: LateDevice = field(init=False)
-    staging: Staging = field(init=False)
-    carriers: dict[str, FaultyCarrier] = field(init=False)
-    lost: list[tuple[object, str]] = field(default_factory=list)
-    is_dead: bool = False
-    worked: bool = False
-
-    def __post_init__(self) -> None:
-        self.core, device = make_core(block_size=BLOCK_SIZE, **self.engine)
-        self.device = LateDevice(device.limits, device.num_blocks, device.block_size)
-        self.core.executor = self.device
-        slot_bytes = PARTS.packed_bytes(self.blocks_per_slot)
-        self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
-        self.carriers = {kind: self._open(_CARRIERS[kind]) for kind in self.kinds}
-        self.sockets = KvSockets(None, slot_bytes)
-
-    def _open(self, kind: Callable[[Staging, LateDevice], Carrier]) -> FaultyCarrier:
-        return FaultyCarrier(kind(self.staging, self.device), self.staging, self.device)
-
-    @property
-    def carrier(self) -> FaultyCarrier:
-        """The first one."""
-        return next(iter(self.carriers.values()))
-
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
-        """Let the engine compute something of its own."""
-        sequence = make_sequence(request_id, prompt, max_tokens=max_tokens)
-        self.core.add(sequence)
-        return sequence
-
-    def close(self) -> None:
-        """End, as the worker's process does."""
-        if not self.is_dead:
-            self.is_dead = True
-            self.endpoint.close_all()
-            for carrier in self.carriers.values():
-                carrier.close()
-            self.sockets.close()
-
-    @property
-    def endpoint(self) -> KvSender | KvReceiver:
-        raise NotImplementedError
-
-    def held(self) -> list[str]:
-        """Return what is held of the engine, in words."""
-        scheduler = self.core.scheduler
-        scheduler.check_integrity()
-        used = scheduler.pool.counts().used
-        held = [f"{used} blocks of {self.name}"] if used else []
-        return held + [f"{s.request_id} on {self.name}" for s in scheduler.holders()]
-
-
-@dataclass(eq=False)
-class PrefillSide(Side):
-    """A prefill worker.
-
-    Attributes:
-        failed: jobs that the sender dropped, and why.
-    """
-
-    divided_bytes: int = DIVIDED_BYTES
-    watch: FdWatch = field(default_factory=FdWatch)
-    sender: KvSender = field(init=False)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sender = KvSender(
-            core=self.core,
-            moves=self.device,
-            staging=self.staging,
-            parts=PARTS,
-            sockets=self.sockets,
-            carriers=self.carriers,
-            timeout_s=TIMEOUT_S,
-            on_link_lost=lambda link, reason: self.lost.append((link, reason)),
-            watch=self.watch,
-            divided_bytes=self.divided_bytes,
-            clock=self.clock,
-        )
-        self.core.hooks.append(self.sender)
-
-    @property
-    def endpoint(self) -> KvSender:
-        return self.sender
-
-    def held(self) -> list[str]:
-        sender, held = self.sender, super().held()
-        if self.staging.num_free < self.staging.num_slots:
-            held.append(f"{self.staging.num_slots - self.staging.num_free} slots of {self.name}")
-        if sender.num_jobs:
-            held.append(f"{sender.num_jobs} jobs of {self.name}")
-        in_use = sum(link.credits.num_in_use for link in sender.links)
-        return [*held, f"{in_use} credits in use by {self.name}"] if in_use else held
-
-
-@dataclass(eq=False)
-class DecodeSide(Side):
-    """A decode worker.
-
-    Attributes:
-        tested: links by which payloads come.
-    """
-
-    watch: FdWatch = field(default_factory=FdWatch)
-    receiver: KvReceiver = field(init=False)
-    tested: list[ReceiverLink] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.receiver = KvReceiver(
-            core=self.core,
-            moves=self.device,
-            staging=self.staging,
-            parts=PARTS,
-            socket=ReceiverSocket(self.sockets, _LOOPBACK, _LOOPBACK),
-            carriers=self.carriers,
-            timeout_s=TIMEOUT_S,
-            on_link_tested=self.tested.append,
-            on_link_lost=lambda link, reason: self.lost.append((link, reason)),
-            watch=self.watch,
-            clock=self.clock,
-        )
-        self.core.hooks.append(self.receiver)
-
-    @property
-    def endpoint(self) -> KvReceiver:
-        return self.receiver
-
-    def held(self) -> list[str]:
-        held = super().held()
-        for state in (SlotState.FILLED, SlotState.QUARANTINED):
-            if count := self.receiver.credits.count(state):
-                held.append(f"{count} {state.name} slots of {self.name}")
-        return held
 
 
 @dataclass(eq=False)
@@ -366,8 +174,10 @@ class KvPair:
             link.prefill.sender.cancel(request.job, link.sent)
             request.job = ""
 
-    def retry(self, request: Request) -> None:
-        """Ask for the blocks elsewhere."""
+    def retry(self, request: Request, failed: str | None = None) -> None:
+        """Ask for the blocks elsewhere, if this is still the request's job."""
+        if failed is not None and request.job != failed:
+            return
         self.cancel(request)
         name = request.sequence.request_id
         receiver = request.decode.receiver
@@ -390,6 +200,8 @@ class KvPair:
         return sequence
 
     def _begin(self, request: Request, job: str) -> None:
+        if request.is_over:
+            return
         tried = [link.prefill for link in request.tried]
         for link in self.links:
             if link.decode is request.decode and link.prefill not in tried and link.is_tested:
@@ -403,7 +215,7 @@ class KvPair:
         request = self.requests[name]
         request.first_block, request.num_blocks = first, count
         if self.starts_jobs:
-            self.news.append(lambda: request.is_over or self._begin(request, job))
+            self.news.append(lambda: self._begin(request, job))
         else:
             request.job = job
 
@@ -411,7 +223,7 @@ class KvPair:
         prefill.failed[job] = reason
         request = self._find(job)
         if request is not None and self.starts_jobs:
-            self.news.append(lambda: request.job == job and self.retry(request))
+            self.news.append(lambda: self.retry(request, job))
 
     def _find(self, job: str) -> Request | None:
         return next((r for r in self.requests.values() if r.job == job), None)
@@ -432,7 +244,7 @@ class KvPair:
 
     def _on_tokens(self, output: StepOutput) -> None:
         request = self.requests.get(output.request_id)
-        if request is not None:
+        if request is not None and request.finish_reason != "abort":
             assert not request.is_over, "an output after the last one"
             request.tokens += output.token_ids
             request.finish_reason = output.finish_reason
@@ -497,20 +309,6 @@ class KvPair:
     def close(self) -> None:
         for side in self.sides:
             side.close()
-
-
-def hello_of(decode: DecodeSide, offer: LinkOffer) -> LinkHello:
-    """The message by which a decode worker opens a link."""
-    return LinkHello(
-        worker_id=decode.name,
-        epoch=1,
-        layout=LAYOUT,
-        link=offer.link,
-        token=offer.token,
-        endpoint=offer.endpoint,
-        carriers=offer.carriers,
-        slot_bytes=decode.staging.slot_bytes,
-    )
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from pagewire.shared.kv.messages import (
 from pagewire.shared.kv.receiver import ReceiverLink
 from pagewire.shared.kv.sender import SenderLink
 from pagewire.shared.protocol import LinkHello
-from pagewire.tests.support.kv_pair import LAYOUT, DecodeSide, KvPair, PrefillSide
+from pagewire.tests.support.kv_pair import KvPair
+from pagewire.tests.support.kv_sides import LAYOUT, DecodeSide, PrefillSide
 
 _TOKEN = b"0123456789abcdef"
 
