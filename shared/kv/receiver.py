@@ -67,6 +67,7 @@ class ReceiverLink:
         number: counts up; never used again in this process.
         peer: its name.
         token: names the link on the socket.
+        offered: names of carriers.
         carrier: name of the carrier; empty until the sender has chosen.
         is_tested: the first segment has come as it was sent.
         has_opened: its sender has come.
@@ -75,6 +76,7 @@ class ReceiverLink:
     number: int
     peer: str
     token: bytes
+    offered: frozenset[str] = frozenset()
     carrier: str = ""
     inbound: Inbound | None = None
     is_tested: bool = False
@@ -224,6 +226,7 @@ class KvReceiver:
                     problems.append(f"{name}: {exc}")
         if not offers:
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
+        link.offered = frozenset(offers)
         self._links[link.token] = self._by_number[link.number] = link
         return link, LinkOffer(link.number, link.token, self.socket.endpoint, offers)
 
@@ -234,7 +237,7 @@ class KvReceiver:
             TransferError: the link has ended, this carrier was not offered, or the reply makes no
                 sense.
         """
-        if link.token not in self._links or carrier not in self.carriers:
+        if link.token not in self._links or carrier not in link.offered:
             raise TransferError(f"there is no open link that {carrier!r} was offered for")
         link.inbound = self.carriers[carrier].inbound(link.number, reply)
         link.carrier = carrier

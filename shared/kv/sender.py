@@ -21,7 +21,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
+from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending, has_ended
 from pagewire.shared.kv.credits import SenderCredits
 from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
 from pagewire.shared.kv.messages import Ack, Grant, Segment, ToSender
@@ -279,7 +279,9 @@ class KvSender:
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
-        if self._packing and self._packing[0].pending.is_done():
+        if self._packing and has_ended(self._packing[0].pending):
+            return True
+        if self._writing and has_ended(self._writing[0][1]):
             return True
         if any(carrier.poll() for carrier in self.carriers.values()):
             return True
@@ -308,16 +310,16 @@ class KvSender:
                     self._on_message(link, message)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
-        while self._packing and self._packing[0].pending.is_done():
-            self._on_packed(self._packing.popleft())
+        while self._packing and self._take_packed():
+            pass
         self._free_written()
         self._free_sent()
         if self._may_pack:
             self._may_pack = False
-            for link in list(self.links):
+            for link in [link for link in self.links if not link.is_tested]:
                 self._test(link)
             for job in list(self._jobs.values()):
-                while self.staging.num_free and job.link.credits.idle and self._pack(job):
+                while self._is_live(job) and self._has_room(job.link) and self._pack(job):
                     pass
 
     def _check_deadlines(self) -> None:
@@ -329,16 +331,28 @@ class KvSender:
 
     # A segment leaves
 
+    def _has_room(self, link: SenderLink) -> bool:
+        """Whether there is a slot and a credit for a link's next segment.
+
+        A receiver that has stopped must not hold up the others: the last slot is for a link that
+        has none.
+        """
+        if not link.credits.idle or not self.staging.num_free:
+            return False
+        if self.staging.num_free > 1 or len(self.links) == 1:
+            return True
+        packing = any(packing.link is link for packing in self._packing)
+        return not (packing or any(writing[0] is link for writing in self._writing))
+
     def _test(self, link: SenderLink) -> None:
-        """Launch the first segment of a new link, once there is a slot and a credit for it."""
-        if link.is_tested or not (self.staging.num_free and link.credits.idle):
-            return
-        link.is_tested = True
-        nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
-        try:
-            self._launch(link, None, _NO_CUT, nbytes, [], 0)
-        except TransferError as exc:
-            self._lose(link, str(exc))
+        """Launch a link's test, once there is room for it."""
+        if self._has_room(link):
+            link.is_tested = True
+            nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+            try:
+                self._launch(link, None, _NO_CUT, nbytes, [], 0)
+            except TransferError as exc:
+                self._lose(link, str(exc))
 
     def _pack(self, job: _Job) -> bool:
         """Launch the packing of a job's next segment; returns whether there was one."""
@@ -396,6 +410,17 @@ class KvSender:
         life = 0 if job is None else job.life
         pending = packed if staged is None else staged
         self._packing.append(_Packing(link, job, life, cut, segment, slot, pending, self.clock()))
+
+    def _take_packed(self) -> bool:
+        """Handle what was packed first; returns whether it has ended."""
+        packing = self._packing[0]
+        try:
+            if not packing.pending.is_done():
+                return False
+        except TransferError as exc:
+            self._lose(packing.link, str(exc))
+        self._on_packed(self._packing.popleft())
+        return True
 
     def _on_packed(self, packing: _Packing) -> None:
         link, job, segment = packing.link, packing.job, packing.segment

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 import zmq
 
+from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.messages import Segment
 
 
@@ -24,6 +25,14 @@ class Pending(Protocol):
             TransferError: it has failed.
         """
         ...
+
+
+def has_ended(pending: Pending) -> bool:
+    """Whether something is not under way any more: it is done, or has failed."""
+    try:
+        return pending.is_done()
+    except TransferError:
+        return True
 
 
 class Done:

@@ -1,0 +1,209 @@
+"""Links open and share the receiver's slots."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.credits import SlotState
+from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_sides import hello_of
+
+pytestmark = pytest.mark.timeout(30)
+CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
+PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
+
+
+def count(pair: KvPair, state: SlotState) -> int:
+    return pair.decode.receiver.credits.count(state)
+
+
+def idle(pair: KvPair) -> list[int]:
+    """Credits that each link's sender has."""
+    return [len(link.sent.credits.idle) for link in pair.links]
+
+
+# Links open
+
+
+@CARRIERS
+def test_a_link_is_tested_before_its_first_job(kind: str) -> None:
+    with kv_pair(kind, linked=False) as pair:
+        pair.decode.device.has_moved = False
+        link = pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: pair.decode.device.moves)
+        assert (link.is_tested, link.sent.gb_per_s) == (False, 0)
+        pair.clock.now += 1e-6
+        pair.decode.device.has_moved = True
+        pair.until(lambda: link.sent.gb_per_s)
+        assert link.is_tested
+        slot_bytes = pair.decode.staging.slot_bytes
+        assert link.sent.gb_per_s == pytest.approx(slot_bytes / 1e3, rel=0.01)
+        assert pair.decode.receiver.stats.bytes == {("p0", kind): slot_bytes}
+        assert pair.decode.receiver.stats.outcomes == {}
+        assert (link.sent.peer, link.received.peer) == ("d0", "p0")
+
+
+@CARRIERS
+def test_a_carrier_that_does_not_bring_what_is_sent_ends_the_link(kind: str) -> None:
+    with kv_pair(kind, linked=False) as pair:
+        pair.prefill.carrier.num_corrupt = 1
+        link = pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: pair.prefill.lost)
+        assert pair.prefill.lost == [(link.sent, f"{kind} does not bring what is sent")]
+        assert (link.is_tested, pair.prefill.sender.stats.lost_links) == (False, 1)
+        assert (pair.prefill.sender.num_links, pair.decode.receiver.num_links) == (0, 0)
+        pair.finish()
+
+
+@CARRIERS
+def test_a_link_that_opens_while_all_slots_are_in_use_is_tested_later(kind: str) -> None:
+    with kv_pair(kind, prefill_slots=1, num_decodes=2, linked=False) as pair:
+        pair.open(pair.prefill, pair.decodes[0])
+        pair.prefill.device.has_moved = False
+        request = pair.ask(PROMPT)
+        pair.until(lambda: pair.prefill.device.moves)
+        link = pair.connect(pair.prefill, pair.decodes[1])
+        pair.until(lambda: link.sent.credits.idle)
+        pair.prefill.device.has_moved = True
+        pair.until(lambda: link.is_tested)
+        pair.finish()
+        assert request.is_over
+
+
+def test_without_a_common_carrier_the_error_says_why_for_each() -> None:
+    with kv_pair(("loopback", "zmq"), linked=False) as pair:
+        del pair.prefill.carriers["loopback"]
+        pair.prefill.carrier.fails = "outbound"
+        why = "d0 can be reached by no carrier (loopback: this worker does not have it; zmq: the "
+        with pytest.raises(TransferError) as raised:
+            pair.connect(pair.prefill, pair.decode)
+        assert str(raised.value) == why + "wire is cut)"
+        assert (pair.prefill.sender.num_links, pair.decode.receiver.num_links) == (0, 0)
+        link = pair.open(pair.prefill, pair.decode)
+        assert link.sent.carrier == link.received.carrier == "zmq"
+        pair.ask(PROMPT)
+        pair.finish()
+
+
+def test_a_receiver_without_a_carrier_to_offer_says_why() -> None:
+    with kv_pair(("loopback", "zmq"), linked=False) as pair:
+        pair.decode.carriers["zmq"].fails = "offer"
+        with pytest.raises(TransferError, match=r"no carrier for p0 \(zmq: the wire is cut\)"):
+            pair.decode.receiver.offer("p0", without={"loopback"})
+        with pytest.raises(TransferError, match=r"no carrier for p0 \(none\)"):
+            pair.decode.receiver.offer("p0", without={"loopback", "zmq"})
+        assert pair.decode.receiver.num_links == 0
+
+
+def test_only_what_was_offered_is_accepted() -> None:
+    with kv_pair(("loopback", "zmq"), linked=False) as pair:
+        receiver = pair.decode.receiver
+        link, _ = receiver.offer("p0", without={"loopback"})
+        for carrier in ("loopback", "ucx"):
+            with pytest.raises(TransferError, match=f"no open link that '{carrier}' was offered"):
+                receiver.accept(link, carrier, b"")
+        receiver.close(link)
+        with pytest.raises(TransferError, match="no open link"):
+            receiver.accept(link, "zmq", b"")
+
+
+@pytest.mark.parametrize("endpoint", ["", "somewhere", "udp://127.0.0.1:1", "tcp://127.0.0.1"])
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with kv_pair("zmq", linked=False) as pair:
+        _, offer = pair.decode.receiver.offer("p0")
+        hello = msgspec.structs.replace(hello_of(pair.decode, offer), endpoint=endpoint)
+        with pytest.raises(TransferError, match="cannot connect to"):
+            pair.prefill.sender.connect(hello)
+
+
+def test_one_link_too_many_is_refused_by_name() -> None:
+    with kv_pair("zmq", num_prefills=3, decode_slots=4, linked=False) as pair:
+        first = pair.open(pair.prefills[0], pair.decode)
+        pair.open(pair.prefills[1], pair.decode)
+        with pytest.raises(TransferError, match=r"2 KV links are open.*PAGEWIRE_STAGING_SLOTS"):
+            pair.connect(pair.prefills[2], pair.decode)
+        pair.end(first)
+        pair.open(pair.prefills[2], pair.decode)
+        pair.ask(PROMPT)
+        pair.finish()
+
+
+# Credits
+
+
+@CARRIERS
+def test_a_link_opened_while_others_are_idle_gets_its_share(kind: str) -> None:
+    with kv_pair(kind, num_prefills=4, decode_slots=12, linked=False) as pair:
+        for opened, share in enumerate([12, 6, 4, 3], 1):
+            pair.open(pair.prefills[opened - 1], pair.decode)
+            pair.until(lambda: idle(pair) == [share] * opened)  # noqa: B023
+        for n in range(8):
+            pair.ask([n % 7, *PROMPT[:8]])
+        pair.finish()
+
+
+@CARRIERS
+def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
+    with kv_pair(
+        kind, num_prefills=2, decode_slots=4, blocks_per_slot=1, linked=False,
+        decode={"num_blocks": 64},
+    ) as pair:  # fmt: skip
+        pair.open(pair.prefill, pair.decode)
+        pair.decode.device.has_moved = False
+        requests = [pair.ask([n, *PROMPT]) for n in range(3)]
+        pair.until(lambda: pair.link.sent.credits.num_in_use == 4)
+        joined = pair.connect(pair.prefills[1], pair.decode)
+        pair.until(lambda: joined.received.has_opened)
+        assert idle(pair) == [0, 0]
+        pair.decode.device.has_moved = True
+        pair.until(lambda: joined.is_tested)
+        pair.finish()
+        assert idle(pair) == [2, 2]
+        assert all(request.tried == [pair.link] for request in requests)
+
+
+@CARRIERS
+def test_the_credits_of_a_link_that_ends_go_to_the_others(kind: str) -> None:
+    with kv_pair(kind, num_prefills=2, decode_slots=6) as pair:
+        pair.until(lambda: idle(pair) == [3, 3])
+        pair.end(pair.link)
+        pair.until(lambda: idle(pair) == [6])
+        pair.ask(PROMPT)
+        pair.finish()
+
+
+@CARRIERS
+def test_slots_that_may_still_be_written_to_are_used_by_nobody(kind: str) -> None:
+    with kv_pair(kind, num_prefills=3, decode_slots=6, linked=False) as pair:
+        for prefill in pair.prefills[:2]:
+            pair.open(prefill, pair.decode)
+        pair.until(lambda: idle(pair) == [3, 3])
+        pair.decode.carrier.holds_slots = True
+        pair.end(pair.link)
+        pair.open(pair.prefills[2], pair.decode)
+        pair.until(lambda: sum(idle(pair)) == 3)
+        pair.ask(PROMPT)
+        pair.until(lambda: all(request.is_over for request in pair.requests.values()))
+        assert count(pair, SlotState.QUARANTINED) == 3
+        assert not pair.decode.core.hooks_busy, "an idle worker waits for it"
+        pair.decode.carrier.holds_slots = False
+        pair.until(lambda: idle(pair) == [3, 3])
+        pair.finish()
+
+
+@CARRIERS
+def test_a_slot_that_is_read_is_used_by_nobody_after_its_link_has_ended(kind: str) -> None:
+    with kv_pair(kind) as pair:
+        pair.decode.device.has_moved = False
+        request = pair.ask(PROMPT)
+        pair.until(lambda: pair.decode.device.moves)
+        pair.end(pair.link)
+        for _ in range(3):
+            pair.step()
+        assert count(pair, SlotState.QUARANTINED) == 4
+        pair.decode.device.has_moved = True
+        pair.finish()
+        assert request.is_over
+        assert count(pair, SlotState.FREE) == 4

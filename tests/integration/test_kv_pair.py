@@ -1,0 +1,350 @@
+"""Blocks cross from a prefill engine to a decode engine, and nothing goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.kv.sender import DIVIDED_BYTES
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, PARTS
+
+pytestmark = pytest.mark.timeout(30)
+CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
+PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
+LONG = [n * n % 7 for n in range(70)]  # 18 blocks
+LARGE = {"num_blocks": 64, "max_num_batched_tokens": 64}
+
+
+def packed(pair: KvPair) -> list[tuple[int, list[int]]]:
+    """How many blocks were packed each time, and which parts of them."""
+    return [(len(blocks), list(parts)) for blocks, parts, _ in pair.prefill.device.moved]
+
+
+def warm(pair: KvPair, request: str, prompt: list[int]) -> None:
+    """Let both engines have a prompt in their caches."""
+    for side in (pair.prefill, pair.decode):
+        sequence = side.add(request, prompt, max_tokens=1)
+        pair.until(lambda sequence=sequence: sequence.is_finished)
+
+
+@CARRIERS
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+def test_a_prompt_crosses_and_the_sequence_ends_with_its_tokens(kind: str, overlap: bool) -> None:
+    with kv_pair(kind, prefill={"overlap": overlap}, decode={"overlap": overlap}) as pair:
+        request = pair.ask(PROMPT)
+        pair.finish()
+        assert [link.prefill.name for link in request.tried] == ["p0"]
+        assert pair.prefill.sender.stats.outcomes == {"ok": 3}
+        assert pair.decode.receiver.stats.outcomes == {"ok": 3}
+        assert pair.decode.device.batches[0] == (1, 1), "the prompt was computed twice"
+        nbytes = pair.decode.receiver.stats.bytes["p0", kind]
+        assert nbytes == pair.prefill.sender.stats.bytes["d0", kind] > PARTS.packed_bytes(5)
+
+
+@CARRIERS
+def test_blocks_leave_while_later_chunks_compute(kind: str) -> None:
+    with kv_pair(kind, prefill={"max_num_batched_tokens": 6}) as pair:
+        request = pair.ask(PROMPT)
+        pair.until(lambda: request.tried)
+        seen = []
+        for _ in range(3):
+            pair.step(pair.prefill)
+            seen.append(packed(pair)[-1])
+        assert seen == [(1, [0, 1]), (2, [0, 1]), (2, [0, 1])]
+        pair.finish()
+
+
+@CARRIERS
+@pytest.mark.parametrize("num_cached", [4, 11, 17])
+def test_blocks_that_are_there_do_not_cross(kind: str, num_cached: int) -> None:
+    with kv_pair(kind) as pair:
+        warm(pair, "warms", PROMPT[:num_cached])
+        pair.prefill.core.scheduler.pool.drop_cache()
+        request = pair.ask(PROMPT)
+        pair.finish()
+        assert request.first_block == num_cached // BLOCK_SIZE
+        assert sum(count for count, _ in packed(pair)) == 5 - request.first_block
+
+
+@CARRIERS
+def test_cached_blocks_of_the_prefill_side_leave_with_its_first_step(kind: str) -> None:
+    with kv_pair(kind, blocks_per_slot=8, prefill={"max_num_batched_tokens": 4}) as pair:
+        warm(pair, "warms", PROMPT[:12])
+        pair.decode.core.scheduler.pool.drop_cache()
+        request = pair.ask(PROMPT)
+        pair.until(lambda: request.tried)
+        pair.step(pair.prefill)
+        assert packed(pair) == [(4, [0, 1])]
+        pair.finish()
+
+
+@CARRIERS
+@pytest.mark.parametrize("later", [False, True], ids=["token-last", "token-first"])
+def test_first_token_and_blocks_come_in_either_order(kind: str, later: bool) -> None:
+    with kv_pair(kind) as pair:
+        pair.decode.device.has_moved = not later
+        request = pair.ask(PROMPT)
+        pair.until(lambda: request.tokens or not later)
+        pair.decode.device.has_moved = True
+        pair.finish()
+
+
+@CARRIERS
+def test_the_loop_turns_on_at_once_after_the_last_segment(kind: str) -> None:
+    with kv_pair(kind, blocks_per_slot=8, prefill=LARGE) as pair:
+        pair.decode.device.has_moved = False
+        request = pair.ask(PROMPT)
+        pair.until(lambda: request.tokens and pair.decode.core.hooks_busy)
+        assert not pair.decode.core.is_due()
+        pair.decode.device.has_moved = True
+        assert pair.decode.core.is_due()
+        pair.step(pair.decode)
+        assert (pair.decode.worked, request.sequence.status) == (True, RequestStatus.RUNNING)
+        pair.finish()
+
+
+# By layer group
+
+
+@CARRIERS
+def test_the_last_chunk_leaves_by_layer_group(kind: str) -> None:
+    engine = {"max_num_batched_tokens": 8}
+    with kv_pair(kind, divided_bytes=0, prefill_slots=8, prefill=engine) as pair:
+        pair.ask(PROMPT)
+        pair.finish()
+        assert packed(pair) == [(2, [0, 1]), (2, [0, 1]), (1, [0]), (1, [1])]
+
+
+@CARRIERS
+def test_a_group_of_more_blocks_than_fit_a_slot_fills_whole_slots(kind: str) -> None:
+    with kv_pair(kind, divided_bytes=0, prefill_slots=8, prefill=LARGE) as pair:
+        pair.ask(PROMPT)
+        pair.finish()
+        assert packed(pair) == [(4, [0]), (1, [0]), (4, [1]), (1, [1])]
+
+
+@pytest.mark.parametrize(("bound", "groups"), [(4, [[0], [1]]), (5, [[0, 1]])])
+def test_only_a_last_chunk_above_the_bound_is_divided(bound: int, groups: list[list[int]]) -> None:
+    divided = bound * PARTS.block_bytes
+    with kv_pair("zmq", blocks_per_slot=8, divided_bytes=divided, prefill=LARGE) as pair:
+        pair.ask(PROMPT)
+        pair.finish()
+        assert packed(pair) == [(5, group) for group in groups]
+
+
+def test_blocks_of_a_step_of_which_only_the_end_is_known_leave_whole() -> None:
+    with kv_pair("zmq", divided_bytes=0, prefill=LARGE) as pair:
+        pair.prefill.device.replays = True
+        pair.ask(PROMPT)
+        pair.finish()
+        assert packed(pair) == [(2, [0, 1]), (2, [0, 1]), (1, [0, 1])]
+
+
+# Slots and credits
+
+
+@CARRIERS
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (1, 8), (8, 2)])
+@pytest.mark.parametrize("divided_bytes", [0, DIVIDED_BYTES], ids=["divided", "whole"])
+def test_a_long_prompt_crosses_few_slots(
+    kind: str, ours: int, theirs: int, divided_bytes: int
+) -> None:
+    slots = {"prefill_slots": ours, "decode_slots": theirs, "divided_bytes": divided_bytes}
+    with kv_pair(kind, **slots, blocks_per_slot=1, prefill=LARGE, decode=LARGE) as pair:
+        pair.ask(LONG)
+        pair.finish()
+
+
+@CARRIERS
+def test_segments_fit_the_smaller_slots_of_both_sides(kind: str) -> None:
+    with kv_pair(kind, blocks_per_slot=4, linked=False) as pair:
+        pair.decode.staging.slot_bytes = PARTS.packed_bytes(2) + 7
+        pair.open(pair.prefill, pair.decode)
+        pair.ask(PROMPT)
+        pair.finish()
+        assert [count for count, _ in packed(pair)] == [2, 2, 1]
+
+
+@CARRIERS
+def test_more_jobs_than_slots_and_credits(kind: str) -> None:
+    few = {"prefill_slots": 2, "decode_slots": 2, "blocks_per_slot": 1}
+    with kv_pair(kind, **few, prefill=LARGE, decode={"num_blocks": 64}) as pair:
+        for n in range(9):
+            pair.ask([n % 7, *PROMPT])
+        pair.finish()
+
+
+@CARRIERS
+def test_a_job_that_has_no_slot_does_not_keep_the_loop_awake(kind: str) -> None:
+    with kv_pair(kind, prefill_slots=1, blocks_per_slot=1) as pair:
+        pair.decode.device.has_moved = False
+        pair.ask(LONG[:60])
+        # All credits are in use, and none comes back.
+        pair.until(
+            lambda: pair.link.sent.credits.num_in_use == 4 and not pair.prefill.core.has_work
+        )
+        pair.until(lambda: not pair.prefill.core.hooks_busy, pair.prefill)
+        assert pair.prefill.held()
+        pair.decode.device.has_moved = True
+        pair.finish()
+
+
+@CARRIERS
+def test_jobs_of_several_links_share_the_slots(kind: str) -> None:
+    few = {"prefill_slots": 2, "decode_slots": 4, "blocks_per_slot": 1}
+    large = {"prefill": LARGE, "decode": {"num_blocks": 64}}
+    with kv_pair(kind, num_prefills=2, num_decodes=2, **few, **large) as pair:
+        requests = [pair.ask([n % 7, *LONG[:40]], pair.decodes[n % 2]) for n in range(6)]
+        pair.finish()
+        assert not any(request.sequence.sampling.seed for request in requests)
+        assert {link.prefill.name for r in requests for link in r.tried} == {"p0"}
+
+
+@CARRIERS
+def test_a_receiver_that_does_not_answer_takes_nothing_from_others(kind: str) -> None:
+    few = {"prefill_slots": 2, "decode_slots": 8, "blocks_per_slot": 1}
+    large = {"prefill": LARGE, "decode": {"num_blocks": 64}}
+    with kv_pair(kind, num_decodes=2, **few, **large) as pair:
+        frozen, other = pair.decodes
+        stuck = pair.ask(LONG[:40], frozen)
+        pair.until(lambda: stuck.tried)
+        going = pair.ask(LONG, other)
+        pair.until(lambda: going.is_over, pair.prefill, other)
+        assert not stuck.is_over
+        pair.finish()
+
+
+def test_a_write_that_does_not_end_leaves_slots_to_other_links() -> None:
+    with kv_pair("zmq", num_decodes=2, prefill_slots=3, decode_slots=8, blocks_per_slot=1) as pair:
+        carrier = pair.prefill.carrier
+        carrier.holds_writes = True
+        stuck = pair.ask(PROMPT, pair.decodes[0])
+        pair.until(lambda: pair.decodes[0].receiver.stats.outcomes["ok"])
+        pair.until(lambda: not pair.prefill.sender.is_due())
+        assert pair.prefill.staging.num_free == 1
+        going = pair.ask(PROMPT, pair.decodes[1])
+        pair.until(lambda: pair.decodes[1].receiver.stats.outcomes["ok"])
+        assert not stuck.is_over and not going.is_over
+        carrier.holds_writes = False
+        pair.finish()
+
+
+def test_a_slot_that_is_free_again_is_noticed_at_once() -> None:
+    with kv_pair("zmq", prefill_slots=1) as pair:
+        pair.prefill.carrier.holds_writes = True
+        pair.ask(PROMPT)
+        pair.until(lambda: pair.decode.receiver.stats.outcomes["ok"])
+        pair.until(lambda: not pair.prefill.core.is_due())
+        assert pair.prefill.core.hooks_busy
+        pair.prefill.carrier.holds_writes = False
+        assert pair.prefill.core.is_due()
+        pair.finish()
+
+
+# Preemption
+
+
+def start_beside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
+    """Start a job alongside a sequence that is going to take its blocks."""
+    pair.starts_jobs = False
+    request = pair.ask(PROMPT)
+    pair.until(lambda: request.job)
+    pair.prefill.add("talks", [1] * 7, max_tokens=num_tokens)
+    for _ in range(num_steps):
+        pair.step(pair.prefill)
+    return pair.start(request, request.job, pair.link)
+
+
+@CARRIERS
+def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
+    engine = {"num_blocks": 7, "max_num_batched_tokens": 5}
+    with kv_pair(kind, prefill=engine) as pair:
+        start_beside(pair, 6, 2)
+        pair.finish()
+        assert pair.prefill.core.scheduler.num_preemptions == 1
+        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - PARTS.packed_bytes(2)  # the test
+        assert nbytes == PARTS.packed_bytes(5)
+        assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
+
+
+@CARRIERS
+@pytest.mark.parametrize("divided_bytes", [0, DIVIDED_BYTES], ids=["divided", "whole"])
+def test_blocks_that_were_lost_while_they_were_packed_are_packed_again(
+    kind: str, divided_bytes: int
+) -> None:
+    engine = {"num_blocks": 7, "max_num_batched_tokens": 5}
+    with kv_pair(kind, prefill=engine, divided_bytes=divided_bytes) as pair:
+        scheduler = pair.prefill.core.scheduler
+        pair.prefill.device.has_moved = False
+        start_beside(pair, 6, 2)
+        pair.until(lambda: scheduler.num_preemptions)
+        assert packed(pair)
+        # Another has written to the blocks before they are read.
+        pair.until(lambda: not any(s.request_id == "talks" for s in scheduler.holders()))
+        pair.prefill.device.has_moved = True
+        pair.finish()
+        assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
+
+
+@CARRIERS
+@pytest.mark.parametrize("replays", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize("num_sent", [1, 2, 3])
+def test_a_job_preempted_between_its_groups_sends_the_rest(
+    kind: str, num_sent: int, replays: bool
+) -> None:
+    engine = {"num_blocks": 7, "max_num_batched_tokens": 32, "overlap": True}
+    with kv_pair(kind, prefill=engine, prefill_slots=1, divided_bytes=0) as pair:
+        sequence = start_beside(pair, 3, 1)
+        pair.step(pair.prefill)  # launched, and not read yet
+        pair.until(lambda: pair.prefill.sender.after_launch(None) or len(packed(pair)) >= num_sent,
+                   pair.decode)  # fmt: skip
+        pair.prefill.device.replays = replays
+        pair.until(lambda: sequence.is_finished)
+        pair.finish()
+        assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
+
+
+# Everything at once
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    kind=st.sampled_from(["loopback", "zmq"]),
+    slots=st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(1, 3)),
+    chunk=st.integers(1, 9),
+    overlap=st.booleans(),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    num_cached=st.integers(0, 20),
+    divided_bytes=st.sampled_from([0, 3 * PARTS.block_bytes, DIVIDED_BYTES]),
+)
+def test_every_block_comes_once_however_scarce_slots_are(
+    kind: str,
+    slots: tuple[int, int, int],
+    chunk: int,
+    overlap: bool,
+    lengths: list[int],
+    num_cached: int,
+    divided_bytes: int,
+) -> None:
+    ours, theirs, blocks_per_slot = slots
+    with kv_pair(
+        kind,
+        prefill_slots=ours,
+        decode_slots=theirs,
+        blocks_per_slot=blocks_per_slot,
+        divided_bytes=divided_bytes,
+        prefill={"num_blocks": 12, "max_num_batched_tokens": chunk, "overlap": overlap},
+        decode={"num_blocks": 24, "overlap": overlap},
+    ) as pair:
+        warm(pair, "warms", [0, *LONG[: min(num_cached, 20)]])
+        requests = [pair.ask([n % 2, *LONG[:length]]) for n, length in enumerate(lengths)]
+        pair.finish()
+        assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
+        assert all(len(request.tried) == 1 for request in requests)
+        wanted = sum(request.num_blocks - request.first_block for request in requests)
+        nbytes = pair.decode.receiver.stats.bytes["p0", kind] - PARTS.packed_bytes(blocks_per_slot)
+        assert nbytes == PARTS.packed_bytes(wanted)

@@ -1,0 +1,218 @@
+"""A device and a carrier that do what a real one may do at the worst moment."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import zmq
+
+from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
+from pagewire.shared.engine.block_mover import PendingCheck
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
+from pagewire.tests.support.fake_device import FakeDevice
+
+
+class LateMove(PendingCheck):
+    """A move that is made when it is found to be done, in the order of launching."""
+
+    def __init__(self, device: LateDevice, work: Callable[[], object]) -> None:
+        self.damaged = torch.zeros((), dtype=torch.int64)
+        super().__init__(self.damaged, None)
+        self.device, self.work = device, work
+        self.has_run = False
+
+    def is_done(self) -> bool:
+        if self.device.has_moved:
+            self.device.run_moves()
+        return self.has_run
+
+
+@dataclass
+class LateDevice(FakeDevice):
+    """Reads and writes as late as it may: when somebody finds that it has.
+
+    What was launched while `has_moved` is false reads and writes blocks and slots that may have got
+    other owners meanwhile.
+    """
+
+    fails_to_move: Exception | None = None  # raised by the next packing or unpacking
+    moves: deque[LateMove] = field(default_factory=deque)
+
+    def pack(
+        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
+    ) -> LateMove:
+        self._start(block_ids, after)
+        self.moved.append((block_ids, parts, after))
+        order = self._order(block_ids, parts, seed)
+        return self.queue(lambda: pack_blocks(self._pool(), order, staging))
+
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
+    ) -> LateMove:
+        self._start(block_ids, after)
+        order = self._order(block_ids, parts, seed)
+
+        def write() -> None:
+            pool = self._pool()
+            unpack_blocks(staging, pool, order, move.damaged)
+            rows = pool.view(self.num_blocks, -1)[block_ids].tolist()
+            for block, row in zip(block_ids, rows, strict=True):
+                self.cells[block] = [None if cell == -1 else cell for cell in row]
+
+        move = self.queue(write)
+        return move
+
+    def queue(self, work: Callable[[], object]) -> LateMove:
+        move = LateMove(self, work)
+        self.moves.append(move)
+        return move
+
+    def run_moves(self) -> None:
+        while self.moves:
+            move = self.moves.popleft()
+            move.work()
+            move.has_run = True
+
+    def _start(self, block_ids: list[int], after: int) -> None:
+        error, self.fails_to_move = self.fails_to_move, None
+        if error is not None:
+            raise error
+        self._check_after(block_ids, after)
+
+
+class HeldBack:
+    """Something that does not end while it is held."""
+
+    def __init__(self, inner: Pending, is_held: Callable[[], bool]) -> None:
+        self.inner, self.is_held = inner, is_held
+
+    def is_done(self) -> bool:
+        return not self.is_held() and self.inner.is_done()
+
+
+class Failed:
+    """Something that has failed."""
+
+    def is_done(self) -> bool:
+        raise TransferError("the wire is cut")
+
+
+@dataclass
+class FaultyCarrier:
+    """Another carrier, of which a test decides what goes wrong.
+
+    Attributes:
+        num_corrupt: payloads to come in which a bit is wrong.
+        fails: next of its doings to fail: "stage", "staged", "send", "sent" or "receive".
+        holds_writes: our slots are not free again after a payload has left.
+        holds_payloads: announced payloads do not come.
+        holds_slots: something may still write to the slots of links that have ended.
+        num_open: halves of links that have not been closed.
+    """
+
+    inner: Carrier
+    staging: Staging
+    moves: BlockMoves
+    num_corrupt: int = 0
+    fails: str = ""
+    holds_writes: bool = False
+    holds_payloads: bool = False
+    holds_slots: bool = False
+    num_open: int = 0
+    name: ClassVar[str] = "faulty"
+
+    def offer(self, link: int) -> bytes:
+        self.fail_at("offer")
+        return self.inner.offer(link)
+
+    def withdraw(self, link: int) -> None:
+        self.inner.withdraw(link)
+
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        inner = self.inner.inbound(link, reply)
+        self.num_open += 1
+        return FaultyInbound(self, inner)
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        self.fail_at("outbound")
+        inner = self.inner.outbound(link, offer, socket)
+        self.num_open += 1
+        return FaultyOutbound(self, inner)
+
+    def fds(self) -> list[int]:
+        return self.inner.fds()
+
+    def poll(self) -> bool:
+        return self.inner.poll()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def fail_at(self, where: str) -> None:
+        if self.fails == where:
+            self.fails = ""
+            raise TransferError("the wire is cut")
+
+
+@dataclass
+class FaultyOutbound:
+    carrier: FaultyCarrier
+    inner: Outbound
+
+    @property
+    def reply(self) -> bytes:
+        return self.inner.reply
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        carrier = self.carrier
+        carrier.fail_at("stage")
+        spoiled = None
+        if carrier.num_corrupt:
+            carrier.num_corrupt -= 1
+            byte = carrier.staging.buffers[slot][nbytes - 1 :][:1]
+            spoiled = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
+        staged = self.inner.stage(slot, credit, nbytes)
+        if carrier.fails == "staged":
+            carrier.fails = ""
+            return Failed()
+        return spoiled if staged is None else staged
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        self.carrier.fail_at("send")
+        sent = self.inner.send(segment, slot)
+        if self.carrier.fails == "sent":
+            self.carrier.fails = ""
+            return Failed()
+        return HeldBack(sent, lambda: self.carrier.holds_writes)
+
+    def lane(self) -> str:
+        return self.inner.lane()
+
+    def close(self) -> None:
+        self.carrier.num_open -= 1
+        self.inner.close()
+
+
+@dataclass
+class FaultyInbound:
+    carrier: FaultyCarrier
+    inner: Inbound
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        received = self.inner.receive(segment, body)
+        if self.carrier.fails == "receive":
+            self.carrier.fails = ""
+            return Failed()
+        return HeldBack(received, lambda: self.carrier.holds_payloads)
+
+    def close(self) -> Pending:
+        self.carrier.num_open -= 1
+        return HeldBack(self.inner.close(), lambda: self.carrier.holds_slots)

@@ -1,0 +1,349 @@
+"""Prefill and decode engines over fake devices and the KV links between them, stepped by hand.
+
+Endpoints and sockets are the real ones; the clock is the test's. `KvPair` plays the services: it
+asks for jobs, delivers first tokens, retries elsewhere and falls back, as these do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.credits import SlotState
+from pagewire.shared.kv.receiver import Completion, ReceiverLink
+from pagewire.shared.kv.sender import DIVIDED_BYTES, SenderLink
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.fake_device import generate, make_sequence
+from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
+
+_REAL_S = 5.0  # for anything to happen
+
+
+@dataclass(eq=False)
+class KvLink:
+    """Both halves of a link."""
+
+    prefill: PrefillSide
+    decode: DecodeSide
+    sent: SenderLink
+    received: ReceiverLink
+
+    @property
+    def is_tested(self) -> bool:
+        return self.received in self.decode.tested
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of a decode worker.
+
+    Attributes:
+        expected: the tokens that it should end with.
+        tokens: delivered so far.
+        tried: links of its jobs, the last one's at the end.
+    """
+
+    decode: DecodeSide
+    sequence: Sequence
+    expected: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    job: str = ""
+    first_block: int = 0
+    num_blocks: int = 0
+    tried: list[KvLink] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class KvPair:
+    """Workers, links and requests.
+
+    Attributes:
+        starts_jobs: reservations are jobs of a prefill worker at once.
+        reports_losses: a link that one half has lost is closed on the other side.
+    """
+
+    prefills: list[PrefillSide]
+    decodes: list[DecodeSide]
+    clock: Clock
+    starts_jobs: bool = True
+    reports_losses: bool = True
+    links: list[KvLink] = field(default_factory=list)
+    requests: dict[str, Request] = field(default_factory=dict)
+    news: deque[Callable[[], object]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        for prefill in self.prefills:
+            prefill.sender.on_failed = partial(self._on_failed, prefill)
+        for decode in self.decodes:
+            decode.receiver.on_reserved = self._on_reserved
+
+    # One of each
+
+    @property
+    def prefill(self) -> PrefillSide:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> DecodeSide:
+        return self.decodes[0]
+
+    @property
+    def link(self) -> KvLink:
+        return self.links[0]
+
+    @property
+    def sides(self) -> list[Side]:
+        return [*self.prefills, *self.decodes]
+
+    # Links
+
+    def open(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
+        """Open a link and wait until it is tested."""
+        link = self.connect(prefill, decode)
+        self.until(lambda: link.is_tested and not link.sent.credits.num_in_use)
+        return link
+
+    def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
+        """Open a link, of which nothing is known yet."""
+        received, offer = decode.receiver.offer(prefill.name)
+        try:
+            sent = prefill.sender.connect(hello_of(decode, offer))
+        except TransferError:
+            decode.receiver.close(received)
+            raise
+        decode.receiver.accept(received, sent.carrier, sent.outbound.reply)
+        link = KvLink(prefill, decode, sent, received)
+        self.links.append(link)
+        return link
+
+    def end(self, link: KvLink) -> None:
+        """Close both halves, and give the link's jobs to others."""
+        if link in self.links:
+            self.links.remove(link)
+            link.prefill.sender.close(link.sent)
+            link.decode.receiver.close(link.received)
+            for request in self.requests.values():
+                if request.job and request.tried[-1:] == [link]:
+                    self.retry(request)
+
+    def kill(self, side: Side) -> None:
+        """End a worker; the others learn of it as `reports_losses` says."""
+        for link in [link for link in self.links if side in (link.prefill, link.decode)]:
+            if self.reports_losses:
+                self.end(link)
+        side.close()
+
+    # Requests
+
+    def ask(
+        self, prompt: list[int], decode: DecodeSide | None = None, max_tokens: int = 4
+    ) -> Request:
+        """Add a request whose prompt is to be computed by a prefill worker."""
+        decode = decode or self.decode
+        name = f"r{len(self.requests)}"
+        sequence = make_sequence(name, prompt, remote_prefill=True, max_tokens=max_tokens)
+        request = Request(decode, sequence, generate(sequence, 1024))
+        decode.core.add(sequence)
+        self.requests[name] = request
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Let the client leave."""
+        if not request.is_over:
+            request.finish_reason = "abort"
+            request.decode.core.abort(request.sequence.request_id)
+            self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """Void a request's job on the prefill side."""
+        for link in request.tried[-1:] if request.job else ():
+            link.prefill.sender.cancel(request.job, link.sent)
+            request.job = ""
+
+    def retry(self, request: Request, failed: str | None = None) -> None:
+        """Ask for the blocks elsewhere, if this is still the request's job."""
+        if failed is not None and request.job != failed:
+            return
+        self.cancel(request)
+        name = request.sequence.request_id
+        receiver = request.decode.receiver
+        job = receiver.new_job(name, len(request.tried) + 1)
+        receiver.retry(name, job)
+        self._begin(request, job)
+
+    def start(self, request: Request, job: str, link: KvLink) -> Sequence:
+        """Let a prefill worker compute a request's prompt."""
+        request.job = job
+        request.tried.append(link)
+        prompt, seed = request.sequence.token_ids, request.sequence.sampling.seed or 0
+        sequence = make_sequence(job, list(prompt), prefill_only=True, seed=seed)
+        link.prefill.core.add(sequence)
+        try:
+            link.prefill.sender.export(job, link.sent, request.first_block, request.num_blocks)
+        except TransferError as exc:
+            link.prefill.core.abort(job)
+            self._on_failed(link.prefill, job, str(exc))
+        return sequence
+
+    def _begin(self, request: Request, job: str) -> None:
+        if request.is_over:
+            return
+        tried = [link.prefill for link in request.tried]
+        for link in self.links:
+            if link.decode is request.decode and link.prefill not in tried and link.is_tested:
+                self.start(request, job, link)
+                return
+        sequence = request.sequence
+        if sequence.status is RequestStatus.RESERVED:
+            request.decode.core.fall_back(sequence, next(iter(request.tokens), None))
+
+    def _on_reserved(self, name: str, job: str, first: int, count: int) -> None:
+        request = self.requests[name]
+        request.first_block, request.num_blocks = first, count
+        if self.starts_jobs:
+            self.news.append(lambda: self._begin(request, job))
+        else:
+            request.job = job
+
+    def _on_failed(self, prefill: PrefillSide, job: str, reason: str) -> None:
+        prefill.failed[job] = reason
+        request = self._find(job)
+        if request is not None and self.starts_jobs:
+            self.news.append(lambda: self.retry(request, job))
+
+    def _find(self, job: str) -> Request | None:
+        return next((r for r in self.requests.values() if r.job == job), None)
+
+    def _on_first_token(self, output: StepOutput) -> None:
+        request = self._find(output.request_id)
+        if request is None or request.decode.is_dead:
+            return
+        if output.finish_reason == "error":
+            self.retry(request)
+            return
+        token = output.token_ids[0]
+        if not request.tokens:
+            request.tokens.append(token)
+        name = request.sequence.request_id
+        completion = Completion(request.job, token, lambda: setattr(request, "job", ""))
+        request.decode.receiver.complete(name, completion)
+
+    def _on_tokens(self, output: StepOutput) -> None:
+        request = self.requests.get(output.request_id)
+        if request is not None and request.finish_reason != "abort":
+            assert not request.is_over, "an output after the last one"
+            request.tokens += output.token_ids
+            request.finish_reason = output.finish_reason
+
+    # Time
+
+    def step(self, *sides: Side) -> None:
+        """Run each engine's loop once, and then the services."""
+        for side in sides or self.sides:
+            if side.is_dead:
+                continue
+            outputs, side.worked = side.core.step(wait=False)
+            side.core.scheduler.check_integrity()
+            for output in outputs:
+                if isinstance(side, PrefillSide):
+                    self._on_first_token(output)
+                else:
+                    self._on_tokens(output)
+        while self.news:
+            self.news.popleft()()
+        if self.reports_losses:
+            halves = [half for side in self.sides for half, _ in side.lost]
+            for link in [link for link in self.links if {link.sent, link.received} & {*halves}]:
+                self.end(link)
+
+    def until(self, condition: Callable[[], object], *sides: Side) -> None:
+        """Step until something is so; messages take a moment to cross."""
+        until_s = time.monotonic() + _REAL_S
+        while not condition():
+            self.step(*sides)
+            if time.monotonic() > until_s:
+                pytest.fail(f"not within {_REAL_S:g} s; held: {self.held()}")
+            time.sleep(0.0002)
+
+    def finish(self) -> None:
+        """Step until all requests have ended and nothing is held; each has its own tokens."""
+        self.until(lambda: all(r.is_over for r in self.requests.values()) and not self.held())
+        for request in self.requests.values():
+            if request.finish_reason == "abort":
+                assert request.tokens == request.expected[: len(request.tokens)]
+            else:
+                assert (request.finish_reason, request.tokens) == ("length", request.expected)
+
+    def held(self) -> list[str]:
+        """Return what is held anywhere, in words."""
+        held = [what for side in self.sides if not side.is_dead for what in side.held()]
+        for decode in [decode for decode in self.decodes if not decode.is_dead]:
+            lent = decode.receiver.credits.count(SlotState.LENT)
+            idle = sum(len(k.sent.credits.idle) for k in self.links if k.decode is decode)
+            if lent != idle:
+                held.append(f"{lent} slots of {decode.name} lent, {idle} known to senders")
+        return held
+
+    def let_go(self) -> None:
+        """End all that a test has put off, or has made go wrong."""
+        for side in self.sides:
+            side.device.has_moved = True
+            for carrier in side.carriers.values():
+                carrier.holds_writes = carrier.holds_payloads = carrier.holds_slots = False
+                carrier.num_corrupt = 0
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.close()
+
+
+@contextmanager
+def kv_pair(
+    kind: str | tuple[str, ...],
+    *,
+    num_prefills: int = 1,
+    num_decodes: int = 1,
+    prefill_slots: int = 4,
+    decode_slots: int = 4,
+    blocks_per_slot: int = 2,
+    divided_bytes: int = DIVIDED_BYTES,
+    prefill: dict[str, int] | None = None,
+    decode: dict[str, int] | None = None,
+    linked: bool = True,
+) -> Iterator[KvPair]:
+    """Workers with a tested link between each two, unless they are not `linked`."""
+    kinds = (kind,) if isinstance(kind, str) else kind
+    clock = Clock()
+    prefills = [
+        PrefillSide(
+            f"p{n}", clock, kinds, prefill_slots, blocks_per_slot, prefill or {},
+            divided_bytes=divided_bytes,
+        )
+        for n in range(num_prefills)
+    ]  # fmt: skip
+    decodes = [
+        DecodeSide(f"d{n}", clock, kinds, decode_slots, blocks_per_slot, decode or {})
+        for n in range(num_decodes)
+    ]
+    pair = KvPair(prefills, decodes, clock)
+    try:
+        for side in prefills if linked else ():
+            for other in decodes:
+                pair.open(side, other)
+        yield pair
+    finally:
+        pair.close()

@@ -1,0 +1,139 @@
+"""The far end of a link, played by a test that says what it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import zmq
+
+from pagewire.shared.kv.messages import (
+    Ack,
+    Grant,
+    Segment,
+    ToReceiver,
+    ToSender,
+    decode_for_receiver,
+    decode_for_sender,
+    encode,
+)
+from pagewire.shared.kv.receiver import ReceiverLink
+from pagewire.shared.kv.sender import SenderLink
+from pagewire.shared.protocol import LinkHello
+from pagewire.tests.support.kv_pair import KvPair
+from pagewire.tests.support.kv_sides import LAYOUT, DecodeSide, PrefillSide
+
+_TOKEN = b"0123456789abcdef"
+
+
+@dataclass
+class RawSender:
+    """A sender's socket, and the credits that it was granted."""
+
+    pair: KvPair
+    socket: zmq.Socket[bytes]
+    link: ReceiverLink
+    heard: list[ToSender] = field(default_factory=list)
+    uses: int = 0
+
+    def say(self, message: ToReceiver | bytes, *body: bytes) -> None:
+        data = message if isinstance(message, bytes) else encode(message)
+        self.socket.send_multipart([data, *body])
+
+    def hear(self, count: int) -> list[ToSender]:
+        """Wait for messages; returns all that have come."""
+
+        def has_heard() -> bool:
+            while self.socket.poll(0):
+                self.heard.append(decode_for_sender(self.socket.recv()))
+            return len(self.heard) >= count
+
+        self.pair.until(has_heard)
+        return self.heard
+
+    def send(self, body: bytes, **fields: object) -> str:
+        """Send a segment in a credit that was granted; returns its outcome."""
+        self.uses += 1
+        heard = len(self.heard)
+        values = {"use": self.uses, "seed": 0, "nbytes": len(body), **fields}
+        self.say(Segment(credit=0, **values), body)
+        ack = self.hear(heard + 1)[-1]
+        assert isinstance(ack, Ack) and (ack.credit, ack.use) == (0, self.uses)
+        return ack.outcome
+
+
+@contextmanager
+def raw_sender(pair: KvPair, decode: DecodeSide, carrier: str = "zmq") -> Iterator[RawSender]:
+    """A link whose sender has not said anything yet."""
+    link, offer = decode.receiver.offer("raw")
+    decode.receiver.accept(link, carrier, b"")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.routing_id = offer.token
+    socket.connect(offer.endpoint)
+    try:
+        yield RawSender(pair, socket, link)
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+@dataclass
+class RawReceiver:
+    """A receiver's socket."""
+
+    pair: KvPair
+    socket: zmq.Socket[bytes]
+    heard: list[ToReceiver] = field(default_factory=list)
+
+    def say(self, message: ToSender | bytes, *more: bytes) -> None:
+        data = message if isinstance(message, bytes) else encode(message)
+        self.socket.send_multipart([_TOKEN, data, *more])
+
+    def hear(self, count: int) -> list[ToReceiver]:
+        """Wait for messages; returns all that have come."""
+
+        def has_heard() -> bool:
+            while self.socket.poll(0):
+                token, data, *_body = self.socket.recv_multipart()
+                assert token == _TOKEN
+                self.heard.append(decode_for_receiver(data))
+            return len(self.heard) >= count
+
+        self.pair.until(has_heard)
+        return self.heard
+
+    def pass_test(self, credits: list[int]) -> None:
+        """Let a link open and say that its test has come."""
+        self.hear(1)
+        self.say(Grant(credits))
+        test = self.hear(2)[1]
+        assert isinstance(test, Segment)
+        self.say(Ack(test.credit, test.use, "ok"))
+
+
+@contextmanager
+def raw_receiver(
+    pair: KvPair, prefill: PrefillSide, slot_bytes: int = 1000
+) -> Iterator[tuple[RawReceiver, SenderLink]]:
+    """A link whose receiver has not said anything yet."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.router_mandatory = True
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    hello = LinkHello(
+        worker_id="raw",
+        epoch=1,
+        layout=LAYOUT,
+        link=1,
+        token=_TOKEN,
+        endpoint=f"tcp://127.0.0.1:{port}",
+        carriers={"zmq": b""},
+        slot_bytes=slot_bytes,
+    )
+    try:
+        yield RawReceiver(pair, socket), prefill.sender.connect(hello)
+    finally:
+        socket.close(linger=0)
+        context.term()

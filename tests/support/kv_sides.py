@@ -1,0 +1,221 @@
+"""One worker: an engine over a fake device, with its half of an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.kv.carriers.base import Carrier
+from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
+from pagewire.shared.kv.carriers.zmq import ZmqCarrier
+from pagewire.shared.kv.credits import SlotState
+from pagewire.shared.kv.receiver import KvReceiver, LinkOffer, ReceiverLink
+from pagewire.shared.kv.sender import DIVIDED_BYTES, KvSender
+from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.protocol import BlockLayout, LinkHello
+from pagewire.tests.support.fake_device import (
+    BYTES_PER_TOKEN,
+    NUM_PARTS,
+    make_core,
+    make_sequence,
+)
+from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
+
+BLOCK_SIZE = 4
+PARTS = BlockParts.of(NUM_PARTS, BLOCK_SIZE * BYTES_PER_TOKEN)
+TIMEOUT_S = 5.0  # of endpoints, by the test's clock
+_LOOPBACK = "127.0.0.1"
+_CARRIERS = {"loopback": LoopbackCarrier, "zmq": ZmqCarrier}
+LAYOUT = BlockLayout(
+    fingerprint="fake",
+    dtype="int32",
+    block_size=BLOCK_SIZE,
+    num_layers=NUM_PARTS,
+    num_kv_heads=1,
+    head_dim=1,
+    block_bytes=PARTS.block_bytes,
+)
+
+
+@dataclass
+class Clock:
+    """Stands still unless a test moves it."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Side:
+    """An engine with its half of an endpoint.
+
+    Attributes:
+        lost: links that have ended by themselves, and why.
+        worked: whether the next iteration may build on what the last one did.
+    """
+
+    name: str
+    clock: Clock
+    kinds: tuple[str, ...]
+    num_slots: int
+    blocks_per_slot: int
+    engine: dict[str, int]
+    core: EngineCore = field(init=False)
+    device: LateDevice = field(init=False)
+    staging: Staging = field(init=False)
+    carriers: dict[str, FaultyCarrier] = field(init=False)
+    lost: list[tuple[object, str]] = field(default_factory=list)
+    is_dead: bool = False
+    worked: bool = False
+
+    def __post_init__(self) -> None:
+        self.core, device = make_core(block_size=BLOCK_SIZE, **self.engine)
+        self.device = LateDevice(device.limits, device.num_blocks, device.block_size)
+        self.core.executor = self.device
+        slot_bytes = PARTS.packed_bytes(self.blocks_per_slot)
+        self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
+        self.carriers = {kind: self._open(_CARRIERS[kind]) for kind in self.kinds}
+        self.sockets = KvSockets(None, slot_bytes)
+
+    def _open(self, kind: Callable[[Staging, LateDevice], Carrier]) -> FaultyCarrier:
+        return FaultyCarrier(kind(self.staging, self.device), self.staging, self.device)
+
+    @property
+    def carrier(self) -> FaultyCarrier:
+        """The first one."""
+        return next(iter(self.carriers.values()))
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
+        """Let the engine compute something of its own."""
+        sequence = make_sequence(request_id, prompt, max_tokens=max_tokens)
+        self.core.add(sequence)
+        return sequence
+
+    def close(self) -> None:
+        """End, as the worker's process does."""
+        if not self.is_dead:
+            self.is_dead = True
+            self.endpoint.close_all()
+            for carrier in self.carriers.values():
+                carrier.close()
+            self.sockets.close()
+
+    @property
+    def endpoint(self) -> KvSender | KvReceiver:
+        raise NotImplementedError
+
+    def held(self) -> list[str]:
+        """Return what is held of the engine, in words."""
+        scheduler = self.core.scheduler
+        scheduler.check_integrity()
+        used = scheduler.pool.counts().used
+        held = [f"{used} blocks of {self.name}"] if used else []
+        return held + [f"{s.request_id} on {self.name}" for s in scheduler.holders()]
+
+
+@dataclass(eq=False)
+class PrefillSide(Side):
+    """A prefill worker.
+
+    Attributes:
+        failed: jobs that the sender dropped, and why.
+    """
+
+    divided_bytes: int = DIVIDED_BYTES
+    watch: FdWatch = field(default_factory=FdWatch)
+    sender: KvSender = field(init=False)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sender = KvSender(
+            core=self.core,
+            moves=self.device,
+            staging=self.staging,
+            parts=PARTS,
+            sockets=self.sockets,
+            carriers=self.carriers,
+            timeout_s=TIMEOUT_S,
+            on_link_lost=lambda link, reason: self.lost.append((link, reason)),
+            watch=self.watch,
+            divided_bytes=self.divided_bytes,
+            clock=self.clock,
+        )
+        self.core.hooks.append(self.sender)
+
+    @property
+    def endpoint(self) -> KvSender:
+        return self.sender
+
+    def held(self) -> list[str]:
+        sender, held = self.sender, super().held()
+        if self.staging.num_free < self.staging.num_slots:
+            held.append(f"{self.staging.num_slots - self.staging.num_free} slots of {self.name}")
+        if sender.num_jobs:
+            held.append(f"{sender.num_jobs} jobs of {self.name}")
+        in_use = sum(link.credits.num_in_use for link in sender.links)
+        return [*held, f"{in_use} credits in use by {self.name}"] if in_use else held
+
+
+@dataclass(eq=False)
+class DecodeSide(Side):
+    """A decode worker.
+
+    Attributes:
+        tested: links by which payloads come.
+    """
+
+    watch: FdWatch = field(default_factory=FdWatch)
+    receiver: KvReceiver = field(init=False)
+    tested: list[ReceiverLink] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.receiver = KvReceiver(
+            core=self.core,
+            moves=self.device,
+            staging=self.staging,
+            parts=PARTS,
+            socket=ReceiverSocket(self.sockets, _LOOPBACK, _LOOPBACK),
+            carriers=self.carriers,
+            timeout_s=TIMEOUT_S,
+            on_link_tested=self.tested.append,
+            on_link_lost=lambda link, reason: self.lost.append((link, reason)),
+            watch=self.watch,
+            clock=self.clock,
+        )
+        self.core.hooks.append(self.receiver)
+
+    @property
+    def endpoint(self) -> KvReceiver:
+        return self.receiver
+
+    def held(self) -> list[str]:
+        held = super().held()
+        for state in (SlotState.FILLED, SlotState.QUARANTINED):
+            if count := self.receiver.credits.count(state):
+                held.append(f"{count} {state.name} slots of {self.name}")
+        return held
+
+
+def hello_of(decode: DecodeSide, offer: LinkOffer) -> LinkHello:
+    """The message by which a decode worker opens a link."""
+    return LinkHello(
+        worker_id=decode.name,
+        epoch=1,
+        layout=LAYOUT,
+        link=offer.link,
+        token=offer.token,
+        endpoint=offer.endpoint,
+        carriers=offer.carriers,
+        slot_bytes=decode.staging.slot_bytes,
+    )
