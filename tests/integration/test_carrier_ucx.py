@@ -1,12 +1,20 @@
 """The UCX carrier between two processes over TCP: payloads, and links that end in the middle."""
 
+import select
 import signal
 import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import DONE, Pending
+from pagewire.shared.kv.carriers.ucx import UcxCarrier
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging, staging_shape
+from pagewire.shared.transfer.ucx_settings import ucx_settings
 from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
 
 LARGE = 64 * MIB
@@ -157,3 +165,63 @@ def test_process_with_too_many_broken_workers_refuses_further_links(
             assert half.wait("closed", link)[2] == str(link)
         assert "restart" in refused(sender, receiver)
         assert half.end() == 0
+
+
+class _NoSocket:
+    def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
+        return DONE
+
+
+def carrier_here() -> tuple[UcxCarrier, Staging]:
+    staging = Staging(torch.zeros(staging_shape(2, MIB), dtype=torch.uint8), MIB)
+    return UcxCarrier(staging, ucx_settings("127.0.0.1", cuda=False)), staging
+
+
+def poll_until(condition: Callable[[], bool], *carriers: UcxCarrier) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        for carrier in carriers:
+            carrier.poll()
+
+
+def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
+    (sender, source), (receiver, target) = carrier_here(), carrier_here()
+    outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
+    inbound = receiver.inbound(1)
+    segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
+    received = inbound.receive(segment, None)
+    sent = outbound.send(segment, 0)
+    poll_until(lambda: received.is_done() and sent.is_done(), sender, receiver)
+    fds = receiver.fds()
+    poll_until(lambda: not select.select(fds, [], [], 0)[0] and not receiver.poll(), receiver)
+    assert not select.select(fds, [], [], 0.3)[0]
+
+    source.buffers[1].fill_(7)
+    late = Segment(0, 1, "job", 0, 1, 0, 1, 0, 1000)
+    sent = outbound.send(late, 1)
+    poll_until(lambda: bool(select.select(fds, [], [], 0)[0]), sender)
+    received = inbound.receive(late, None)
+    poll_until(lambda: received.is_done() and sent.is_done(), sender, receiver)
+    assert target.buffers[0][:1000].eq(7).all()
+
+    outbound.close()
+    assert inbound.close().is_done()
+    for carrier in (sender, receiver):
+        carrier.close()
+        assert carrier.num_abandoned == 0
+
+
+def test_offer_that_is_withdrawn_costs_no_worker() -> None:
+    carrier, _ = carrier_here()
+    before = carrier.offer(1)
+    assert 0 < len(before) <= 64 << 10
+    carrier.withdraw(1)
+    carrier.withdraw(1)
+    with pytest.raises(TransferError, match="not offered"):
+        carrier.inbound(1)
+    with pytest.raises(TransferError):
+        carrier.outbound(1, b"", _NoSocket())
+    carrier.close()
+    assert carrier.num_abandoned == 0
+    assert not carrier.should_restart

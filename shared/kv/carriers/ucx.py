@@ -90,8 +90,15 @@ class UcxCarrier:
         return worker.address
 
     def inbound(self, link: int) -> Inbound:
-        """Return the receiver's half of a link that was offered."""
-        return _UcxInbound(link, self._offered.pop(link), self._polled, self._staging)
+        """Return the receiver's half of a link that was offered.
+
+        Raises:
+            TransferError: it was not offered.
+        """
+        worker = self._offered.pop(link, None)
+        if worker is None:
+            raise TransferError("UCX was not offered for this link")
+        return _UcxInbound(link, worker, self._polled, self._staging)
 
     def withdraw(self, link: int) -> None:
         """Free the worker of an offer."""
