@@ -30,7 +30,6 @@ import msgspec
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
@@ -120,13 +119,15 @@ class Engine:
         """Return what both halves are made with."""
         self.sockets = KvSockets(None, self.staging.slot_bytes)
         watch = FdWatch(self.thread.watch, self.thread.unwatch)
-        carriers = {carrier: open_carrier(carrier, self.staging, self.runner, watch, _SETTINGS)}
+        opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
+        for fd in opened.fds():
+            watch.add(fd)
         return {
             "core": self.core,
             "moves": self.runner,
             "staging": self.staging,
             "parts": self.runner.mover.parts,
-            "carriers": carriers,
+            "carriers": {carrier: opened},
             "timeout_s": TIMEOUT_S,
             "watch": watch,
         }
@@ -143,9 +144,6 @@ class Engine:
         done: queue.Queue[Any] = queue.Queue()
         self.thread.submit(lambda _core: done.put(work()))
         return done.get(timeout=TIMEOUT_S)
-
-
-_SETTINGS = WorkerSettings(worker_id="bench")
 
 
 def child(carrier: str, device: str, num_tokens: int) -> None:

@@ -195,7 +195,7 @@ class WorkerRuntime:
             logger.info("%s is ready at %s", self.worker_id, self._endpoint)
             code = await self._serve()
             self.is_draining = True
-            if code == 0:
+            if code == 0 or self._is_worn_out():
                 await self._drain()
         return code
 
@@ -386,9 +386,17 @@ class WorkerRuntime:
             if not self._engine_watch.look(2 * ENGINE_SILENCE_S):
                 logger.error("the engine's loop has stopped")
                 return 1
+            if self._is_worn_out():
+                logger.error("too many KV links ended in mid-transfer for this process")
+                return 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), LOOK_INTERVAL_S)
         return 0
+
+    def _is_worn_out(self) -> bool:
+        """Whether only a new process can open further KV links; this one drains and ends."""
+        carriers = {} if self.kv is None else self.kv.carriers
+        return any(carrier.should_restart for carrier in carriers.values())
 
     async def _drain(self) -> None:
         """Let what runs end, within bounds; without an engine nothing does."""

@@ -13,7 +13,7 @@ from pagewire.shared.kv.carriers.base import DONE, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED
 from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging, staging_shape
+from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.shared.transfer.ucx_settings import ucx_settings
 from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
 
@@ -173,7 +173,7 @@ class _NoSocket:
 
 
 def carrier_here() -> tuple[UcxCarrier, Staging]:
-    staging = Staging(torch.zeros(staging_shape(2, MIB), dtype=torch.uint8), MIB)
+    staging = make_staging(2, MIB, torch.device("cpu"))
     return UcxCarrier(staging, ucx_settings("127.0.0.1", cuda=False)), staging
 
 
@@ -188,7 +188,7 @@ def poll_until(condition: Callable[[], bool], *carriers: UcxCarrier) -> None:
 def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     (sender, source), (receiver, target) = carrier_here(), carrier_here()
     outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
-    inbound = receiver.inbound(1)
+    inbound = receiver.inbound(1, b"")
     segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
     received = inbound.receive(segment, None)
     sent = outbound.send(segment, 0)
@@ -219,7 +219,7 @@ def test_offer_that_is_withdrawn_costs_no_worker() -> None:
     carrier.withdraw(1)
     carrier.withdraw(1)
     with pytest.raises(TransferError, match="not offered"):
-        carrier.inbound(1)
+        carrier.inbound(1, b"")
     with pytest.raises(TransferError):
         carrier.outbound(1, b"", _NoSocket())
     carrier.close()

@@ -136,7 +136,7 @@ def test_a_ticket_that_makes_no_sense_fails_with_the_reason(
             failures: list[PrefillFailed] = []
             link = d.links.get("prefill-0")
             assert link is not None
-            d.links.on_message = lambda _link, message: failures.append(message)  # type: ignore[arg-type]
+            d.links.on_message = lambda _link, message: failures.append(message)
             link.post(msgspec.structs.replace(ticket, job_id="odd", **changes))
             await eventually(lambda: failures)
             assert failures[0].job_id == "odd"
@@ -155,9 +155,9 @@ def test_a_ticket_that_finds_the_queue_full_goes_elsewhere(monkeypatch: pytest.M
             def take_when_full(peer_id: str, message: object) -> None:
                 with monkeypatch.context() as patch:
                     fill(patch)
-                    on_message(peer_id, message)  # type: ignore[arg-type]
+                    on_message(peer_id, message)
 
-            p.service.on_message = take_when_full  # type: ignore[method-assign]
+            p.service.on_message = take_when_full
             router.generate()
             await router.answer()
             assert (router.prefilled_by(), d.local_prefills("failed")) == (None, 1)

@@ -28,7 +28,7 @@ from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
 from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging, staging_shape
+from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.transfer.ucx_settings import ucx_settings
 
 _POLL_S = 0.00005
@@ -49,8 +49,8 @@ class _Silent:
 
 class _Half:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        memory = torch.zeros(staging_shape(num_slots, slot_bytes), dtype=torch.uint8)
-        self._staging = Staging(memory, slot_bytes)
+        self._staging = make_staging(num_slots, slot_bytes, torch.device("cpu"))
+        self._staging.memory.zero_()
         self._carrier = UcxCarrier(self._staging, ucx_settings("127.0.0.1", cuda=False))
         self._outbound: dict[int, Outbound] = {}
         self._inbound: dict[int, Inbound] = {}
@@ -70,7 +70,7 @@ class _Half:
         elif verb == "offer":
             self._offer(int(rest[0]))
         elif verb == "inbound":
-            self._inbound[int(rest[0])] = self._carrier.inbound(int(rest[0]))
+            self._inbound[int(rest[0])] = self._carrier.inbound(int(rest[0]), b"")
             _say("open", rest[0])
         elif verb == "outbound":
             self._connect(int(rest[0]), bytes.fromhex(rest[1]))

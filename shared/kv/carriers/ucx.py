@@ -89,7 +89,7 @@ class UcxCarrier:
         self._offered[link] = worker
         return worker.address
 
-    def inbound(self, link: int) -> Inbound:
+    def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link that was offered.
 
         Raises:
@@ -206,6 +206,8 @@ class _PolledWorkers:
 
 
 class _UcxOutbound:
+    reply = b""
+
     def __init__(
         self,
         link: int,
