@@ -16,18 +16,14 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-
-    def make(runtime: WorkerRuntime) -> DecodeService:
-        if isinstance(runtime.kv, KvReceiver):
-            return _make_service(runtime, runtime.kv)
-        return DecodeService(runtime, runtime.engine_handle)
-
-    return run_worker(settings, "decode", make)
+    return run_worker(settings, "decode", make_service)
 
 
-def _make_service(runtime: WorkerRuntime, receiver: KvReceiver) -> DecodeService:
+def make_service(runtime: WorkerRuntime) -> DecodeService:
     """Compose the service from a worker's parts."""
-    settings, engine = runtime.settings, runtime.engine_handle
+    settings, engine, receiver = runtime.settings, runtime.engine_handle, runtime.kv
+    if not isinstance(receiver, KvReceiver):
+        return DecodeService(runtime, engine)
     links = PrefillLinks(
         runtime.identity,
         engine,

@@ -16,18 +16,14 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-
-    def make(runtime: WorkerRuntime) -> Service:
-        if isinstance(runtime.kv, KvSender):
-            return _make_service(runtime, runtime.kv)
-        return PiecePrefillService(runtime, runtime.engine_handle)
-
-    return run_worker(settings, "prefill", make)
+    return run_worker(settings, "prefill", make_service)
 
 
-def _make_service(runtime: WorkerRuntime, sender: KvSender) -> PrefillService:
+def make_service(runtime: WorkerRuntime) -> Service:
     """Compose the service from a worker's parts."""
-    engine, post = runtime.engine_handle, runtime.server.post
+    engine, post, sender = runtime.engine_handle, runtime.server.post, runtime.kv
+    if not isinstance(sender, KvSender):
+        return PiecePrefillService(runtime, engine)
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
     return PrefillService(
         runtime.identity, engine, sender, links, post, lambda: runtime.is_draining
