@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,8 +106,9 @@ class DecodeLinks:
                 f"takes {smallest}"
             )
         try:
-            endpoint = await numeric_endpoint(hello.endpoint)
-        except (ValueError, OSError) as exc:
+            async with asyncio.timeout(self._timeout_s):
+                endpoint = await numeric_endpoint(hello.endpoint)
+        except OSError as exc:
             raise TransferError(f"there is nothing at {hello.endpoint!r}: {exc}") from exc
         there = msgspec.structs.replace(hello, endpoint=endpoint)
         if not self._is_known(peer_id, peer):
