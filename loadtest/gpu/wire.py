@@ -4,10 +4,10 @@
 
 Both processes run a real engine thread, scheduler, block pool and KV endpoint; the model takes no
 time. A child computes prompts and sends their blocks; this process reserves them, and a prompt has
-crossed when its sequence is activated. GB/s counts from the moment at which the child is told to
-begin until the last activation, next to one contiguous copy of as many bytes between the same
-devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the receiving engine decodes
-other sequences meanwhile.
+crossed when its sequence is activated. GB/s counts from the launch of the step that makes the first
+prompt's blocks final until the last activation, next to one contiguous copy of as many bytes
+between the same devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the receiving
+engine decodes other sequences meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.loadtest.gpu.clusters import BenchError
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
@@ -66,11 +67,14 @@ class SteppingRunner(ModelRunner):
     """Computes nothing, but for matrix products that keep the device busy in steps that decode."""
 
     operand: torch.Tensor | None = None
+    launched_ns: int = 0  # the first step with chunks since it was reset
 
     def _launch(self, plan: StepPlan) -> PendingTokens:
         if plan.decodes and self.operand is not None:
             for _ in range(STEP_PRODUCTS):
                 torch.mm(self.operand, self.operand)
+        if plan.chunks and not self.launched_ns:
+            self.launched_ns = time.monotonic_ns()
         tokens = torch.full((plan.num_samples,), 7, device=self.state.device)
         return PendingTokens(plan.number, tokens)
 
@@ -153,7 +157,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     engine.runner.mover.capture_packing(engine.staging.buffers)
     parts = engine.endpoint(carrier)
     if engine.sockets is None:
-        raise RuntimeError("the endpoint has no sockets")
+        raise BenchError("the endpoint has no sockets")
     sender = KvSender(sockets=engine.sockets, **parts)
     engine.core.hooks.append(sender)
     engine.thread.start()
@@ -168,10 +172,11 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
             sender.export(job, link, 0, num_blocks)
 
     for line in sys.stdin:
-        order = json.loads(line)
-        while time.monotonic_ns() < order["start_ns"]:
-            pass
-        engine.thread.submit(partial(_begin_jobs, begin, order["jobs"]))
+        engine.runner.launched_ns = 0
+        engine.thread.submit(partial(_begin_jobs, begin, json.loads(line)))
+        while not engine.runner.launched_ns:
+            time.sleep(0.001)
+        print(engine.runner.launched_ns, flush=True)
     engine.thread.stop(TIMEOUT_S)
 
 
@@ -185,7 +190,7 @@ class Receiving:
     def __init__(self, engine: Engine, carrier: str) -> None:
         parts = engine.endpoint(carrier)
         if engine.sockets is None:
-            raise RuntimeError("the endpoint has no sockets")
+            raise BenchError("the endpoint has no sockets")
         socket = ReceiverSocket(engine.sockets, "127.0.0.1", "127.0.0.1")
         self.tested = threading.Event()
         self.reserved: queue.Queue[str] = queue.Queue()
@@ -212,20 +217,33 @@ class Receiving:
         for name in names:
             self.engine.sequence(name, remote=True)
 
-    def round(self, orders: IO[str], number: int, prompts: int) -> float:
+    def round(self, process: Sending, number: int, prompts: int) -> float:
         """Return the seconds that so many prompts take."""
         names = [f"r{number}-{n}" for n in range(prompts)]
         self.engine.call(lambda: self._reserve(names))
         jobs = [self.reserved.get(timeout=TIMEOUT_S) for _ in names]
-        start_ns = time.monotonic_ns() + 5_000_000
-        orders.write(json.dumps({"start_ns": start_ns, "jobs": jobs}) + "\n")
-        orders.flush()
+        launched_ns = int(process.ask(json.dumps(jobs)))
         ends = [self.activated.get(timeout=TIMEOUT_S) for _ in names]
-        return (max(ends) - start_ns) / 1e9
+        return (max(ends) - launched_ns) / 1e9
+
+
+class Sending:
+    """The sending process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise BenchError("the child has no pipes")
+        self._in, self._out = process.stdin, process.stdout
+
+    def ask(self, line: str) -> str:
+        """Write a line and return the answer."""
+        self._in.write(line + "\n")
+        self._in.flush()
+        return self._out.readline()
 
 
 @contextmanager
-def sending_process(options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
+def sending_process(options: argparse.Namespace) -> Iterator[Sending]:
     """Run the sender."""
     command = [sys.executable, "-P", "-m", "pagewire.loadtest.gpu.wire", "--child"]
     command += ["--carrier", options.carrier, "--source", options.source]
@@ -234,7 +252,7 @@ def sending_process(options: argparse.Namespace) -> Iterator[subprocess.Popen[st
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            yield process
+            yield Sending(process)
         finally:
             process.kill()
 
@@ -284,11 +302,7 @@ def measure(options: argparse.Namespace) -> None:
         slot_bytes=engine.staging.slot_bytes,
     )
     with sending_process(options) as process:
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the child has no pipes")
-        process.stdin.write(msgspec.json.encode(hello).decode() + "\n")
-        process.stdin.flush()
-        lane, reply = process.stdout.readline().rsplit(maxsplit=1)
+        lane, reply = process.ask(msgspec.json.encode(hello).decode()).rsplit(maxsplit=1)
         answer = bytes.fromhex(reply.strip("-"))
         engine.call(lambda: receiving.receiver.accept(link, options.carrier, answer))
         if not receiving.tested.wait(TIMEOUT_S):
@@ -300,7 +314,7 @@ def measure(options: argparse.Namespace) -> None:
             times = []
             for _ in range(ROUNDS + 2):
                 number += 1
-                times.append(receiving.round(process.stdin, number, prompts))
+                times.append(receiving.round(process, number, prompts))
             _report(options, lane, prompts, total * prompts, times[2:], ceiling)
     engine.thread.stop(TIMEOUT_S)
 

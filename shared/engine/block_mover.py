@@ -27,18 +27,18 @@ _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 class PendingMove:
     """Blocks that are being moved.
 
-    Args:
+    Attributes:
         end: of the move on the device; None where it was made at once.
     """
 
-    __slots__ = ("_end",)
+    __slots__ = ("end",)
 
     def __init__(self, end: Marker) -> None:
-        self._end = end
+        self.end = end
 
     def is_done(self) -> bool:
         """Whether the blocks have been moved, without waiting."""
-        return self._end is None or self._end.query()
+        return self.end is None or self.end.query()
 
 
 class PendingCheck(PendingMove):
@@ -57,8 +57,8 @@ class PendingCheck(PendingMove):
 
     def is_intact(self) -> bool:
         """Wait for the move; return whether the blocks are those that were packed."""
-        if self._end is not None:
-            self._end.synchronize()
+        if self.end is not None:
+            self.end.synchronize()
         return int(self._damaged) == 0
 
 

@@ -96,15 +96,14 @@ def unmap(address: int, device: torch.device) -> None:
         _call("cudaIpcCloseMemHandle", address)
 
 
-def queue_copy(target: int, source: torch.Tensor) -> None:
-    """Queue a copy of bytes to an address, by a copy engine, on the current stream.
+def queue_copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Queue a copy between device addresses, by a copy engine.
 
     Raises:
         TransferError: it cannot be launched.
     """
-    stream = torch.cuda.current_stream(source.device).cuda_stream
     kind = _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    _call("cudaMemcpyAsync", target, source.data_ptr(), source.nbytes, kind, stream)
+    _call("cudaMemcpyAsync", target, source, nbytes, kind, stream.cuda_stream)
 
 
 def _call(name: str, *args: Any) -> Any:

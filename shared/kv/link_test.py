@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.kv.carriers.base import Pending
 from pagewire.shared.kv.messages import Segment
@@ -25,7 +26,7 @@ def _end_of(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
     return buffer[max(0, segment.nbytes - _PATTERN_BYTES) : segment.nbytes]
 
 
-def fill_test(moves: BlockMoves, buffer: torch.Tensor, segment: Segment) -> Pending:
+def fill_test(moves: BlockMoves, buffer: torch.Tensor, segment: Segment) -> PendingMove:
     """Queue the writing of a test's payload into a slot."""
     host = _pattern(segment)
     if buffer.is_cuda:

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
@@ -320,7 +321,9 @@ class KvSender:
                 self._test(link)
             for job in list(self._jobs.values()):
                 while self._is_live(job) and self._has_room(job.link) and self._pack(job):
-                    pass
+                    # What has been packed does not wait until everything is launched.
+                    while self._packing and self._take_packed():
+                        pass
 
     def _check_deadlines(self) -> None:
         """End links whose receivers are silent."""
@@ -397,12 +400,12 @@ class KvSender:
         )
         buffer = self.staging.buffers[slot]
         try:
-            packed: Pending
+            packed: PendingMove
             if job is None:
                 packed = fill_test(self.moves, buffer, segment)
             else:
                 packed = self.moves.pack(blocks, cut.parts, buffer, segment.seed, plan)
-            staged = link.outbound.stage(slot, credit, nbytes)
+            staged = link.outbound.stage(slot, credit, nbytes, packed)
         except BaseException:
             self._release(slot)
             self._put_back(link, credit)

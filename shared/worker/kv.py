@@ -57,7 +57,7 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
     if name == "ipc":
         from pagewire.shared.kv.carriers.ipc import IpcCarrier
 
-        return IpcCarrier(staging, moves)
+        return IpcCarrier(staging)
     if name == "ucx":
         if find_spec("ucxx") is None:
             raise ConfigError(

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from pagewire.kernels import load_ops
-from pagewire.shared.engine.block_mover import BlockMover
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ipc import IpcCarrier
 from pagewire.shared.kv.messages import Segment
@@ -41,9 +40,7 @@ class Announced:
 
 
 def make_carrier(memory: torch.Tensor, slot_bytes: int, **options: Any) -> IpcCarrier:
-    pool = torch.zeros(2, 1, 2, 1, 16, 64, device=memory.device)
-    moves = BlockMover(load_ops("auto", memory.device.type), pool)
-    return IpcCarrier(Staging(memory, slot_bytes), moves, **options)
+    return IpcCarrier(Staging(memory, slot_bytes), **options)
 
 
 def pattern(seed: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -86,7 +83,7 @@ class IpcPeer:
         """Fill a slot, bring it into the receiver's, and announce it."""
         self.memory[slot, :nbytes] = pattern(seed, nbytes, self.device)
         torch.cuda.synchronize()  # for the moves' stream
-        staged = self.outbound[-1].stage(slot, credit, nbytes)
+        staged = self.outbound[-1].stage(slot, credit, nbytes, PendingMove(None))
         assert staged is not None
         _wait(staged)
         segment = Segment(credit, 1, "test", 0, 0, 0, 0, seed, nbytes)
@@ -102,7 +99,9 @@ class IpcPeer:
     def queue_copies(self, count: int) -> None:
         """Queue copies of whole slots, and wait for none."""
         for index in range(count):
-            staged = self.outbound[-1].stage(index % 2, index % 2, self.slot_bytes)
+            staged = self.outbound[-1].stage(
+                index % 2, index % 2, self.slot_bytes, PendingMove(None)
+            )
             assert staged is not None
             self._last = staged
 

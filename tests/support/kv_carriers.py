@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import DONE, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
 from pagewire.shared.kv.messages import Segment
@@ -42,11 +43,11 @@ class _ShakyOutbound:
     def reply(self) -> bytes:
         return self._inner.reply
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         ShakyCarrier.num_tried += 1
         if ShakyCarrier.trouble is not None:
             return None
-        return self._inner.stage(slot, credit, nbytes)
+        return self._inner.stage(slot, credit, nbytes, packed)
 
     def send(self, segment: Segment, slot: int) -> Pending:
         return DONE if ShakyCarrier.trouble == "lost" else self._inner.send(segment, slot)

@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
-from pagewire.shared.engine.block_mover import PendingCheck
+from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
@@ -171,7 +171,7 @@ class FaultyOutbound:
     def reply(self) -> bytes:
         return self.inner.reply
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         carrier = self.carrier
         carrier.fail_at("stage")
         spoiled = None
@@ -179,7 +179,7 @@ class FaultyOutbound:
             carrier.num_corrupt -= 1
             byte = carrier.staging.buffers[slot][nbytes - 1 :][:1]
             spoiled = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
-        staged = self.inner.stage(slot, credit, nbytes)
+        staged = self.inner.stage(slot, credit, nbytes, packed)
         if carrier.fails == "staged":
             carrier.fails = ""
             return Failed()

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 import zmq
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.messages import Segment
 
@@ -58,13 +59,14 @@ class Outbound(Protocol):
         """See above."""
         ...
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Queue on the device, after a slot's packing, what comes before `send`.
 
         Args:
             slot: of our staging; it is being packed.
             credit: slot of the receiver.
             nbytes: of the payload.
+            packed: the packing.
 
         Returns:
             Ends after the packing; None if nothing was queued.

@@ -19,7 +19,6 @@ import zmq
 from msgspec import Meta
 
 from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import UNDECODABLE, TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.device_memory import (
@@ -67,7 +66,6 @@ class IpcCarrier:
 
     Args:
         staging: of this worker; a receiver's is from `device_memory.allocate`.
-        moves: queues work on its device.
         quarantine_s: how long the slots of a link that has ended stay unused, unless its sender's
             process is seen to end.
     """
@@ -78,11 +76,10 @@ class IpcCarrier:
     def __init__(
         self,
         staging: Staging,
-        moves: BlockMoves,
         quarantine_s: float = QUARANTINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._staging, self._moves = staging, moves
+        self._staging = staging
         self._quarantine_s, self._clock = quarantine_s, clock
         self._watches: weakref.WeakSet[ProcessWatch] = weakref.WeakSet()
         self._offer = b""
@@ -131,7 +128,7 @@ class IpcCarrier:
         # CUDA maps nothing that is of the same process.
         is_own = remote.receiver == here
         target = _OwnMemory(remote) if is_own else _MappedMemory(remote, here, device)
-        return _IpcOutbound(self._staging, self._moves, socket, target, here)
+        return _IpcOutbound(self._staging, socket, target, here)
 
     def fds(self) -> list[int]:
         """None."""
@@ -190,20 +187,21 @@ class _IpcOutbound:
     def __init__(
         self,
         staging: Staging,
-        moves: BlockMoves,
         socket: LinkSocket,
         target: _Target,
         here: Process,
     ) -> None:
-        self._staging, self._moves, self._socket = staging, moves, socket
+        self._socket = socket
         self._target: _Target | None = target
         self._last: Pending | None = None
         # Of its own: the next segment is packed while this one crosses.
         self._stream = torch.cuda.Stream(staging.memory.device)
+        self._sources = [buffer.data_ptr() for buffer in staging.buffers]
+        self._ends = [torch.cuda.Event() for _ in staging.buffers]
         self._is_same_gpu = target.offer.gpu == _uuid(staging.memory.device.index)
         self.reply = msgspec.msgpack.encode(here)
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's slot.
 
         Raises:
@@ -217,17 +215,14 @@ class _IpcOutbound:
                 f"{nbytes} bytes for slot {credit} of a receiver that has {offer.num_slots} of "
                 f"{offer.stride}"
             )
-        source = self._staging.buffers[slot][:nbytes]
+        if packed.end is not None:
+            self._stream.wait_event(packed.end)
         address = self._target.address + credit * offer.stride
-        self._moves.queue(lambda: self._copy(address, source))
-        self._last = PendingMove(self._stream.record_event())
+        queue_copy(address, self._sources[slot], nbytes, self._stream)
+        end = self._ends[slot]  # whoever packs the slot again has waited for it
+        end.record(self._stream)
+        self._last = PendingMove(end)
         return self._last
-
-    def _copy(self, address: int, source: torch.Tensor) -> None:
-        """Queue a copy after what the current stream has."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            queue_copy(address, source)
 
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce what has crossed."""

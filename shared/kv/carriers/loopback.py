@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import zmq
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
@@ -76,7 +77,7 @@ class _LoopbackOutbound:
     ) -> None:
         self._source, self._target, self._moves, self._socket = source, target, moves, socket
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's slot."""
         source, target = self._source.buffers[slot], self._target.buffers[credit]
         return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))

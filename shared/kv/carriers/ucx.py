@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 import zmq
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx_worker import (
@@ -219,7 +220,7 @@ class _UcxOutbound:
         self._link, self._worker, self._polled = link, worker, polled
         self._staging, self._socket = staging, socket
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Nothing before `send`."""
         return None
 

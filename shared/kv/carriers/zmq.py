@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 import zmq
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
@@ -78,7 +79,7 @@ class _ZmqOutbound:
     ) -> None:
         self._staging, self._host, self._moves, self._socket = staging, host, moves, socket
 
-    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Bring a payload from the GPU to the host."""
         source, target = self._staging.buffers[slot], self._host[slot]
         if not source.is_cuda:
