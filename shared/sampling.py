@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import msgspec
@@ -113,29 +113,40 @@ class SamplingDefaults:
         return min(room, otherwise if self.max_tokens is None else self.max_tokens)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller asks for. None means unset: the model's defaults apply.
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller may say about the choice of tokens. None means unset.
+
+    `SamplingParams` and the bodies of HTTP requests have these fields by these names.
+    `SamplingParams.resolve` refuses values of a wrong type or out of range.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         seed: makes the tokens reproducible; the further answers of `n` have seeds derived from it.
-        max_tokens: upper bound on generated tokens.
-        stop: strings that end an answer and are not part of its text.
         stop_token_ids: tokens that end an answer, in addition to the model's own.
         ignore_eos: generate on past the end of the sequence.
-        n: answers to each prompt, each sampled on its own.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+
+
+class SamplingParams(SamplingFields, frozen=True, kw_only=True):
+    """What a caller asks for. Where something is unset, the model's defaults apply.
+
+    Attributes:
+        max_tokens: upper bound on generated tokens.
+        stop: strings that end an answer and are not part of its text.
+        n: answers to each prompt, each sampled on its own.
+    """
+
+    max_tokens: int | None = None
+    stop: str | Sequence[str] | None = None
     n: int = 1
 
     @property
@@ -160,16 +171,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             (isinstance(self.ignore_eos, bool), "ignore_eos", "True or False"),
             (_are_stop_strings(self.stop), "stop", "a string or a list of strings, none empty"),
         )
-        top_k = defaults.top_k if self.top_k is None else self.top_k
-        resolved = ResolvedSampling(
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=0 if top_k == -1 else top_k,
-            seed=self.seed,
-            max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-        )
+        fields = asdict(defaults) | {"max_tokens": max_tokens}
+        for name in (*SamplingFields.__struct_fields__, "max_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value
+        if fields["top_k"] == -1:
+            fields["top_k"] = 0
+        fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        resolved = ResolvedSampling(**fields)
         resolved.validate()
         return resolved
 

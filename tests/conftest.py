@@ -10,17 +10,25 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+from pagewire.tests.support import fake_device
+from pagewire.tests.support.executor_pipe import Pipe, PipeDevice, executor_process
 from pagewire.tests.support.fake_redis import fake_redis_url
 from pagewire.tests.support.redis_server import RedisServer
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Hypothesis without a clock: a busy machine makes no test fail.
+settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 
 # A job in the background, or under nohup, ignores these, and so would everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,6 +44,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in deselected]
+
+
+@pytest.fixture(scope="session")
+def other_process() -> Iterator[Pipe]:
+    """A process for an executor; what it runs is whatever the last test began with."""
+    with executor_process() as pipe:
+        yield pipe
+
+
+@pytest.fixture(scope="module", params=["here", "pipe"])
+def each_executor(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a module's tests twice: the engine's device is in this process, and over a pipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pipe":
+            pipe = request.getfixturevalue("other_process")
+            patch.setattr(fake_device, "make_device", partial(PipeDevice, pipe))
+        yield
 
 
 @pytest.fixture

@@ -57,7 +57,9 @@ def check_and_time_the_wire() -> None:
     """
     for module, *options in (
         ("pagewire.kernels.bench.run", "--ops", "kv_pack"),
-        ("pagewire.shared.transfer.kv_bench",),
+        ("pagewire.loadtest.gpu.wire", "--carrier", "ipc"),
+        ("pagewire.loadtest.gpu.wire", "--carrier", "ipc", "--stepping"),
+        ("pagewire.loadtest.gpu.wire", "--carrier", "ucx"),
     ):
         done = subprocess.run([sys.executable, "-P", "-m", module, *options], check=False)
         if done.returncode != 0:

@@ -30,15 +30,15 @@ import msgspec
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.host_bench import NoModel
 from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.receiver import Completion, KvReceiver, ReceiverLink
 from pagewire.shared.kv.sender import KvSender
@@ -112,20 +112,22 @@ class Engine:
         """Bytes of a block over all layers."""
         return self.runner.mover.parts.block_bytes
 
-    def _on_outputs(self, outputs: list[StepOutput]) -> None:
+    def _on_outputs(self, outputs: StepOutputs) -> None:
         """Tokens of sequences that step, and first tokens."""
 
     def endpoint(self, carrier: str) -> dict[str, Any]:
         """Return what both halves are made with."""
         self.sockets = KvSockets(None, self.staging.slot_bytes)
         watch = FdWatch(self.thread.watch, self.thread.unwatch)
-        carriers = {carrier: open_carrier(carrier, self.staging, self.runner, watch, _SETTINGS)}
+        opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
+        for fd in opened.fds():
+            watch.add(fd)
         return {
             "core": self.core,
             "moves": self.runner,
             "staging": self.staging,
             "parts": self.runner.mover.parts,
-            "carriers": carriers,
+            "carriers": {carrier: opened},
             "timeout_s": TIMEOUT_S,
             "watch": watch,
         }
@@ -142,9 +144,6 @@ class Engine:
         done: queue.Queue[Any] = queue.Queue()
         self.thread.submit(lambda _core: done.put(work()))
         return done.get(timeout=TIMEOUT_S)
-
-
-_SETTINGS = WorkerSettings(worker_id="bench")
 
 
 def child(carrier: str, device: str, num_tokens: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
+from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
@@ -14,9 +16,29 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
+    return run_worker(settings, "decode", make_service)
 
-    def make(runtime: WorkerRuntime) -> DecodeService:
-        receiver = runtime.kv if isinstance(runtime.kv, KvReceiver) else None
-        return DecodeService(runtime, runtime.engine_handle, receiver)
 
-    return run_worker(settings, "decode", make)
+def make_service(runtime: WorkerRuntime) -> DecodeService:
+    """Compose the service from a worker's parts."""
+    settings, engine, receiver = runtime.settings, runtime.engine_handle, runtime.kv
+    if not isinstance(receiver, KvReceiver):
+        return DecodeService(runtime, engine)
+    links = PrefillLinks(
+        runtime.identity,
+        engine,
+        receiver,
+        lambda: runtime.directory.workers("prefill"),
+        runtime.keys,
+        runtime.tasks,
+        LinkTimes(settings.heartbeat_s, settings.lease_s, settings.transfer_timeout_s),
+    )
+    jobs = RemoteJobs(
+        runtime.identity,
+        engine,
+        receiver,
+        links,
+        runtime.transfer_metrics.local_prefills,
+        settings.prefill_timeout_s,
+    )
+    return DecodeService(runtime, engine, jobs)

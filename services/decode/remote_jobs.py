@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.worker_links import PrefillLink, PrefillLinks
 from pagewire.shared.engine.core import EngineCore
@@ -21,8 +23,8 @@ from pagewire.shared.kv.receiver import Completion, KvReceiver
 from pagewire.shared.protocol import CancelPrefill, ControlMessage, PrefillDone, PrefillFailed
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.metrics import LocalPrefill
-from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -31,31 +33,41 @@ class RemoteJobs:
     """The prefill jobs of a decode worker's requests, at most one a request.
 
     Args:
-        runtime: of this worker.
+        identity: of this worker.
         engine: that goes on with what they compute.
         receiver: of their blocks.
+        links: to the prefill workers.
+        local_prefills: counts by reason what is computed here instead.
+        timeout_s: without a sign of a job's life, after which the next worker is asked.
+
+    Attributes:
         find: returns a live request by its name in the engine.
         on_first_token: called once a request, with the message and the worker that sent it.
     """
 
     def __init__(
         self,
-        runtime: WorkerRuntime,
+        identity: WorkerIdentity,
         engine: EngineHandle,
         receiver: KvReceiver,
-        find: Callable[[str], DecodeRequest | None],
-        on_first_token: Callable[[DecodeRequest, PrefillDone, str], None],
+        links: PrefillLinks,
+        local_prefills: Counter,
+        timeout_s: float,
     ) -> None:
-        self._runtime, self._engine, self._receiver = runtime, engine, receiver
-        self._find, self._tell_first_token = find, on_first_token
+        self._identity, self._engine, self._receiver = identity, engine, receiver
+        self._links, self._local_prefills, self._timeout_s = links, local_prefills, timeout_s
+        self.find: Callable[[str], DecodeRequest | None] = lambda _engine_id: None
+        self.on_first_token: Callable[[DecodeRequest, PrefillDone, str], None] = (
+            lambda _request, _done, _worker_id: None
+        )
         self._by_job: dict[str, DecodeRequest] = {}
         self._tell_activated = engine.in_loop(self._on_activated)
         receiver.on_reserved = engine.in_loop(self._on_reserved)
-        self._links = PrefillLinks(runtime, engine, receiver, self._on_message, self._on_link_lost)
+        links.on_message, links.on_lost = self._on_message, self._on_link_lost
 
     def start(self) -> None:
         """Keep links to prefill workers."""
-        self._runtime.tasks.spawn(self._links.keep_open(), "keeping links to prefill workers")
+        self._links.start()
 
     def close(self) -> None:
         """Stop waiting, close the links."""
@@ -67,7 +79,7 @@ class RemoteJobs:
     # A job and its worker
 
     def _on_reserved(self, engine_id: str, job: str, first_block: int, num_blocks: int) -> None:
-        request = self._find(engine_id)
+        request = self.find(engine_id)
         if request is not None:
             request.first_block, request.num_blocks = first_block, num_blocks
             self._begin(request, job)
@@ -76,11 +88,11 @@ class RemoteJobs:
         """Ask the next prefill worker; none left means that this one does it."""
         while (link := self._next_link(request)) is not None:
             request.tried.add(link.worker_id)
-            ticket = request.ticket(job, self._runtime.worker_id, self._runtime.epoch, link.epoch)
+            ticket = request.ticket(job, self._identity.worker_id, self._identity.epoch, link.epoch)
             if link.post(ticket):
                 request.remote = RemotePrefill(job, link)
                 self._by_job[job] = request
-                self._watch(request, request.remote, self._runtime.settings.prefill_timeout_s)
+                self._watch(request, request.remote, self._timeout_s)
                 return
         self._prefill_here(request, "failed" if request.tried else "no_link")
 
@@ -98,7 +110,7 @@ class RemoteJobs:
         )
 
     def _on_deadline(self, request: DecodeRequest, remote: RemotePrefill) -> None:
-        timeout_s = self._runtime.settings.prefill_timeout_s
+        timeout_s = self._timeout_s
         silent_s = time.monotonic() - self._receiver.heard_s(request.engine_id)
         if silent_s < timeout_s:
             self._watch(request, remote, timeout_s - silent_s)
@@ -125,7 +137,7 @@ class RemoteJobs:
         first_token = request.first_token
         if first_token is None:
             first_token = request.first_token = done.first_token
-            self._tell_first_token(request, done, remote.link.worker_id)
+            self.on_first_token(request, done, remote.link.worker_id)
         completion = Completion(
             remote.job_id,
             first_token,
@@ -172,7 +184,7 @@ class RemoteJobs:
             remote.link.post(CancelPrefill(job_id=remote.job_id))
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
-        counter = self._runtime.transfer_metrics.local_prefills.labels(reason)
+        counter = self._local_prefills.labels(reason)
         first_token = request.first_token
 
         def fall_back(core: EngineCore) -> None:

@@ -19,9 +19,9 @@ from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.remote_prefill import RemotePrefills
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
@@ -44,21 +44,20 @@ class DecodeService:
     Args:
         runtime: of this worker.
         engine: that answers them.
-        receiver: of the blocks that prefill workers compute.
+        jobs: that prefill workers do for it.
     """
 
     def __init__(
-        self, runtime: WorkerRuntime, engine: EngineHandle, receiver: KvReceiver | None = None
+        self, runtime: WorkerRuntime, engine: EngineHandle, jobs: RemoteJobs | None = None
     ) -> None:
         self._runtime, self._engine = runtime, engine
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
         self._remote: RemoteJobs | RemotePrefills
-        if receiver is not None:
-            self._remote = RemoteJobs(
-                runtime, engine, receiver, self._requests.get, self._on_first_token
-            )
+        if jobs is not None:
+            self._remote = jobs
+            jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
         else:
             self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
         runtime.transfer_metrics.show_local_prefills()
@@ -167,10 +166,11 @@ class DecodeService:
 
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
-            self._remote.cancel(request)
             self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
+        """Void a request's job, if it has one; returns whether the request was known."""
+        self._remote.cancel(request)
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known
@@ -193,10 +193,15 @@ class DecodeService:
         )
         self._post_outputs(request.peer_id, [output])
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take a step's outputs and post them, one message a router."""
         by_peer: defaultdict[str, list[TokenOutput]] = defaultdict(list)
-        for output in outputs:
+        for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            request = self._requests.get(engine_id)
+            if request is not None:
+                token_output = TokenOutput(request_id=request.message.request_id, token_ids=[token])
+                by_peer[request.peer_id].append(token_output)
+        for output in outputs.others:
             request = self._requests.get(output.request_id)
             if request is not None:
                 by_peer[request.peer_id].append(self._token_output(request, output))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pagewire.shared.channel import ControlClient, make_client_id
+from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
-from pagewire.shared.kv.receiver import KvReceiver, ReceiverLink
+from pagewire.shared.kv.receiver import KvReceiver, LinkOffer, ReceiverLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome
-from pagewire.shared.registry import WorkerCard, WorkerDirectory
+from pagewire.shared.registry import WorkerCard
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.shared.worker.identity import WorkerIdentity
+from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class PrefillLink:
         welcome: its answer to our `LinkHello`.
         kv: the link that its blocks come by, once it has been offered.
         tested: whether blocks come by it.
+        failure: why it has ended, if it has.
     """
 
     worker_id: str
@@ -35,6 +38,7 @@ class PrefillLink:
     welcome: asyncio.Future[LinkWelcome]
     tested: asyncio.Future[None]
     kv: ReceiverLink | None = None
+    failure: PagewireError | None = None
 
     def post(self, message: ControlMessage) -> bool:
         """Queue a message; False if the connection is gone."""
@@ -45,12 +49,28 @@ class PrefillLink:
             return False
         return True
 
-    def fail(self, reason: str) -> None:
-        """End the wait for an answer."""
+    def fail(self, error: PagewireError) -> None:
+        """Note the link's end, and end the wait for an answer."""
+        self.failure = error
         for future in (self.welcome, self.tested):
             if not future.done():
-                future.set_exception(TransferError(reason))
+                future.set_exception(error)
                 future.exception()  # mark it as seen: nobody may be waiting
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Seconds.
+
+    Attributes:
+        heartbeat_s: how often missing links are looked for, and control servers are pinged.
+        lease_s: silence after which a control server is gone.
+        timeout_s: of each step of a link's opening.
+    """
+
+    heartbeat_s: float
+    lease_s: float
+    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -68,6 +88,15 @@ class PrefillLinks:
     carrier by which nothing comes is left out for that life of the prefill worker, until nothing
     comes by any other.
 
+    Args:
+        identity: of this worker.
+        engine: its thread uses the links.
+        receiver: of this worker.
+        workers: returns the records of the prefill workers that are alive.
+        keys: the cluster's.
+        tasks: in which links are opened.
+        times: of these links.
+
     Attributes:
         on_message: called with the link and each message but `LinkWelcome`.
         on_lost: called once for a link that was usable and is not any more.
@@ -75,15 +104,20 @@ class PrefillLinks:
 
     def __init__(
         self,
-        runtime: WorkerRuntime,
+        identity: WorkerIdentity,
         engine: EngineHandle,
         receiver: KvReceiver,
-        on_message: Callable[[PrefillLink, ControlMessage], None],
-        on_lost: Callable[[PrefillLink], None],
+        workers: Callable[[], Sequence[WorkerCard]],
+        keys: ClusterKeys,
+        tasks: TaskSet,
+        times: LinkTimes,
     ) -> None:
-        self._runtime, self._engine, self._receiver = runtime, engine, receiver
-        self._directory: WorkerDirectory = runtime.directory
-        self._on_message, self._on_lost = on_message, on_lost
+        self._identity, self._engine, self._receiver = identity, engine, receiver
+        self._workers, self._keys, self._tasks, self._times = workers, keys, tasks, times
+        self.on_message: Callable[[PrefillLink, ControlMessage], None] = lambda _link, _message: (
+            None
+        )
+        self.on_lost: Callable[[PrefillLink], None] = lambda _link: None
         self._links: dict[str, PrefillLink] = {}
         self._attempts: dict[str, tuple[int, asyncio.Task[None]]] = {}  # with the life's epoch
         self._opening: set[PrefillLink] = set()
@@ -100,12 +134,15 @@ class PrefillLinks:
         """All links over which prompts can be sent away."""
         return list(self._links.values())
 
-    async def keep_open(self) -> None:
-        """Open links as workers appear; runs until it is cancelled."""
+    def start(self) -> None:
+        """Open links as workers appear."""
+        self._tasks.spawn(self._keep_open(), "keeping links to prefill workers")
+
+    async def _keep_open(self) -> None:
         while True:
-            for card in self._directory.workers("prefill"):
+            for card in self._workers():
                 self._follow(card)
-            await asyncio.sleep(self._runtime.settings.heartbeat_s)
+            await asyncio.sleep(self._times.heartbeat_s)
 
     def _follow(self, card: WorkerCard) -> None:
         """See that there is a link to a worker's present life, or an attempt at one."""
@@ -117,7 +154,7 @@ class PrefillLinks:
         if task is not None and epoch != card.epoch:
             task.cancel()
         elif task is None and link is None and card.state == "ready":
-            task = self._runtime.tasks.spawn(self._try_open(card), f"link to {card.worker_id}")
+            task = self._tasks.spawn(self._try_open(card), f"link to {card.worker_id}")
             self._attempts[card.worker_id] = card.epoch, task
             task.add_done_callback(lambda _task: self._attempts.pop(card.worker_id, None))
 
@@ -126,6 +163,8 @@ class PrefillLinks:
         self._opening.add(link)
         try:
             await self._open(card, link)
+            if link.failure is not None:  # since it was tested
+                raise link.failure
         except (PagewireError, TimeoutError) as exc:
             text = f"no link to {card.worker_id} at {card.endpoint}: {exc or 'no answer'}"
             self._complaints.say(card.worker_id, card.epoch, text)
@@ -143,7 +182,7 @@ class PrefillLinks:
         Raises:
             PagewireError, TimeoutError: that failed.
         """
-        timeout_s = self._runtime.settings.transfer_timeout_s
+        timeout_s = self._times.timeout_s
         pong = await link.client.connect(timeout_s)
         if (pong.worker_id, pong.epoch) != (card.worker_id, card.epoch):
             raise ChannelError(f"{card.endpoint} is another worker's by now")
@@ -151,6 +190,7 @@ class PrefillLinks:
         async with asyncio.timeout(timeout_s):
             welcome = await link.welcome
         if welcome.error is not None:
+            self._unfit.pop(card.worker_id, None)  # it may be reached only by what was left out
             raise TransferError(welcome.error)
         kv = link.kv
         if kv is None:
@@ -167,15 +207,18 @@ class PrefillLinks:
         logger.info("linked to %s by %s", card.worker_id, welcome.carrier)
 
     async def _hello(self, link: PrefillLink, timeout_s: float) -> LinkHello:
-        runtime = self._runtime
         unfit = self._unfit.get(link.worker_id)
         without = unfit.carriers if unfit is not None and unfit.epoch == link.epoch else ()
-        link.kv, offer = await self._engine.call(
-            lambda _core: self._receiver.offer(link.worker_id, without), timeout_s
-        )
+
+        def make_offer(_core: EngineCore) -> LinkOffer:
+            # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
+            link.kv, offer = self._receiver.offer(link.worker_id, without)
+            return offer
+
+        offer = await self._engine.call(make_offer, timeout_s)
         return LinkHello(
-            worker_id=runtime.worker_id,
-            epoch=runtime.epoch,
+            worker_id=self._identity.worker_id,
+            epoch=self._identity.epoch,
             layout=self._engine.layout,
             link=offer.link,
             token=offer.token,
@@ -185,27 +228,26 @@ class PrefillLinks:
         )
 
     def _new_link(self, card: WorkerCard) -> PrefillLink:
-        settings = self._runtime.settings
         loop = asyncio.get_running_loop()
 
         def on_message(message: ControlMessage) -> None:
             if isinstance(message, LinkWelcome):
                 self._on_welcome(link, message)
             else:
-                self._on_message(link, message)
+                self.on_message(link, message)
 
         def on_lost(reason: str) -> None:
-            link.fail(reason)
+            link.fail(ChannelError(reason))
             self._lose(link, reason)
 
         client = ControlClient(
             card.endpoint,
-            self._runtime.keys,
-            make_client_id(self._runtime.worker_id),
+            self._keys,
+            make_client_id(self._identity.worker_id),
             on_message,
             on_lost,
-            heartbeat_s=settings.heartbeat_s,
-            lease_s=settings.lease_s,
+            heartbeat_s=self._times.heartbeat_s,
+            lease_s=self._times.lease_s,
         )
         link = PrefillLink(
             card.worker_id, card.epoch, client, loop.create_future(), loop.create_future()
@@ -218,7 +260,7 @@ class PrefillLinks:
         if not link.welcome.done():
             link.welcome.set_result(message)
         elif message.error is not None:
-            link.fail(message.error)
+            link.fail(TransferError(message.error))
             self._lose(link, message.error)
 
     def _on_tested(self, kv: ReceiverLink) -> None:
@@ -229,12 +271,12 @@ class PrefillLinks:
     def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
         for link in [*self._opening, *self._links.values()]:
             if link.kv is kv:
-                link.fail(reason)
+                link.fail(TransferError(reason))
                 self._lose(link, reason)
 
     def _leave_out(self, card: WorkerCard, carrier: str) -> None:
         """Note that nothing comes by a carrier."""
-        known = {worker.worker_id for worker in self._directory.workers("prefill")}
+        known = {worker.worker_id for worker in self._workers()}
         self._unfit = {name: unfit for name, unfit in self._unfit.items() if name in known}
         unfit = self._unfit.get(card.worker_id)
         if unfit is None or unfit.epoch != card.epoch:
@@ -248,13 +290,16 @@ class PrefillLinks:
             logger.warning("lost %s: %s", link.worker_id, reason)
             del self._links[link.worker_id]
             self._end(link)
-            self._on_lost(link)
+            self.on_lost(link)
 
     def _end(self, link: PrefillLink) -> None:
         link.client.close()
-        kv = link.kv
-        if kv is not None:
-            self._engine.submit(lambda _core: self._receiver.close(kv), admitted=True)
+
+        def close(_core: EngineCore) -> None:
+            if link.kv is not None:
+                self._receiver.close(link.kv)
+
+        self._engine.submit(close, admitted=True)
 
     def close(self) -> None:
         """Close all connections, give up attempts at more."""

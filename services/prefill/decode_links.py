@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from pagewire.shared.addresses import numeric_endpoint
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import PagewireError, TransferError
 from pagewire.shared.kv.layout import check_layout
 from pagewire.shared.kv.sender import KvSender, SenderLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome, clip_text
 from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A decode worker that has asked for a link.
+
+    Attributes:
+        link: set in the engine's thread.
+        is_open: jobs may use the link.
+    """
+
+    hello: LinkHello
+    link: SenderLink | None = None
+    is_open: bool = False
 
 
 class DecodeLinks:
@@ -25,6 +43,7 @@ class DecodeLinks:
         engine: its thread uses the links.
         sender: of this worker.
         post: sends a control message to a connection.
+        tasks: in which links are opened.
         timeout_s: for a link to be opened.
     """
 
@@ -33,41 +52,52 @@ class DecodeLinks:
         engine: EngineHandle,
         sender: KvSender,
         post: Callable[[str, ControlMessage], object],
+        tasks: TaskSet,
         timeout_s: float,
     ) -> None:
         self._engine, self._sender, self._post = engine, sender, post
-        self._timeout_s = timeout_s
-        self._hellos: dict[str, LinkHello] = {}
-        self._links: dict[str, SenderLink] = {}
+        self._tasks, self._timeout_s = tasks, timeout_s
+        self._peers: dict[str, _Peer] = {}  # by connection
         self._complaints = Complaints(logger)
         sender.on_link_lost = engine.in_loop(self._on_lost)
 
     def get(self, peer_id: str) -> SenderLink | None:
         """Return the link of a connection, if one is open."""
-        return self._links.get(peer_id)
+        peer = self._peers.get(peer_id)
+        return peer.link if peer is not None and peer.is_open else None
 
-    async def open(self, peer_id: str, hello: LinkHello) -> None:
-        """Open the link that a decode worker asks for, and answer it."""
+    def open(self, peer_id: str, hello: LinkHello) -> None:
+        """Open the link that a decode worker asks for, and answer it, in the background."""
         self.close(peer_id)  # of an earlier attempt over this connection
-        self._hellos[peer_id] = hello
+        peer = self._peers[peer_id] = _Peer(hello)
+        self._tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
+
+    async def _open(self, peer_id: str, peer: _Peer) -> None:
+        hello = peer.hello
         try:
-            link = await self._connect(hello)
+            link = await self._connect(peer_id, peer)
         except PagewireError as exc:
             text = f"no KV link to {hello.worker_id}: {exc}"
             self._complaints.say(hello.worker_id, hello.epoch, text)
+            if self._is_known(peer_id, peer):
+                self.close(peer_id)
             self._post(peer_id, LinkWelcome(link=hello.link, error=clip_text(str(exc))))
             return
-        if self._hellos.get(peer_id) is not hello:  # it has left meanwhile, or asked again
-            self._end(link)
+        if not self._is_known(peer_id, peer):
             return
         self._complaints.forget(hello.worker_id, hello.epoch)
-        self._links[peer_id] = link
+        peer.is_open = True
         self._post(
             peer_id, LinkWelcome(link=hello.link, carrier=link.carrier, reply=link.outbound.reply)
         )
         logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
 
-    async def _connect(self, hello: LinkHello) -> SenderLink:
+    def _is_known(self, peer_id: str, peer: _Peer) -> bool:
+        """Whether a decode worker has neither left nor asked again."""
+        return self._peers.get(peer_id) is peer
+
+    async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
+        hello = peer.hello
         check_layout(self._engine.layout, hello.layout, hello.worker_id)
         smallest = self._engine.parts.packed_bytes(1)
         if hello.slot_bytes < smallest:
@@ -76,26 +106,36 @@ class DecodeLinks:
                 f"takes {smallest}"
             )
         try:
-            endpoint = await numeric_endpoint(hello.endpoint)
-        except (ValueError, OSError) as exc:
+            async with asyncio.timeout(self._timeout_s):
+                endpoint = await numeric_endpoint(hello.endpoint)
+        except OSError as exc:
             raise TransferError(f"there is nothing at {hello.endpoint!r}: {exc}") from exc
         there = msgspec.structs.replace(hello, endpoint=endpoint)
-        return await self._engine.call(lambda _core: self._sender.connect(there), self._timeout_s)
+        if not self._is_known(peer_id, peer):
+            raise TransferError("its control connection has ended")
+
+        def connect(_core: EngineCore) -> SenderLink:
+            # Noted in the engine's thread: `close` ends it there, even if nobody waits by then.
+            peer.link = self._sender.connect(there)
+            return peer.link
+
+        return await self._engine.call(connect, self._timeout_s)
 
     def close(self, peer_id: str) -> None:
         """End the link of a connection; one that has none is fine."""
-        self._hellos.pop(peer_id, None)
-        link = self._links.pop(peer_id, None)
-        if link is not None:
-            self._end(link)
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
 
-    def _end(self, link: SenderLink) -> None:
-        self._engine.submit(lambda _core: self._sender.close(link), admitted=True)
+        def close(_core: EngineCore) -> None:
+            if peer.link is not None:
+                self._sender.close(peer.link)
+
+        self._engine.submit(close, admitted=True)
 
     def _on_lost(self, link: SenderLink, reason: str) -> None:
         """Let the decode worker open another link, by another carrier perhaps."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
-        for peer_id in [peer for peer, known in self._links.items() if known is link]:
-            del self._links[peer_id]
-            number = self._hellos.pop(peer_id).link
+        for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
+            number = self._peers.pop(peer_id).hello.link
             self._post(peer_id, LinkWelcome(link=number, error=clip_text(reason)))

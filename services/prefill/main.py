@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.prefill_service import PrefillService
 from pagewire.services.prefill.service import PrefillService as PiecePrefillService
 from pagewire.shared.config import WorkerSettings
@@ -15,10 +16,15 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
+    return run_worker(settings, "prefill", make_service)
 
-    def make(runtime: WorkerRuntime) -> Service:
-        if isinstance(runtime.kv, KvSender):
-            return PrefillService(runtime, runtime.engine_handle, runtime.kv)
-        return PiecePrefillService(runtime, runtime.engine_handle)
 
-    return run_worker(settings, "prefill", make)
+def make_service(runtime: WorkerRuntime) -> Service:
+    """Compose the service from a worker's parts."""
+    engine, post, sender = runtime.engine_handle, runtime.server.post, runtime.kv
+    if not isinstance(sender, KvSender):
+        return PiecePrefillService(runtime, engine)
+    links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
+    return PrefillService(
+        runtime.identity, engine, sender, links, post, lambda: runtime.is_draining
+    )

@@ -11,10 +11,12 @@ known here until its first token has left; its blocks are the sender's until all
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
 from pagewire.shared.kv.sender import KvSender, SenderLink
 from pagewire.shared.protocol import (
@@ -27,7 +29,7 @@ from pagewire.shared.protocol import (
     clip_text,
 )
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.shared.worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +38,26 @@ class PrefillService:
     """Jobs of all decode workers that are connected.
 
     Args:
-        runtime: of this worker.
+        identity: of this worker.
         engine: that computes them.
         sender: that sends their blocks.
+        links: to the decode workers.
+        post: sends a control message to a connection.
+        is_draining: whether new jobs are refused.
     """
 
-    def __init__(self, runtime: WorkerRuntime, engine: EngineHandle, sender: KvSender) -> None:
-        self._runtime, self._engine, self._sender = runtime, engine, sender
-        self._post = runtime.server.post
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: EngineHandle,
+        sender: KvSender,
+        links: DecodeLinks,
+        post: Callable[[str, ControlMessage], object],
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._identity, self._engine, self._sender = identity, engine, sender
+        self._links, self._post, self._is_draining = links, post, is_draining
         self._jobs: dict[str, str] = {}  # job without a first token -> its connection
-        timeout_s = runtime.settings.transfer_timeout_s
-        self._links = DecodeLinks(engine, sender, self._post, timeout_s)
         sender.on_failed = engine.in_loop(self._on_failed)
 
     @property
@@ -68,7 +79,7 @@ class PrefillService:
             case CancelPrefill():
                 self._cancel(message.job_id, self._links.get(peer_id))
             case LinkHello():
-                self._runtime.tasks.spawn(self._links.open(peer_id, message), "opening a KV link")
+                self._links.open(peer_id, message)
             case _:
                 logger.warning("%s sent a %s here", peer_id, type(message).__name__)
 
@@ -93,9 +104,9 @@ class PrefillService:
 
     def _refusal_of(self, ticket: Prefill, link: SenderLink | None) -> str | None:
         """Say why a ticket is void, if it is."""
-        if self._runtime.is_draining:
+        if self._is_draining():
             return "this prefill worker is shutting down"
-        if ticket.prefill_epoch != self._runtime.epoch:
+        if ticket.prefill_epoch != self._identity.epoch:
             return "the ticket was made for an earlier life of this worker"
         if link is None or link.peer != ticket.decode_id:
             return "no KV link is open to this decode worker"
@@ -123,7 +134,7 @@ class PrefillService:
         if link is not None:
             self._engine.submit(lambda _core: self._sender.cancel(job_id, link), admitted=True)
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take first tokens, or the news that there will be none."""
         for output in outputs:
             peer_id = self._jobs.get(output.request_id)

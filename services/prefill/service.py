@@ -18,7 +18,8 @@ from pagewire.services.prefill.jobs import PrefillJob
 from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.services.prefill.peers import DecodePeers
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
 from pagewire.shared.protocol import (
     CancelPrefill,
@@ -269,7 +270,7 @@ class PrefillService:
 
     # Its end
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take first tokens, or the news that there will be none."""
         for output in outputs:
             self._on_output(output)

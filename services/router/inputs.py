@@ -15,7 +15,7 @@ from pagewire.services.router.schemas import (
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.chat_messages import template_message
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import ResolvedSampling, SamplingParams
+from pagewire.shared.sampling import ResolvedSampling
 from pagewire.shared.tokenizer import REPLACEMENT
 
 MAX_PROMPTS = 64
@@ -115,20 +115,12 @@ def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
 
 
 def _sampling(body: GenerationBody, max_tokens: int, model: ServedModel) -> ResolvedSampling:
-    stop_token_ids = body.stop_token_ids or []
-    if any(token_id >= model.vocab_size for token_id in stop_token_ids):
+    sampling = body.sampling.resolve(model.defaults, max_tokens)
+    if any(token_id >= model.vocab_size for token_id in sampling.stop_token_ids):
         raise InvalidRequestError(
             f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
         )
-    params = SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(body.ignore_eos),
-    )
-    return params.resolve(model.defaults, max_tokens)
+    return sampling
 
 
 def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:

@@ -6,10 +6,18 @@ import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+)
 
 from pagewire.services.router.unsupported import refuse_unsupported
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.sampling import SamplingFields, SamplingParams
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -31,7 +39,6 @@ StopStrings = Annotated[
     list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
 ]
 AtLeastOne = Annotated[int, Field(ge=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
@@ -43,20 +50,19 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What completion and chat requests have in common; null means the default."""
+    """What completion and chat requests have in common; null means the default.
+
+    Attributes:
+        sampling: the fields of `SamplingFields`, not checked yet.
+    """
 
     model_config = _STRICT
 
     model: str
     max_tokens: AtLeastOne | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Finite | None = None
-    top_p: Finite | None = None
-    top_k: int | None = None
-    seed: int | None = None
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
+    sampling: InstanceOf[SamplingParams]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -113,7 +119,7 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidRequestError("the body must be a JSON object")
     refuse_unsupported(fields, chat=kind is ChatBody)
     try:
-        body = kind.model_validate(fields)
+        body = kind.model_validate(fields | {"sampling": _sampling(fields)})
     except ValidationError as exc:
         raise _invalid(exc) from exc
     if body.stream_options is not None and not body.stream:
@@ -121,6 +127,11 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
             "stream_options is only allowed when stream is true", "stream_options"
         )
     return body
+
+
+def _sampling(fields: dict[str, Any]) -> SamplingParams:
+    names = SamplingFields.__struct_fields__
+    return SamplingParams(**{n: fields[n] for n in names if fields.get(n) is not None})
 
 
 def _invalid(error: ValidationError) -> InvalidRequestError:

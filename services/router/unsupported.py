@@ -1,7 +1,8 @@
 """Fields of other servers' APIs that would change the answer and are not supported here.
 
 Ignoring one of them would give a client something else than it asked for, so each is refused
-unless it has a value that asks for nothing. Fields unknown to us altogether are ignored.
+unless it has a value that asks for nothing. Fields unknown to us altogether are ignored. A field
+that `SamplingFields` has is supported, whatever is said here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.sampling import SamplingFields
 
 _OFF = (None, False)
 _ZERO = (None, 0)
@@ -75,6 +77,8 @@ def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
         InvalidRequestError: it asks for something that is not supported, naming the field.
     """
     for name, neutral in (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS).items():
+        if name in SamplingFields.__struct_fields__:
+            continue
         if name in body and not any(_same(body[name], value) for value in neutral):
             raise InvalidRequestError(f"{name} is not supported", name)
 

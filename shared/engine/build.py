@@ -20,7 +20,7 @@ from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, SlotBlocks, StepPlan
+from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, TableEntries
 from pagewire.shared.engine.threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHasher
@@ -337,7 +337,7 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     prefill = StepPlan(
         number=0,
         new_slots=[NewSlot(0, sampling)],
-        blocks=[SlotBlocks(0, 0, block_ids)],
+        blocks=TableEntries([0] * len(block_ids), list(range(len(block_ids))), block_ids),
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True)],
     )
     runner.execute(prefill).wait()

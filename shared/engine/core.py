@@ -15,37 +15,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import msgspec
+from itertools import compress
 
 from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
 from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import StepPlan
-from pagewire.shared.errors import InvalidRequestError, SchedulingError
-from pagewire.shared.request import FinishReason, RequestStatus
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
+from pagewire.shared.request import RequestStatus
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row
-
-
-class StepOutput(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one sequence.
-
-    Attributes:
-        cached_tokens: prompt tokens found in the prefix cache; with the first output only.
-        queue_s, prefill_s: time waited and computed until the first token; likewise.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    cached_tokens: int | None = None
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -90,7 +73,8 @@ class EngineCore:
     hooks_busy: bool = False
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _in_flight: deque[_Launched] = field(default_factory=deque)
-    _outputs: list[StepOutput] = field(default_factory=list)
+    _plain: tuple[list[str], list[int]] = ([], [])  # columns of the next outputs
+    _others: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
     _has_news: bool = False  # for the scheduler, which has decided already
 
@@ -106,11 +90,11 @@ class EngineCore:
         self._enter(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence continue the tokens that are known of a live one.
+        """Let a new sequence continue a live one's tokens: all that are known, or the first ones.
 
         Args:
             parent: a live sequence.
-            child: with the same tokens, and parameters of its own.
+            child: with these tokens, and parameters of its own.
 
         Raises:
             InvalidRequestError, OverloadedError: see `add`.
@@ -142,7 +126,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a further step could change anything."""
         scheduler = self.scheduler
-        return bool(scheduler.running or scheduler.waiting or self._in_flight or self._outputs)
+        return bool(scheduler.running or scheduler.waiting or self._in_flight or self._others)
 
     @property
     def awaits_step(self) -> bool:
@@ -155,7 +139,7 @@ class EngineCore:
             return True
         return any(hook.is_due() for hook in self.hooks)
 
-    def step(self, wait: bool = True) -> tuple[list[StepOutput], bool]:
+    def step(self, wait: bool = True) -> tuple[StepOutputs, bool]:
         """Launch the next step and postprocess the one before (without overlap: the same).
 
         Args:
@@ -179,7 +163,8 @@ class EngineCore:
         finished = bool(due and (wait or self._in_flight[0].pending.is_done()))
         if finished:
             self._postprocess(self._in_flight.popleft())
-        outputs, self._outputs = self._outputs, []
+        outputs = StepOutputs(*self._plain, self._others)
+        self._plain, self._others = ([], []), []
         has_news, self._has_news = self._has_news, False
         return outputs, bool(schedule.plan or finished or outputs or has_news)
 
@@ -200,8 +185,8 @@ class EngineCore:
 
     def _launch(self, schedule: Schedule, plan: StepPlan) -> StepPlan | None:
         """Launch a plan; returns it, or None if that failed."""
-        now = self.clock()
-        for part in (*schedule.entries, *schedule.chunks):
+        now, parts = self.clock(), (*schedule.entries, *schedule.chunks)
+        for part in parts:
             if part.sequence.first_scheduled_s is None:
                 part.sequence.first_scheduled_s = now
         try:
@@ -214,9 +199,7 @@ class EngineCore:
         if not plan.has_rows:
             return plan  # it has no result
         self.stats.steps += 1
-        self.stats.prompt_tokens_computed += sum(
-            part.num_prompt_tokens for part in (*schedule.entries, *schedule.chunks)
-        )
+        self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
         self._in_flight.append(_Launched(schedule, pending))
         return plan
 
@@ -260,33 +243,46 @@ class EngineCore:
             if part.sequence not in lost:
                 self.scheduler.register_blocks(part.sequence, part.start, part.end)
                 part.sequence.has_known_token = part.samples
-        sampled = schedule.sampled
         self.stats.tokens_generated += len(tokens)
-        if lost:
-            self._accept_late(sampled, tokens, lost)
-            sampled, tokens = _without(sampled, tokens, lost)
-        add_output = self._outputs.append
-        for sequence, token in zip(sampled, tokens, strict=True):
-            token_ids = sequence.token_ids
-            token_ids.append(token)
-            if len(token_ids) < sequence.attend_at and token not in sequence.stop_token_ids:
-                add_output(StepOutput(sequence.request_id, [token]))
-            else:
-                sequence.attend_at = sequence.run_until + 1
-                self._deliver(sequence, token)
+        rows = schedule.rows
+        row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
+        special = self._special(schedule, row_tokens, lost)
+        request_ids, token_lists, plain_tokens = rows.request_ids, rows.token_ids, row_tokens
+        if special:
+            is_plain = [sequence not in special for sequence in rows.sequences]
+            request_ids = list(compress(request_ids, is_plain))
+            token_lists = list(compress(token_lists, is_plain))
+            plain_tokens = list(compress(row_tokens, is_plain))
+        if len(plain_tokens) != len(token_lists):
+            raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
+        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop, and a quick one
+        self._plain = request_ids, plain_tokens
+        for sequence, token in zip(schedule.sampled, tokens, strict=True) if special else ():
+            if sequence in special:
+                self._accept_one(sequence, token, lost)
 
-    def _accept_late(self, sampled: list[Sequence], tokens: list[int], lost: set[Sequence]) -> None:
-        """Take tokens of lives that are over; drop those of sequences that have ended."""
-        for sequence, token in zip(sampled, tokens, strict=True):
-            if sequence not in lost:
-                continue
+    def _special(
+        self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
+    ) -> set[Sequence]:
+        """Return those whose token may be the first or the last, or is of a life that is over."""
+        parts = (*schedule.entries, *schedule.chunks)
+        special = {*lost, *schedule.last, *(part.sequence for part in parts)}
+        rows = schedule.rows
+        if not rows.stop_token_ids.isdisjoint(row_tokens):
+            pairs = zip(rows.sequences, row_tokens, strict=True)
+            special.update(s for s, token in pairs if token in s.stop_token_ids)
+        return special
+
+    def _accept_one(self, sequence: Sequence, token: int, lost: set[Sequence]) -> None:
+        """Take a token that may be the first or the last, or of a life that is over."""
+        if sequence in lost:
             sequence.num_late_tokens -= 1
             if sequence.is_finished or sequence.prefill_only:
                 # What a prefill job is for is its blocks: without them it runs again.
                 self.stats.tokens_generated -= 1
-            else:
-                sequence.token_ids.append(token)
-                self._deliver(sequence, token)
+                return
+        sequence.token_ids.append(token)
+        self._deliver(sequence, token)
 
     def _deliver(self, sequence: Sequence, token: int) -> None:
         first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1
@@ -294,7 +290,7 @@ class EngineCore:
         status = self._end_of(sequence, token)
         if status is not None:
             self._end(sequence, status)
-        self._outputs.append(self._output_of(sequence, token, is_first, status))
+        self._others.append(self._output_of(sequence, token, is_first, status))
 
     def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
         if sequence.prefill_only:
@@ -358,7 +354,7 @@ class EngineCore:
     def _finish_silently(self, sequence: Sequence, status: RequestStatus) -> None:
         """End a sequence whose last token was delivered by somebody else."""
         self._end(sequence, status)
-        self._outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
+        self._others.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     def _end(self, sequence: Sequence, status: RequestStatus) -> None:
         self.scheduler.finish(sequence, status)
@@ -385,15 +381,8 @@ class EngineCore:
         """End a sequence with an error, unless it has ended."""
         if not sequence.is_finished:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._outputs.append(
+            self._others.append(
                 StepOutput(
                     sequence.request_id, [], finish_reason="error", error="the model step failed"
                 )
             )
-
-
-def _without(
-    sampled: list[Sequence], tokens: list[int], lost: set[Sequence]
-) -> tuple[list[Sequence], list[int]]:
-    pairs = [pair for pair in zip(sampled, tokens, strict=True) if pair[0] not in lost]
-    return [sequence for sequence, _ in pairs], [token for _, token in pairs]

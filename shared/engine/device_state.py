@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pagewire.shared.engine.prefill_inputs import BlockTables
-from pagewire.shared.engine.step import NewSlot, SlotBlocks, SlotInput, StepPlan
+from pagewire.shared.engine.step import NewSlot, StepPlan, TableEntries
 from pagewire.shared.sampling import ResolvedSampling
 
 
@@ -43,8 +42,8 @@ PARAMETERS = (
     Parameter("top_p", torch.float32, 1.0, lambda params: params.top_p),
     Parameter("seeds", torch.int64, 0, lambda params: params.seed or 0),
 )
-_WHOLE = tuple(p for p in PARAMETERS if not p.dtype.is_floating_point)
-_REAL = tuple(p for p in PARAMETERS if p.dtype.is_floating_point)
+
+_Words = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -67,21 +66,22 @@ class DeviceState:
     block_tables: torch.Tensor = field(init=False)
     host_tables: BlockTables = field(init=False)
     parameters: dict[str, torch.Tensor] = field(init=False)
+    _all_tables: torch.Tensor = field(init=False)  # [1, (S + 1) * max_blocks]
+    _inputs: torch.Tensor = field(init=False)  # [2, S + 1] int64: last_token, position
+    _parameters: torch.Tensor = field(init=False)  # [P, S + 1] int64, of which some use a half
 
     def __post_init__(self) -> None:
-        rows = self.num_slots + 1
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        self.last_token = zeros(rows, dtype=torch.int64)
-        self.position = zeros(rows, dtype=torch.int64)
-        self.block_tables = zeros(rows, self.max_blocks, dtype=torch.int32)
-        self.parameters = {
-            p.name: torch.full((rows,), p.default, dtype=p.dtype, device=self.device)
-            for p in PARAMETERS
-        }
+        rows, device = self.num_slots + 1, self.device
+        self._inputs = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self.last_token, self.position = self._inputs
+        self.block_tables = torch.zeros((rows, self.max_blocks), dtype=torch.int32, device=device)
+        self._all_tables = self.block_tables.view(1, -1)
         self.host_tables = np.zeros((rows, self.max_blocks), np.int64)
+        self._parameters = torch.zeros((len(PARAMETERS), rows), dtype=torch.int64, device=device)
+        self.parameters = {}
+        for parameter, words in zip(PARAMETERS, self._parameters, strict=True):
+            self.parameters[parameter.name] = _as_type(words, parameter.dtype)
+            self.parameters[parameter.name].fill_(parameter.default)
 
     @property
     def padding_slot(self) -> int:
@@ -89,54 +89,62 @@ class DeviceState:
         return self.num_slots
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the slots up to date: new owners' parameters, new blocks, inputs."""
+        """Bring the slots up to date: new owners' parameters, new blocks, inputs.
+
+        Each copy and each kernel costs the first token, so there are as few as can be.
+        """
+        updates: list[tuple[torch.Tensor, _Words]] = []  # [R, n], and [1 + R, m]: where, and what
         if plan.new_slots:
-            self._set_parameters(plan.new_slots)
+            updates.append((self._parameters, _words_of_parameters(plan.new_slots)))
         if plan.blocks:
-            self._add_blocks(plan.blocks)
+            updates.append((self._all_tables, self._enter_blocks(plan.blocks)))
         if plan.inputs:
-            self._put_inputs(plan.inputs)
+            rows = [(put.slot, put.token, put.position) for put in plan.inputs]
+            updates.append((self._inputs, np.array([*zip(*rows, strict=True)], np.int64)))
+        arrays = self._upload_all([words for _, words in updates])
+        for (target, _), words in zip(updates, arrays, strict=True):
+            target.index_copy_(1, words[0], _as_type(words[1:], target.dtype))
 
-    def upload(self, rows: list[list[int]] | BlockTables) -> torch.Tensor:
+    def upload(self, rows: list[list[int]] | _Words) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
-        return self._to_device(np.asarray(rows, np.int64))
-
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        host = torch.from_numpy(array)
+        host = torch.from_numpy(np.asarray(rows, np.int64))
         if self.device.type == "cuda":
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
-    def _add_blocks(self, additions: list[SlotBlocks]) -> None:
-        index: list[int] = []
-        blocks: list[int] = []
-        for more in additions:
-            first = more.slot * self.max_blocks + more.first
-            index.extend(range(first, first + len(more.block_ids)))
-            blocks.extend(more.block_ids)
-        rows = np.array([index, blocks], np.int64)
-        self.host_tables.reshape(-1)[rows[0]] = rows[1]
-        update = self.upload(rows)
-        self.block_tables.view(-1).index_copy_(0, update[0], update[1].to(torch.int32))
+    def _upload_all(self, arrays: list[_Words]) -> list[torch.Tensor]:
+        """Copy arrays of any shapes to the device at once."""
+        if len(arrays) < 2:
+            return [self.upload(array) for array in arrays]
+        flat = self.upload(np.concatenate([array.ravel() for array in arrays]))
+        parts = flat.split([array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
-    def _put_inputs(self, inputs: list[SlotInput]) -> None:
-        rows = [[put.slot, put.token, put.position] for put in inputs]
-        slots, tokens, positions = self.upload([list(row) for row in zip(*rows, strict=True)])
-        self.last_token.index_copy_(0, slots, tokens)
-        self.position.index_copy_(0, slots, positions)
+    def _enter_blocks(self, entries: TableEntries) -> _Words:
+        """Write blocks into the host's tables; returns what the device's get, [2, n]."""
+        columns = np.array([entries.slots, entries.block_ids, entries.positions], np.int64)
+        index = columns[0]
+        index *= self.max_blocks
+        index += columns[2]
+        self.host_tables.reshape(-1)[index] = columns[1]
+        return columns[:2]
 
     def sampling(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parameters of these slots, [B] int64, as `kernels.Sample` takes them."""
         return {name: tensor[slots] for name, tensor in self.parameters.items()}
 
-    def _set_parameters(self, newcomers: list[NewSlot]) -> None:
-        def values(parameters: tuple[Parameter, ...]) -> list[list[float]]:
-            return [[p.of(new.sampling) for new in newcomers] for p in parameters]
 
-        # One copy for the slots and all integers, one for the rest: each costs the first token.
-        slots = [new.slot for new in newcomers]
-        index, *whole = self._to_device(np.array([slots, *values(_WHOLE)], np.int64))
-        real = self._to_device(np.array(values(_REAL), np.float32))
-        for parameter, column in zip((*_WHOLE, *_REAL), (*whole, *real), strict=True):
-            tensor = self.parameters[parameter.name]
-            tensor.index_copy_(0, index, column.to(parameter.dtype))
+def _words_of_parameters(newcomers: list[NewSlot]) -> _Words:
+    """Return slots and the bits of their parameters, [1 + P, n]."""
+    words = np.empty((1 + len(PARAMETERS), len(newcomers)), np.int64)
+    words[0] = [new.slot for new in newcomers]
+    for row, parameter in enumerate(PARAMETERS, start=1):
+        values = [parameter.of(new.sampling) for new in newcomers]
+        is_real = parameter.dtype.is_floating_point
+        words[row] = np.array(values, np.float32).view(np.int32) if is_real else values
+    return words
+
+
+def _as_type(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a view of what 64-bit words hold: a number each, of 32 bits in their low half."""
+    return words if dtype == torch.int64 else words.view(dtype)[..., ::2]

@@ -33,7 +33,12 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a step; later plans' work comes after it.
 
-        A plan that awaits a supply gets it before the next plan comes.
+        A plan that awaits a supply gets it before the next plan comes. What a plan changes in
+        slots and blocks is applied even if its rows fail, as `PendingStep.wait` reports.
+
+        Raises:
+            Exception: the plan failed to launch, and may not have been applied: the next one
+                repeats its changes, except for those of sequences that have ended by then.
         """
         ...
 

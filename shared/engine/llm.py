@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from pagewire.shared.answer_text import TextAssembler
+from pagewire.shared.answer_text import AnswerEnd, TextAssembler
 from pagewire.shared.chat_messages import read_conversation
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine, new_sequence
-from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.llm_progress import GenerationProgress
 from pagewire.shared.engine.outputs import CompletionOutput, RequestOutput
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.kv_cache.block_pool import BlockCounts
 from pagewire.shared.model.generation import load_sampling_defaults
@@ -150,16 +150,13 @@ class LLM:
         try:
             for request_id, answer in answers.items():
                 self._add(request_id, answer)
-            unfinished = set(answers)
+            unfinished = dict(answers)
             with GenerationProgress(len(answers), use_tqdm) as progress:
                 while unfinished:
                     outputs, _worked = core.step()
-                    for output in outputs:
-                        if output.request_id not in unfinished:
-                            continue
-                        if answers[output.request_id].take(output, progress):
-                            unfinished.discard(output.request_id)
-                            core.abort(output.request_id)  # the engine knows no stop strings
+                    for request_id in _take(outputs, unfinished, progress):
+                        del unfinished[request_id]
+                        core.abort(request_id)  # the engine knows no stop strings
             core.step()  # reads what an overlapped step left in flight
         finally:
             for request_id in answers:
@@ -174,6 +171,20 @@ class LLM:
             raise InvalidRequestError(
                 f"prompts[{answer.prompt_index}]: {exc.message}", exc.param
             ) from exc
+
+
+def _take(
+    outputs: StepOutputs, answers: dict[str, _Answer], progress: GenerationProgress
+) -> list[str]:
+    """Add what a step gave; returns the names of the answers that have ended."""
+    plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
+    ended = [
+        request_id
+        for request_id, token in plain
+        if request_id in answers and answers[request_id].add([token], None, progress)
+    ]
+    others = [output for output in outputs.others if output.request_id in answers]
+    return ended + [o.request_id for o in others if answers[o.request_id].take(o, progress)]
 
 
 class _Answer:
@@ -215,23 +226,34 @@ class _Answer:
         """
         if step.finish_reason == "error" or step.finish_reason == "abort":
             raise RequestFailedError(step.error or "the engine failed")
-        result, prompt_tokens = self._result, 0
+        prompt_tokens = 0
         if step.cached_tokens is not None:
             prompt_tokens = len(self.output.prompt_token_ids)
-            if result.index == 0:
+            if self._result.index == 0:
                 self.output.cached_tokens = step.cached_tokens
+        return self.add(step.token_ids, step.finish_reason, progress, prompt_tokens)
+
+    def add(
+        self,
+        token_ids: list[int],
+        finish_reason: AnswerEnd | None,
+        progress: GenerationProgress,
+        prompt_tokens: int = 0,
+    ) -> bool:
+        """Add tokens; returns whether the answer has ended."""
+        result = self._result
         if self._assembler is None:
-            result.token_ids.extend(step.token_ids)
-            result.finish_reason = step.finish_reason
+            result.token_ids.extend(token_ids)
+            result.finish_reason = finish_reason
         else:
-            delta = self._assembler.push(step.token_ids, step.finish_reason)
+            delta = self._assembler.push(token_ids, finish_reason)
             result.token_ids.extend(delta.token_ids)
             result.text += delta.text
             result.finish_reason = delta.end
         ended = result.finish_reason is not None
         if ended:
             self._finish()
-        progress.add(ended, prompt_tokens, len(step.token_ids))
+        progress.add(ended, prompt_tokens, len(token_ids))
         return ended
 
     def _finish(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +52,9 @@ class PrefillInputs:
         num_samples = sum(chunk.samples for chunk in chunks)
         num_tokens = sum(chunk.length for chunk in chunks)
         longest = max(chunk.length for chunk in chunks)
-        flat = torch.from_numpy(np.concatenate(_columns(chunks, block_size, tables)))
-        return cls(flat, num_tokens, len(chunks), num_samples, longest)
+        sizes = _sizes(num_tokens, len(chunks), num_samples)
+        flat = _lay_out(chunks, block_size, tables, sizes, padding_slot=0)
+        return cls(torch.from_numpy(flat), num_tokens, len(chunks), num_samples, longest)
 
     @classmethod
     def build_padded(
@@ -70,16 +71,8 @@ class PrefillInputs:
         sample into the slot that belongs to nobody, at position 0.
         """
         tokens, rows = shape.num_tokens, shape.num_chunks
-        num_tokens = sum(chunk.length for chunk in chunks)
-        sizes = [tokens, tokens, tokens, rows, rows, rows + 1, rows, rows, rows]
-        fills = [0, 0, -1, padding_slot, 0, num_tokens, 0, padding_slot, 0]
-        padded = [
-            np.pad(column, (0, size - len(column)), constant_values=fill)
-            for column, size, fill in zip(
-                _columns(chunks, block_size, tables), sizes, fills, strict=True
-            )
-        ]
-        return cls(torch.from_numpy(np.concatenate(padded)), tokens, rows, rows, tokens)
+        flat = _lay_out(chunks, block_size, tables, _sizes(tokens, rows, rows), padding_slot)
+        return cls(torch.from_numpy(flat), tokens, rows, rows, tokens)
 
     def to(self, device: torch.device) -> PrefillInputs:
         """Copy to the device without waiting."""
@@ -94,8 +87,7 @@ class PrefillInputs:
 
     def forward_batch(self, block_tables: torch.Tensor) -> ForwardBatch:
         """Return the model's view of the chunks, block tables taken from the slots' rows."""
-        tokens, chunks = self.num_tokens, self.num_chunks
-        sizes = [tokens, tokens, tokens, chunks, chunks, chunks + 1]
+        sizes = _sizes(self.num_tokens, self.num_chunks, self.num_samples)[:6]
         head = self.buffer[: sum(sizes)].split(sizes)
         return ForwardBatch(
             input_ids=head[0],
@@ -130,31 +122,36 @@ class PrefillInputs:
         return self._tail(2)
 
 
-def _columns(chunks: list[PrefillChunk], block_size: int, tables: BlockTables) -> list[_Integers]:
-    """Return the parts of the buffer in their order."""
-    cumulative = np.cumsum([0, *(chunk.length for chunk in chunks)], dtype=np.int64)
-    positions = [np.arange(chunk.start, chunk.end, dtype=np.int64) for chunk in chunks]
-    slot_mapping = [
-        tables[chunk.slot, position // block_size] * block_size + position % block_size
-        for chunk, position in zip(chunks, positions, strict=True)
-    ]
-    samples = [i for i, chunk in enumerate(chunks) if chunk.samples]
-    return [
-        _joined([chunk.token_ids for chunk in chunks]),
-        _joined(positions),
-        _joined(slot_mapping),
-        _integers([chunk.slot for chunk in chunks]),
-        _integers([chunk.end for chunk in chunks]),
-        cumulative,
-        _integers([cumulative[i + 1] - 1 for i in samples]),
-        _integers([chunks[i].slot for i in samples]),
-        _integers([chunks[i].end for i in samples]),
-    ]
+def _sizes(num_tokens: int, num_chunks: int, num_samples: int) -> list[int]:
+    """Return the sizes of the buffer's parts in their order."""
+    tokens, chunks, samples = [num_tokens] * 3, [num_chunks] * 2, [num_samples] * 3
+    return [*tokens, *chunks, num_chunks + 1, *samples]
 
 
-def _integers(values: Sequence[int]) -> _Integers:
-    return np.asarray(values, dtype=np.int64)
-
-
-def _joined(parts: Sequence[Sequence[int] | _Integers]) -> _Integers:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(p, np.int64) for p in parts)])
+def _lay_out(
+    chunks: list[PrefillChunk],
+    block_size: int,
+    tables: BlockTables,
+    sizes: list[int],
+    padding_slot: int,
+) -> _Integers:
+    """Return the buffer; what the chunks leave of its parts is padding."""
+    flat = np.zeros(sum(sizes), np.int64)
+    parts = [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    ids, positions, mapping, slots, lengths, cumulative, rows, sample_slots, sampled = parts
+    mapping[:], slots[:], sample_slots[:] = -1, padding_slot, padding_slot
+    end = num_samples = 0
+    for i, chunk in enumerate(chunks):
+        start, end = end, end + chunk.length
+        position = np.arange(chunk.start, chunk.end)
+        ids[start:end] = chunk.token_ids
+        positions[start:end] = position
+        blocks = tables[chunk.slot][position // block_size]
+        mapping[start:end] = blocks * block_size + position % block_size
+        slots[i], lengths[i] = chunk.slot, chunk.end
+        cumulative[i + 1 :] = end
+        if chunk.samples:
+            rows[num_samples], sample_slots[num_samples] = end - 1, chunk.slot
+            sampled[num_samples] = chunk.end
+            num_samples += 1
+    return flat

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.decode_batch import NO_ROWS, DecodeRows
+from pagewire.shared.engine.sequence import Sequence, slot_of
 from pagewire.shared.engine.step import (
     Expect,
     Export,
     KvWork,
     NewSlot,
     PrefillChunk,
-    SlotBlocks,
     SlotInput,
     StepPlan,
+    TableEntries,
     Withdraw,
 )
-from pagewire.shared.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,8 @@ class SchedulerLimits:
     """Bounds of a batch and of the queue.
 
     Attributes:
-        max_num_seqs: sequences that run at once; each has a slot on the device.
+        max_num_seqs: sequences that run at once; each has a slot on the device. No more of them
+            do than `max_num_batched_tokens`.
         max_num_batched_tokens: of one step.
         max_model_len: tokens of one sequence, output included.
         max_waiting: sequences in the queue.
@@ -68,9 +68,10 @@ class Schedule:
 
     Attributes:
         plan: None if there is nothing to run and nothing to report.
-        rows: sequences of the plan's decode rows, in its order.
+        rows: of the plan's decode rows, in its order.
         chunks: of the plan, in its order.
         entries: rows whose input token comes from the host: the first of a sequence's life.
+        last: rows whose token is their last, whatever it is.
         reserved: sequences whose blocks now wait for another worker's KV.
         preempted: sequences that lost their blocks.
         admitted: sequences that got blocks for the first time.
@@ -78,9 +79,10 @@ class Schedule:
     """
 
     plan: StepPlan | None = None
-    rows: list[Sequence] = field(default_factory=list)
+    rows: DecodeRows = NO_ROWS
     chunks: list[ScheduledTokens] = field(default_factory=list)
     entries: list[ScheduledTokens] = field(default_factory=list)
+    last: list[Sequence] = field(default_factory=list)
     reserved: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -89,18 +91,18 @@ class Schedule:
     @property
     def sequences(self) -> list[Sequence]:
         """All that the plan computes or prepares."""
-        return [*self.rows, *(chunk.sequence for chunk in self.chunks), *self.reserved]
+        return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks), *self.reserved]
 
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the step's result."""
-        return [*self.rows, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
+        return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
 
     def drop_preempted(self) -> None:
         """Take out what was chosen for sequences that were preempted afterwards."""
         gone = set(self.preempted)
-        self.rows = [sequence for sequence in self.rows if sequence not in gone]
         self.entries = [part for part in self.entries if part.sequence not in gone]
+        self.last = [sequence for sequence in self.last if sequence not in gone]
         self.chunks = [part for part in self.chunks if part.sequence not in gone]
 
 
@@ -110,7 +112,7 @@ class PlanDraft:
 
     freed: list[int] = field(default_factory=list)
     new_slots: list[NewSlot] = field(default_factory=list)
-    blocks: list[SlotBlocks] = field(default_factory=list)
+    blocks: TableEntries = field(default_factory=TableEntries)
     copies: dict[int, int] = field(default_factory=dict)  # target -> source
     inputs: list[SlotInput] = field(default_factory=list)
     kv: list[KvWork] = field(default_factory=list)
@@ -122,7 +124,7 @@ class PlanDraft:
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:
         """Note the blocks of a sequence from entry `first` on."""
-        self.blocks.append(SlotBlocks(slot_of(sequence), first, sequence.block_ids[first:]))
+        self.blocks.add(slot_of(sequence), first, sequence.block_ids[first:])
 
     def put_input(self, sequence: Sequence, position: int) -> None:
         """Note the token of a row that no step has left in its slot."""
@@ -143,7 +145,7 @@ class PlanDraft:
         """Note that a slot's owner is gone, and drop what the draft has for it."""
         self.freed.append(slot)
         self.new_slots = [new for new in self.new_slots if new.slot != slot]
-        self.blocks = [more for more in self.blocks if more.slot != slot]
+        self.blocks = self.blocks.without(slot)
         self.inputs = [put for put in self.inputs if put.slot != slot]
 
     def expect(self, sequence: Sequence, block_size: int) -> None:
@@ -167,9 +169,15 @@ class PlanDraft:
         self.kv.append(Withdraw(sequence.request_id))
 
     def take_back(self, plan: StepPlan) -> None:
-        """Keep for the next plan what one that was not launched had to report."""
-        self.freed[:0] = plan.freed
-        self.kv[:0] = [work for work in plan.kv if isinstance(work, Withdraw)]
+        """Repeat in the next plan what one that failed to launch had to report.
+
+        To be called before anything else is noted. The rows' sequences end, and that drops what
+        is theirs; a fork without a row lives on.
+        """
+        self.freed, self.new_slots = plan.freed, plan.new_slots
+        self.blocks, self.inputs = plan.blocks, plan.inputs
+        self.copies = {target: source for source, target in plan.copies}
+        self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
 
     def plan(self, number: int, decision: Schedule) -> StepPlan | None:
         """Return the plan of a decision; None if nothing but freed slots is to be reported."""
@@ -177,7 +185,7 @@ class PlanDraft:
             return None
         return StepPlan(
             number=number,
-            decodes=_slots_of(decision.rows),
+            decodes=decision.rows.slots,
             chunks=[_chunk_of(part) for part in decision.chunks],
             freed=self.freed,
             new_slots=self.new_slots,
@@ -186,23 +194,6 @@ class PlanDraft:
             inputs=self.inputs,
             kv=self.kv,
         )
-
-
-def slot_of(sequence: Sequence) -> int:
-    """Return the slot of a sequence that runs or is reserved.
-
-    Raises:
-        IntegrityError: it has none.
-    """
-    if sequence.slot is None:
-        raise IntegrityError(f"{sequence.request_id} is to run and has no slot")
-    return sequence.slot
-
-
-def _slots_of(rows: list[Sequence]) -> list[int]:
-    """Return the slots of decode rows: `slot_of` each, and quicker."""
-    slots = [sequence.slot for sequence in rows]
-    return cast("list[int]", slots) if None not in slots else [slot_of(row) for row in rows]
 
 
 def _chunk_of(part: ScheduledTokens) -> PrefillChunk:

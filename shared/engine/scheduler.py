@@ -10,18 +10,16 @@ taken, `num_computed_tokens` counts what the step will have computed.
 When blocks run out, the youngest running sequence is preempted: it gives up all its blocks and
 waits, first in the queue, to be computed again.
 
-A decode row costs one comparison and one addition: `Sequence.decode_until` says up to where no
-block is missing and the end is not reached.
+A decode row that needs no block and does not end costs nothing: see `DecodeBatch`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens, slot_of
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
+from pagewire.shared.engine.sequence import Sequence, slot_of
 from pagewire.shared.engine.sequence_table import SequenceTable
-from pagewire.shared.engine.step import SlotBlocks
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.request import RequestStatus
 
@@ -55,8 +53,9 @@ class Scheduler(SequenceTable):
             self._draft.take_back(decision.plan)
 
     def _decide(self, decision: Schedule) -> None:
-        prefilling = self._choose_rows(decision)
-        budget = self.limits.max_num_batched_tokens - len(decision.rows)
+        attended = self._attend_rows(decision)
+        prefilling = self._enter_rows(decision)
+        budget = self.limits.max_num_batched_tokens - len(self._decoding)
         for sequence in prefilling:
             if budget == 0:
                 break
@@ -66,73 +65,81 @@ class Scheduler(SequenceTable):
             decision.drop_preempted()
         else:
             self._admit_waiting(budget, decision)
-        self._book(decision)
+        decision.rows = self._decoding.rows
+        self._book(decision, attended)
         decision.plan = self._draft.plan(self._num_plans + 1, decision)
         if decision.plan is not None:
             self._num_plans += 1
             self._draft = PlanDraft()
 
-    def _choose_rows(self, decision: Schedule) -> list[Sequence]:
-        """Choose decode rows, as many as may run; returns the sequences that have more to run.
+    def _attend_rows(self, decision: Schedule) -> list[Sequence]:
+        """Give blocks to the decode rows that lack one, and note those that end.
 
         Rows come before chunks: a long prompt does not hold up the answers under way.
-        """
-        growing: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        idle: set[Sequence] = set()
-        for sequence in [s for s in self.running if s.num_computed_tokens >= s.decode_until]:
-            if sequence.decodes_from_slot and sequence.num_computed_tokens >= sequence.run_until:
-                idle.add(sequence)  # its last token is in flight
-            elif sequence.num_uncomputed_tokens == 1:
-                growing.append(sequence)
-            else:
-                idle.add(sequence)
-                prefilling.append(sequence)
-        rows = [s for s in self.running if s not in idle] if idle else list(self.running)
-        limit = self.limits.max_num_batched_tokens
-        if len(rows) > limit:
-            del rows[limit:]
-            chosen = set(rows)
-            growing = [sequence for sequence in growing if sequence in chosen]
-        decision.rows = rows
-        if len(growing) <= self.pool.num_available:
-            growing = self._grow_by_one(growing, decision)
-        for sequence in growing:
-            if sequence.status is RequestStatus.RUNNING:
-                self._prepare_row(sequence, decision)
-        return prefilling
-
-    def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> list[Sequence]:
-        """Give each row whose token is in its slot the one block that it lacks; quickly.
 
         Returns:
-            The others.
+            The rows that it looked at.
         """
-        plain = [sequence for sequence in growing if sequence.decodes_from_slot]
-        decision.touched += plain
-        add, size = self._draft.blocks.append, self.block_size
-        for sequence, block in zip(plain, self.pool.allocate(len(plain)), strict=True):
-            blocks = sequence.block_ids
-            add(SlotBlocks(slot_of(sequence), len(blocks), [block]))
-            blocks.append(block)
-            sequence.decode_until = min(len(blocks) * size, sequence.run_until)
-        return [sequence for sequence in growing if not sequence.decodes_from_slot]
+        due = self._decoding.due()
+        if not due:
+            return []
+        growing: list[Sequence] = []
+        ahead, size = self._decoding.num_ahead, self.block_size
+        for sequence in due:
+            start, end = sequence.num_computed_tokens, sequence.run_until
+            if start >= end:
+                self._decoding.leave(sequence)  # its last token is in flight
+                continue
+            if start == end - 1:
+                decision.last.append(sequence)
+            capacity = len(sequence.block_ids) * size
+            if capacity < end and capacity < start + ahead:
+                growing.append(sequence)
+        if len(growing) <= self.pool.num_available:
+            self._grow_by_one(growing, decision)
+        else:
+            for sequence in growing:
+                if sequence.status is RequestStatus.RUNNING:
+                    self._grow(sequence, sequence.num_computed_tokens + 1, decision)
+        return due
 
-    def _prepare_row(self, sequence: Sequence, decision: Schedule) -> None:
-        """Take the block that a decode row needs, and bring its token if the slot lacks it."""
+    def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
+        """Give each row the one block that it lacks; quickly."""
+        decision.touched += growing
+        slots = [slot_of(sequence) for sequence in growing]
+        blocks, entries = self.pool.allocate(len(growing)), self._draft.blocks
+        entries.slots.extend(slots)
+        entries.positions.extend([len(sequence.block_ids) for sequence in growing])
+        entries.block_ids.extend(blocks)
+        for sequence, block in zip(growing, blocks, strict=True):
+            sequence.block_ids.append(block)
+
+    def _enter_rows(self, decision: Schedule) -> list[Sequence]:
+        """Take sequences with one token to run into the rows; returns those with more to run."""
+        if len(self._decoding) == len(self.running):
+            return []
+        prefilling = []
+        for sequence in [s for s in self.running if not s.decodes_from_slot]:
+            if sequence.num_uncomputed_tokens > 1:
+                prefilling.append(sequence)
+            elif sequence.status is RequestStatus.RUNNING:
+                self._enter_row(sequence, decision)
+        return prefilling
+
+    def _enter_row(self, sequence: Sequence, decision: Schedule) -> None:
+        """Run the one token that a sequence has to run as a decode row, and go on from there."""
         start = sequence.num_computed_tokens
-        if not self._grow(sequence, start + 1, decision):
-            return
-        if not sequence.decodes_from_slot:
+        if self._grow(sequence, start + 1, decision):
             self._draft.put_input(sequence, start)
             decision.entries.append(ScheduledTokens(sequence, start, start + 1, samples=True))
+            sequence.decodes_from_slot = True
+            self._decoding.join(sequence)
 
     def _add_tokens(self, sequence: Sequence, budget: int, decision: Schedule) -> int:
         """Add what a sequence has to run, within the budget; returns the number of tokens."""
         missing = sequence.num_uncomputed_tokens
         if missing == 1:
-            decision.rows.append(sequence)
-            self._prepare_row(sequence, decision)
+            self._enter_row(sequence, decision)
             return 1
         start = sequence.num_computed_tokens
         end = start + min(missing, budget)
@@ -160,23 +167,19 @@ class Scheduler(SequenceTable):
     def _take_blocks(self, sequence: Sequence, count: int) -> None:
         sequence.block_ids += self.pool.allocate(count)
         self._draft.add_blocks(sequence, len(sequence.block_ids) - count)
-        self._note_room(sequence)
 
-    def _note_room(self, sequence: Sequence) -> None:
-        """Note up to where a sequence decodes in the blocks that it has."""
-        if sequence.decodes_from_slot:
-            capacity = len(sequence.block_ids) * self.block_size
-            sequence.decode_until = min(capacity, sequence.run_until)
-
-    def _book(self, decision: Schedule) -> None:
-        for sequence in decision.rows:
-            sequence.num_computed_tokens += 1
-        for part in (*decision.entries, *decision.chunks):
-            sequence = part.sequence
-            sequence.num_computed_tokens = part.end
+    def _book(self, decision: Schedule, attended: list[Sequence]) -> None:
+        """Count what the step computes, and mark when its rows need attention next."""
+        self._decoding.advance()
+        for part in decision.chunks:
+            part.sequence.num_computed_tokens = part.end
             if part.samples:
-                sequence.decodes_from_slot = True
-                self._note_room(sequence)
+                part.sequence.decodes_from_slot = True
+                if part.end < part.sequence.run_until:
+                    self._decoding.join(part.sequence)
+        parts = [part.sequence for part in (*decision.entries, *decision.chunks)]
+        self._decoding.mark((*attended, *parts))
+        for sequence in parts:
             if sequence.prefill_only:
                 self._draft.export(sequence, self.block_size)
 

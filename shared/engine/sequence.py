@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
 from pagewire.shared.request import RequestStatus, check_transition
 from pagewire.shared.sampling import ResolvedSampling
+
+
+@dataclass(slots=True)
+class StepCount:
+    """How many steps the decode batch has run."""
+
+    number: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -28,16 +36,13 @@ class Sequence:
         status: moved by `transition` alone.
         block_ids: the block table.
         block_hashes: of the full blocks of `token_ids`.
-        num_computed_tokens: tokens whose KV the launched steps write.
         num_late_tokens: sampled in an earlier life, and not known to the host yet.
         num_cached_tokens: found in the prefix cache at the first admission.
         num_exported_blocks: of this life, reported as final to the KV side.
         slot: row of the device state while it runs.
         decodes_from_slot: the slot holds the next input token.
         run_until: the position at which its last token is known to lie, whatever it is.
-        decode_until: decode rows below this position need no decision.
         has_known_token: the host knows a token that was sampled in this life.
-        attend_at: an accepted token that makes it this long is the first or the last one.
     """
 
     request_id: str
@@ -52,17 +57,35 @@ class Sequence:
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
-    num_computed_tokens: int = 0
     num_late_tokens: int = 0
     num_cached_tokens: int | None = None
     num_exported_blocks: int = 0
     slot: int | None = None
     decodes_from_slot: bool = False
     run_until: int = 0
-    decode_until: int = 0
     has_known_token: bool = False
-    attend_at: int = 0
     first_scheduled_s: float | None = None
+    _computed: int = 0  # less the steps that it follows
+    _steps: StepCount | None = None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV the launched steps write."""
+        return self._computed if self._steps is None else self._computed + self._steps.number
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, number: int) -> None:
+        self._computed = number if self._steps is None else number - self._steps.number
+
+    def step_of(self, position: int) -> int:
+        """Return the number of the step that runs a position, while the sequence follows steps."""
+        return position - self._computed
+
+    def follow(self, steps: StepCount | None) -> None:
+        """Have each of these steps count as a computed token from now on; None to end that."""
+        computed = self.num_computed_tokens
+        self._steps = steps
+        self.num_computed_tokens = computed
 
     @property
     def num_in_flight_tokens(self) -> int:
@@ -93,3 +116,14 @@ class Sequence:
     def extend_hashes(self, hasher: BlockHasher) -> None:
         """Hash the full blocks that `token_ids` has grown by."""
         hasher.extend(self.block_hashes, self.token_ids)
+
+
+def slot_of(sequence: Sequence) -> int:
+    """Return the slot of a sequence that runs or is reserved.
+
+    Raises:
+        IntegrityError: it has none.
+    """
+    if sequence.slot is None:
+        raise IntegrityError(f"{sequence.request_id} is to run and has no slot")
+    return sequence.slot

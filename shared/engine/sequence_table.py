@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pagewire.shared.engine.decode_batch import DecodeBatch
 from pagewire.shared.engine.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -47,11 +48,13 @@ class SequenceTable:
     held: dict[str, Sequence] = field(default_factory=dict)
     block_size: int = field(init=False)
     _free_slots: list[int] = field(init=False)
+    _decoding: DecodeBatch = field(init=False)
     _draft: PlanDraft = field(default_factory=PlanDraft)
     _pinned: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.block_size = self.hasher.block_size
+        self._decoding = DecodeBatch(self.block_size)
         longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self.block_size
         if longest > pool_tokens:
             # Such a sequence would wait for ever for more blocks than there are.
@@ -59,7 +62,9 @@ class SequenceTable:
                 f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
                 f"of {self.block_size}: lower --max-model-len or raise --num-blocks"
             )
-        self._free_slots = list(range(self.limits.max_num_seqs - 1, -1, -1))
+        # In a larger batch some sequences would hold blocks and not run.
+        num_slots = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
 
     # Requests come and go
 
@@ -127,20 +132,20 @@ class SequenceTable:
         self.waiting.appendleft(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a second sequence continue what is known of a first one.
+        """Let a second sequence continue a first one's tokens: all that are known, or the first.
 
         It shares the full blocks; the last one, if it is partial, is copied by the next plan. If
         the first one's KV is not there yet, or if there is no room, the second one queues.
 
         Args:
             parent: a live sequence.
-            child: a new one with the same tokens.
+            child: a new one with the same tokens, or the first of them.
 
         Raises:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self.add(child)
-        known = len(parent.token_ids) - 1  # the newest token runs again: it is sampled from
+        known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
         is_there = parent.status is RequestStatus.RUNNING and (
             0 < known <= parent.num_computed_tokens
         )
@@ -153,6 +158,7 @@ class SequenceTable:
             self._draft.copy_block(source, target)
         child.block_hashes = parent.block_hashes[: known // self.block_size]
         child.num_computed_tokens = child.num_cached_tokens = known
+        child.remote_prefill = False  # if it is preempted, it is computed again here
         child.slot = self._free_slots.pop()
         self._draft.add_slot(child)
         child.transition(RequestStatus.RUNNING)
@@ -177,7 +183,7 @@ class SequenceTable:
     def _give_up_slot(self, sequence: Sequence) -> None:
         sequence.num_late_tokens = sequence.num_in_flight_tokens
         sequence.decodes_from_slot = False
-        sequence.decode_until = 0
+        self._decoding.leave(sequence)
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             self._draft.free_slot(sequence.slot)

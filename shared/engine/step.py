@@ -23,6 +23,8 @@ its slot on the device, so that a decode row is a slot number and nothing else.
 
 from __future__ import annotations
 
+from itertools import compress
+
 import msgspec
 
 from pagewire.shared.sampling import ResolvedSampling
@@ -39,12 +41,33 @@ class NewSlot(msgspec.Struct, frozen=True):
     sampling: ResolvedSampling
 
 
-class SlotBlocks(msgspec.Struct, frozen=True):
-    """Blocks that a slot's block table gets, from entry `first` on."""
+class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Entries of block tables that are written, a list for each column.
 
-    slot: int
-    first: int
-    block_ids: list[int]
+    Attributes:
+        slots: whose table it is.
+        positions: in the table.
+        block_ids: what is written there.
+    """
+
+    slots: list[int] = []
+    positions: list[int] = []
+    block_ids: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def add(self, slot: int, first: int, block_ids: list[int]) -> None:
+        """Add blocks of a slot's table from position `first` on."""
+        self.slots.extend([slot] * len(block_ids))
+        self.positions.extend(range(first, first + len(block_ids)))
+        self.block_ids.extend(block_ids)
+
+    def without(self, slot: int) -> TableEntries:
+        """Return the entries of the other slots."""
+        kept = [other != slot for other in self.slots]
+        columns = (self.slots, self.positions, self.block_ids)
+        return TableEntries(*(list(compress(column, kept)) for column in columns))
 
 
 class SlotInput(msgspec.Struct, frozen=True):
@@ -136,7 +159,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     chunks: list[PrefillChunk] = []
     freed: list[int] = []
     new_slots: list[NewSlot] = []
-    blocks: list[SlotBlocks] = []
+    blocks: TableEntries = msgspec.field(default_factory=TableEntries)
     copies: list[tuple[int, int]] = []
     inputs: list[SlotInput] = []
     kv: list[KvWork] = []

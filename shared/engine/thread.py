@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.waker import Waker
 from pagewire.shared.errors import IntegrityError, OverloadedError
 from pagewire.shared.kv_cache.block_pool import BlockCounts
@@ -50,7 +51,7 @@ class EngineThread:
         integrity_errors: times that the block accounting did not add up; always 0.
     """
 
-    def __init__(self, core: EngineCore, on_outputs: Callable[[list[StepOutput]], None]) -> None:
+    def __init__(self, core: EngineCore, on_outputs: Callable[[StepOutputs], None]) -> None:
         """Prepare; nothing runs yet.
 
         Args:

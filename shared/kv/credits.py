@@ -22,10 +22,11 @@ class SenderCredits:
 
     Attributes:
         idle: free to use, the one that has rested longest first.
+        uses: by credit, the newest one.
     """
 
     idle: deque[int] = field(default_factory=deque)
-    _uses: dict[int, int] = field(default_factory=dict)  # credit -> its newest use
+    uses: dict[int, int] = field(default_factory=dict)
     _in_use: set[int] = field(default_factory=set)
     _reclaimed: set[int] = field(default_factory=set)  # of those in use
 
@@ -38,12 +39,12 @@ class SenderCredits:
         """Take credits from the receiver.
 
         Raises:
-            ProtocolError: one is here already.
+            ProtocolError: one is here already, or is named twice; none is taken.
         """
-        for credit in credits:
-            if credit in self._in_use or credit in self.idle:
+        for index, credit in enumerate(credits):
+            if credit in self._in_use or credit in self.idle or credit in credits[:index]:
                 raise ProtocolError(f"credit {credit} was granted twice")
-            self.idle.append(credit)
+        self.idle += credits
 
     def take(self) -> tuple[int, int] | None:
         """Take a credit; returns it and the number of its use. None if all are in use."""
@@ -51,7 +52,7 @@ class SenderCredits:
             return None
         credit = self.idle.popleft()
         self._in_use.add(credit)
-        use = self._uses[credit] = self._uses.get(credit, 0) + 1
+        use = self.uses[credit] = self.uses.get(credit, 0) + 1
         return credit, use
 
     def put_back(self, credit: int) -> Return | None:
@@ -69,7 +70,7 @@ class SenderCredits:
         Raises:
             ProtocolError: it is not in use, or its use is another one.
         """
-        if credit not in self._in_use or self._uses[credit] != use:
+        if credit not in self._in_use or self.uses[credit] != use:
             raise ProtocolError(f"use {use} of credit {credit} was acknowledged and is not open")
         self._in_use.remove(credit)
         if credit in self._reclaimed:
@@ -105,7 +106,6 @@ class SlotState(Enum):
 class _Slot:
     state: SlotState = SlotState.FREE
     link: int = 0
-    use: int = 0
     is_reclaimed: bool = False
 
 
@@ -124,7 +124,9 @@ class ReceiverCredits:
     num_slots: int
     max_links: int
     _slots: list[_Slot] = field(init=False)
-    _links: dict[int, None] = field(default_factory=dict)  # in the order of their opening
+    # In the order of their opening: by slot, the newest use. A credit that leaves a link and comes
+    # back has had the uses that it had before.
+    _links: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_slots < MIN_CREDITS * self.max_links or self.max_links < 1:
@@ -162,7 +164,7 @@ class ReceiverCredits:
             TransferError: as many are open as may be.
         """
         self.check_room(len(self._links))
-        self._links[link] = None
+        self._links[link] = [0] * self.num_slots
         return self._rebalance()
 
     def fill(self, link: int, credit: int, use: int) -> None:
@@ -172,9 +174,11 @@ class ReceiverCredits:
             ProtocolError: the link does not have this credit, or has had this use of it.
         """
         slot = self._slots[credit] if credit < self.num_slots else _Slot()
-        if (slot.state, slot.link) != (SlotState.LENT, link) or use <= slot.use:
+        is_lent = (slot.state, slot.link) == (SlotState.LENT, link)
+        if not is_lent or use <= self._links[link][credit]:
             raise ProtocolError(f"link {link} has no use {use} of credit {credit}")
-        slot.state, slot.use = SlotState.FILLED, use
+        slot.state = SlotState.FILLED
+        self._links[link][credit] = use
 
     def empty(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
         """Note that a segment is acknowledged; returns what to send after that.

@@ -105,8 +105,8 @@ ToReceiver = Open | Segment | Return
 ToSender = Grant | Ack | Reclaim
 
 _encoder = msgspec.msgpack.Encoder()
-_to_receiver = msgspec.msgpack.Decoder(ToReceiver)
-_to_sender = msgspec.msgpack.Decoder(ToSender)
+_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
 
 
 def encode(message: ToReceiver | ToSender) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from pagewire.shared.errors import TransferError
 from pagewire.shared.kv_cache.parts import BlockParts
 
 
@@ -38,6 +39,9 @@ class ExportQueue:
         parts: of a block.
         slot_bytes: a segment fits them.
         planned: blocks before this position have been cut, or are not wanted.
+
+    Raises:
+        TransferError: a slot does not fit one block.
     """
 
     parts: BlockParts
@@ -46,6 +50,13 @@ class ExportQueue:
     _cuts: deque[Cut] = field(default_factory=deque)
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
+
+    def __post_init__(self) -> None:
+        if self.parts.max_blocks(self.slot_bytes) < 1:
+            raise TransferError(
+                f"a staging slot of {self.slot_bytes} bytes does not fit one block, which takes "
+                f"{self.parts.packed_bytes(1)}"
+            )
 
     def add(self, block_ids: list[int], plan: int, *, by_part: bool) -> None:
         """Note blocks that a plan makes final.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import reprlib
 from pathlib import Path
@@ -19,12 +20,9 @@ from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
-_APPLIED = {  # the file's names, and ours
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_new_tokens": "max_tokens",
-}
+# The file's names, and ours.
+_APPLIED = {field.name: field.name for field in dataclasses.fields(SamplingDefaults)}
+_APPLIED["max_new_tokens"] = _APPLIED.pop("max_tokens")
 # Fields that change tokens in Hugging Face's `generate`, and the values that ask for nothing.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
@@ -80,6 +78,7 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
     ignored = [
         f"{name}={reprlib.repr(fields.raw[name])}"
         for name, neutral in _NOT_APPLIED.items()
+        if name not in _APPLIED
         if fields.raw.get(name) is not None and fields.raw[name] not in neutral
         if not (name == "do_sample" and is_greedy)
     ]

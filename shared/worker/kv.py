@@ -8,9 +8,11 @@ from importlib.util import find_spec
 
 import torch
 
+from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.installing import install_command
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.receiver import KvReceiver
@@ -37,10 +39,15 @@ def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[st
     return ("ipc", "ucx", "zmq") if is_private else ("ipc", "zmq")
 
 
-def open_carrier(
-    name: str, staging: Staging, moves: BlockMoves, watch: FdWatch, settings: WorkerSettings
-) -> Carrier:
+def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> Carrier:
     """Open one carrier.
+
+    Args:
+        name: "ipc", "ucx" or "zmq".
+        staging: of this worker.
+        moves: queues work on its device.
+        host: this machine's own name or address, on whose network device UCX listens. May be
+            looked up.
 
     Raises:
         ConfigError: it is not to be had here; says why.
@@ -51,6 +58,16 @@ def open_carrier(
         from pagewire.shared.kv.carriers.ipc import IpcCarrier
 
         return IpcCarrier(staging, moves)
+    if name == "ucx":
+        if find_spec("ucxx") is None:
+            raise ConfigError(
+                "KV transport 'ucx' needs ucxx: choose 'zmq', or install it: "
+                f"{install_command('ucx')}"
+            )
+        from pagewire.shared.kv.carriers.ucx import UcxCarrier
+        from pagewire.shared.transfer.ucx_settings import ucx_settings
+
+        return UcxCarrier(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
     raise ConfigError(f"KV transport {name!r} is unknown; choose ipc, ucx or zmq")
 
 
@@ -68,12 +85,17 @@ async def open_endpoint(
     Raises:
         ConfigError: a carrier is not to be had, or this machine does not have the host's address.
     """
-    stack.push_async_callback(asyncio.to_thread, sockets.close)
+    stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
     watch = FdWatch(engine.thread.watch, engine.thread.unwatch)
     carriers: dict[str, Carrier] = {}
+    own_host = advertise_host if settings.host in WILDCARDS else settings.host
     for name in carriers_to_open(settings, staging.memory.device):
-        carriers[name] = open_carrier(name, staging, engine.moves, watch, settings)
-        stack.callback(carriers[name].close)
+        carrier = await asyncio.to_thread(open_carrier, name, staging, engine.moves, own_host)
+        stack.callback(carrier.close)
+        for fd in carrier.fds():
+            watch.add(fd)
+            stack.callback(watch.remove, fd)
+        carriers[name] = carrier
     timeout_s = settings.transfer_timeout_s
     if role == "prefill":
         sender = KvSender(

@@ -25,7 +25,7 @@ from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
-from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.kv.sender import KvSender
@@ -51,6 +51,7 @@ from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import TransportFaults, WorkerFaults
+from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector
 from pagewire.shared.worker.metrics import (
@@ -100,7 +101,7 @@ class Service(Protocol):
         """Free what a peer owned."""
         ...
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         """Take a step's outputs."""
         ...
 
@@ -153,6 +154,11 @@ class WorkerRuntime:
         return Vigil(self.engine, self.tasks, is_needed if on_gpu else lambda: False)
 
     @property
+    def identity(self) -> WorkerIdentity:
+        """This life of this worker, from `_open` on."""
+        return WorkerIdentity(self.worker_id, self.epoch)
+
+    @property
     def engine_handle(self) -> EngineHandle:
         """The engine, for the service."""
         built = self.built
@@ -189,7 +195,7 @@ class WorkerRuntime:
             logger.info("%s is ready at %s", self.worker_id, self._endpoint)
             code = await self._serve()
             self.is_draining = True
-            if code == 0:
+            if code == 0 or self._is_worn_out():
                 await self._drain()
         return code
 
@@ -363,7 +369,7 @@ class WorkerRuntime:
         if self._service is not None:
             self._service.on_peer_lost(peer_id)
 
-    def _on_outputs(self, outputs: list[StepOutput]) -> None:
+    def _on_outputs(self, outputs: StepOutputs) -> None:
         if self._service is not None:
             self._service.on_outputs(outputs)
 
@@ -380,9 +386,17 @@ class WorkerRuntime:
             if not self._engine_watch.look(2 * ENGINE_SILENCE_S):
                 logger.error("the engine's loop has stopped")
                 return 1
+            if self._is_worn_out():
+                logger.error("too many KV links ended in mid-transfer for this process")
+                return 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), LOOK_INTERVAL_S)
         return 0
+
+    def _is_worn_out(self) -> bool:
+        """Whether only a new process can open further KV links; this one drains and ends."""
+        carriers = {} if self.kv is None else self.kv.carriers
+        return any(carrier.should_restart for carrier in carriers.values())
 
     async def _drain(self) -> None:
         """Let what runs end, within bounds; without an engine nothing does."""

@@ -15,8 +15,9 @@ import torch
 
 from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.shared.engine import thread as thread_module
-from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore, StepOutput
+from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
 from pagewire.shared.engine.step import StepPlan, StepResult
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import OverloadedError
 from pagewire.shared.kv_cache.parts import BlockParts
@@ -31,7 +32,7 @@ from pagewire.tests.support.fake_device import (
     make_sequence,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("each_executor")]
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Outputs:
     said: list[StepOutput] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
 
-    def __call__(self, outputs: list[StepOutput]) -> None:
+    def __call__(self, outputs: StepOutputs) -> None:
         self.threads.add(threading.current_thread().name)
         self.said.extend(outputs)
 
@@ -245,6 +246,8 @@ def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
     assert engine.stop(5.0)
 
 
+# Over a pipe there is nothing to pack from: see `PipeDevice`.
+@pytest.mark.parametrize("each_executor", ["here"], indirect=True)
 def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) -> None:
     core, device = make_core(block_size=4)
     pieces: list[StagedPiece] = []
@@ -308,7 +311,7 @@ class StuckPending(FakePending):
 
 @dataclass
 class StuckDevice(FakeDevice):
-    """A device that hangs until it is let go."""
+    """A device that hangs until it is let go; always in this process."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
@@ -350,7 +353,7 @@ def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCapture
     engine.start()
     for number in range(MAX_FAILED_STEPS):
         assert engine.is_running()
-        device.fail_execute = RuntimeError("device lost")
+        device.fail("fail_execute", "device lost")
         engine.submit(partial(EngineCore.add, sequence=make_sequence(f"r{number}", [1])))
         if number < MAX_FAILED_STEPS - 1:
             until(partial(outputs.has_ended, f"r{number}"))
@@ -360,7 +363,7 @@ def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCapture
 
 
 def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(_outputs: list[StepOutput]) -> None:
+    def fail(_outputs: StepOutputs) -> None:
         raise ValueError("nobody listens")
 
     core, _ = make_core()

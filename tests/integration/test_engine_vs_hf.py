@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,13 @@ from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillShape
 from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.tests.support.executor_pipe import PipeExecutor
 from pagewire.tools.demo_model.prompts import standard_prompts
 
 MAX_TOKENS = 64
 BLOCK_SIZE = 16
+EACH_EXECUTOR = pytest.mark.parametrize("run_on", ["here", "pipe"], indirect=True)
+RunOn = Callable[[LLM], LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
@@ -37,6 +40,19 @@ def make_llm(*, overlap: bool = False, **settings: Any) -> LLM:
     llm = LLM("demo", device="cpu", dtype="float32", **settings)
     llm.engine.core.overlap = overlap
     return llm
+
+
+@pytest.fixture
+def run_on(request: pytest.FixtureRequest) -> RunOn:
+    """What lets an engine run its model here, or in another process over a pipe."""
+
+    def run(llm: LLM) -> LLM:
+        if request.param == "pipe":
+            pipe = request.getfixturevalue("other_process")
+            llm.engine.core.executor = PipeExecutor.like(llm, pipe)
+        return llm
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +135,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
-def test_greedy_tokens_equal_hugging_faces(truth: Truth, settings: dict[str, Any]) -> None:
-    llm = make_llm(**settings)
+# Over a pipe run those that differ most: each costs as much again.
+PIPED = ("roomy-overlap", "tight-chunk-64", "tight-chunk-100-blocks-of-32-overlap")
+
+
+@pytest.mark.parametrize(
+    ("settings", "run_on"),
+    [
+        *(pytest.param(settings, "here", id=name) for name, settings in CASES.items()),
+        *(pytest.param(CASES[name], "pipe", id=f"{name}-pipe") for name in PIPED),
+    ],
+    indirect=["run_on"],
+)
+def test_greedy_tokens_equal_hugging_faces(
+    truth: Truth, settings: dict[str, Any], run_on: RunOn
+) -> None:
+    llm = run_on(make_llm(**settings))
     outputs = llm.generate(truth.prompts, GREEDY)
     assert_equal(tokens_of(outputs), truth.tokens)
     assert {output.finish_reason for output in outputs} == {"length"}
@@ -130,8 +159,9 @@ def test_greedy_tokens_equal_hugging_faces(truth: Truth, settings: dict[str, Any
     assert_idle(llm)
 
 
-def test_generation_ends_behind_the_end_of_sequence(truth: Truth) -> None:
-    llm = make_llm(overlap=True)
+@EACH_EXECUTOR
+def test_generation_ends_behind_the_end_of_sequence(truth: Truth, run_on: RunOn) -> None:
+    llm = run_on(make_llm(overlap=True))
     ends = set(llm.engine.config.eos_token_ids)
     expected = []
     for tokens in truth.tokens:
@@ -235,10 +265,14 @@ def alone(short_prompts: list[list[int]]) -> list[list[int]]:
     ],
     ids=["batch", "overlap", "chunks", "preempted"],
 )
+@EACH_EXECUTOR
 def test_seeded_tokens_do_not_depend_on_the_company(
-    short_prompts: list[list[int]], alone: list[list[int]], settings: dict[str, Any]
+    short_prompts: list[list[int]],
+    alone: list[list[int]],
+    settings: dict[str, Any],
+    run_on: RunOn,
 ) -> None:
-    llm = make_llm(**settings)
+    llm = run_on(make_llm(**settings))
     assert len(short_prompts) == 16
     assert_equal(tokens_of(llm.generate(short_prompts, seeded(16))), alone)
     preempted = llm.engine.core.scheduler.num_preemptions > 0
@@ -305,8 +339,9 @@ def test_one_prompt_may_come_without_a_list(shared_llm: LLM) -> None:
 # The prefix cache
 
 
-def test_same_prompts_again_are_cached_but_for_their_tails(truth: Truth) -> None:
-    llm = make_llm(**ROOMY, overlap=True)
+@EACH_EXECUTOR
+def test_same_prompts_again_are_cached_but_for_their_tails(truth: Truth, run_on: RunOn) -> None:
+    llm = run_on(make_llm(**ROOMY, overlap=True))
     prompts = truth.prompts[::4]
     first, again = ([llm.generate([prompt], GREEDY)[0] for prompt in prompts] for _ in range(2))
     assert_equal(tokens_of(first), truth.tokens[::4])

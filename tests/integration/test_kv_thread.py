@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from pagewire.shared.engine import thread as thread_module
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.receiver import Completion
 from pagewire.shared.kv.sender import SenderLink
@@ -104,7 +105,7 @@ class Workers:
 
         self.prefilling.submit(start)
 
-    def on_first_token(self, outputs: list[StepOutput]) -> None:
+    def on_first_token(self, outputs: StepOutputs) -> None:
         for output in outputs:
             self.users[threading.current_thread().name] += 1
             completion = Completion(output.request_id, output.token_ids[0], lambda: None)

@@ -20,22 +20,28 @@ from pagewire.shared.answer_text import TextAssembler
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.tests.support.executor_pipe import PipeExecutor
 
 TEXT = "Lambda expressions"
 ANSWER = " (sometimes called lambda forms) are used to create\nanonymous functions."
 QUESTION = [{"role": "user", "content": "What is a lambda?"}]
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM("demo", device="cpu")
+@pytest.fixture(scope="module", params=["here", "pipe"])
+def module_llm(request: pytest.FixtureRequest) -> LLM:
+    llm = LLM("demo", device="cpu")
+    if request.param == "pipe":
+        pipe = request.getfixturevalue("other_process")
+        llm.engine.core.executor = PipeExecutor.like(llm, pipe)
+    return llm
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left(llm: LLM) -> Iterator[None]:
-    yield
-    assert llm.block_counts().used == 0
-    assert not llm.engine.core.has_work
+@pytest.fixture
+def llm(module_llm: LLM) -> Iterator[LLM]:
+    """An engine that has nothing left to do after each test; its model is here or over a pipe."""
+    yield module_llm
+    assert module_llm.block_counts().used == 0
+    assert not module_llm.engine.core.has_work
 
 
 def ids(llm: LLM, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv_cache.parts import BlockParts
@@ -67,7 +67,7 @@ class BusyService:
     def on_peer_lost(self, peer_id: str) -> None:
         pass
 
-    def on_outputs(self, outputs: list[StepOutput]) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         pass
 
 
@@ -228,10 +228,10 @@ def test_what_a_stopping_engine_still_hands_over_leaves_no_task(
     stop = EngineThread.stop
 
     def stop_with_outputs(engine: EngineThread, timeout: float) -> bool:
-        engine._on_outputs([])
+        engine._on_outputs(StepOutputs())
         return stop(engine, timeout)
 
-    def send_for_ever(service: BusyService, _outputs: list[StepOutput]) -> None:
+    def send_for_ever(service: BusyService, _outputs: StepOutputs) -> None:
         service.runtime.tasks.spawn(asyncio.sleep(60), "sending")
 
     async def scenario() -> None:

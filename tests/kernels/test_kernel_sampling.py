@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,9 +258,11 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, reference):
 
 def test_one_seed_at_successive_positions_follows_the_distribution(reference):
     logits = torch.linspace(0, 2, 10).repeat(20000, 1)
-    ones = torch.ones(20000)
-    zeros = torch.zeros(20000, dtype=torch.int32)
-    seeds = torch.full((20000,), 42)
-    drawn = reference.sample(logits, ones, zeros, ones, seeds, torch.arange(20000))
+    x = replace(
+        sampling_inputs(logits, temperature=1.0),
+        seeds=torch.full((20000,), 42),
+        positions=torch.arange(20000),
+    )
+    drawn = reference.sample(*x.arguments)
     expected = torch.softmax(logits[0].double(), 0).tolist()
     assert _chi_square(drawn, expected) < CHI_SQUARE[9]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import make_sequence
 

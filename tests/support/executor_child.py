@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -13,25 +12,29 @@ import msgspec
 from pagewire.shared.engine.executor import Executor, PendingStep
 from pagewire.shared.engine.step import StepPlan, Supply
 from pagewire.tests.support.executor_pipe import (
-    Cells,
     Command,
+    Done,
+    Fail,
     Failed,
+    Look,
     NewDevice,
+    NewModel,
     Put,
     Reply,
     Sampled,
-    Show,
+    Seen,
     read_frame,
     write_frame,
 )
+from pagewire.tests.support.fake_device import FakeDevice
 
 
 class Child:
     """Answers each command."""
 
-    def __init__(self, replies: IO[bytes], model: dict[str, Any]) -> None:
+    def __init__(self, replies: IO[bytes]) -> None:
         self._replies = replies
-        self._executor: Any = _model(model) if model else None
+        self._executor: Any = None
         self._awaiting: PendingStep | None = None
 
     def on_command(self, command: Command) -> None:
@@ -56,19 +59,16 @@ class Child:
                 self._executor.supply(command)
                 return Sampled(self._awaiting.wait())
             case NewDevice():
-                self._executor = _fake_device(command)
+                self._executor = FakeDevice(command.limits, command.num_blocks, command.block_size)
+            case NewModel():
+                self._executor = _model(command.settings)
             case Put():
                 self._executor.write(command.block_ids, command.first, command.token_ids)
-            case Show():
-                pass
-        return Cells(self._executor.cells)
-
-
-def _fake_device(new: NewDevice) -> Any:
-    from pagewire.tests.support.fake_device import make_core
-
-    size = msgspec.structs.asdict(new)
-    return make_core(**size)[1]
+            case Fail():
+                self._executor.fail(command.where, command.message)
+            case Look():
+                return Seen(*(getattr(self._executor, name) for name in Seen.__struct_fields__))
+        return Done()
 
 
 def _model(settings: dict[str, Any]) -> Executor:
@@ -83,8 +83,8 @@ def _model(settings: dict[str, Any]) -> Executor:
 def main() -> None:
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what anybody prints is no reply
-    child = Child(replies, json.loads(sys.argv[1]))
-    while (data := read_frame(sys.stdin.buffer)) is not None:
+    child = Child(replies)
+    while data := read_frame(sys.stdin.buffer):
         child.on_command(msgspec.msgpack.decode(data, type=Command))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import select
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 import msgspec
 
+from pagewire import LLM
+from pagewire.shared.engine.executor import PendingStep
+from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import StepPlan, StepResult, Supply
 
@@ -23,11 +26,15 @@ _LENGTH = struct.Struct("<I")
 class NewDevice(msgspec.Struct, tag=True):
     """Begin with a fresh fake device."""
 
+    limits: SchedulerLimits
     num_blocks: int
     block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
+
+
+class NewModel(msgspec.Struct, tag=True):
+    """Begin with the demo model; the settings are those of `LLM`."""
+
+    settings: dict[str, Any]
 
 
 class Put(msgspec.Struct, tag=True):
@@ -38,14 +45,28 @@ class Put(msgspec.Struct, tag=True):
     token_ids: list[int]
 
 
-class Show(msgspec.Struct, tag=True):
-    """Ask for the cells of the fake device."""
+class Fail(msgspec.Struct, tag=True):
+    """Let the fake device's next step fail."""
+
+    where: str
+    message: str
 
 
-class Cells(msgspec.Struct, tag=True):
-    """The answer."""
+class Look(msgspec.Struct, tag=True):
+    """Ask what the fake device has done."""
+
+
+class Done(msgspec.Struct, tag=True):
+    """The command was followed."""
+
+
+class Seen(msgspec.Struct, tag=True):
+    """The fields of the fake device by these names."""
 
     cells: list[list[int | None]]
+    batches: list[tuple[int, int]]
+    num_decode_rows: int
+    longest_table: int
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -60,8 +81,8 @@ class Sampled(msgspec.Struct, tag=True):
     result: StepResult
 
 
-Command = StepPlan | Supply | NewDevice | Put | Show
-Reply = Sampled | Cells | Failed
+Command = StepPlan | Supply | NewDevice | NewModel | Put | Fail | Look
+Reply = Sampled | Done | Seen | Failed
 
 
 def write_frame(stream: IO[bytes], message: object) -> None:
@@ -70,122 +91,176 @@ def write_frame(stream: IO[bytes], message: object) -> None:
     stream.flush()
 
 
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Return the next message, or None at the end."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    return stream.read(_LENGTH.unpack(head)[0])
+def read_frame(stream: IO[bytes]) -> bytes:
+    """Return the next message; nothing at the end."""
+    head = _read(stream, _LENGTH.size)
+    return _read(stream, _LENGTH.unpack(head)[0]) if head else b""
 
 
-class PipePending:
-    """A step of the other process."""
+def _read(stream: IO[bytes], size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := stream.read(size - len(data))):
+        data += more
+    return data if len(data) == size else b""
 
-    def __init__(self, executor: PipeExecutor) -> None:
-        self._executor = executor
+
+class Pending:
+    """A command whose reply is to come."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
         self.reply: Reply | None = None
 
     def is_done(self) -> bool:
-        self._executor.read_replies(wait_for=None)
+        self._pipe.read_replies(wait_for=None)
         return self.reply is not None
 
     def wait(self) -> StepResult:
-        self._executor.read_replies(wait_for=self)
-        if not isinstance(self.reply, Sampled):
-            raise RuntimeError(str(self.reply))
+        self._pipe.read_replies(wait_for=self)
+        if isinstance(self.reply, Failed):
+            raise RuntimeError(self.reply.error)
+        assert isinstance(self.reply, Sampled)
         return self.reply.result
 
 
-class PipeExecutor:
+class Pipe:
     """Every command has one reply, in order; the one of a plan that awaits comes when it does."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._to, self._from = process.stdin, process.stdout
-        self._due: list[PipePending] = []
-
-    def execute(self, plan: StepPlan) -> PipePending:
-        return self.send(plan)
+        self._due: list[Pending] = []
+        self._lock = threading.RLock()  # a test looks while the engine's thread runs
 
     def supply(self, supply: Supply) -> None:
-        write_frame(self._to, supply)
+        with self._lock:
+            write_frame(self._to, supply)
 
-    def send(self, command: Command) -> PipePending:
-        write_frame(self._to, command)
-        pending = PipePending(self)
-        self._due.append(pending)
+    def send(self, command: Command) -> Pending:
+        pending = Pending(self)
+        with self._lock:
+            write_frame(self._to, command)
+            self._due.append(pending)
         return pending
 
-    def read_replies(self, wait_for: PipePending | None) -> None:
-        while self._due and (wait_for is None or wait_for.reply is None):
-            timeout = 0.0 if wait_for is None else REPLY_S
-            if not select.select([self._from], [], [], timeout)[0]:
-                assert wait_for is None, f"no reply within {REPLY_S} s"
-                return
-            data = read_frame(self._from)
-            assert data is not None, "the executor's process has ended"
-            self._due.pop(0).reply = msgspec.msgpack.decode(data, type=Reply)
+    def ask(self, command: Command) -> Reply:
+        pending = self.send(command)
+        self.read_replies(wait_for=pending)
+        assert pending.reply is not None and not isinstance(pending.reply, Failed), pending.reply
+        return pending.reply
+
+    def read_replies(self, wait_for: Pending | None) -> None:
+        with self._lock:
+            while self._due and (wait_for is None or wait_for.reply is None):
+                timeout = 0.0 if wait_for is None else REPLY_S
+                if not select.select([self._from], [], [], timeout)[0]:
+                    assert wait_for is None, f"no reply within {REPLY_S} s"
+                    return
+                data = read_frame(self._from)
+                assert data, "the executor's process has ended"
+                self._due.pop(0).reply = msgspec.msgpack.decode(data, type=Reply)
+
+
+class PipeExecutor:
+    """Sends plans to what runs in the other process."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    @classmethod
+    def like(cls, llm: LLM, pipe: Pipe) -> PipeExecutor:
+        """Load a model in the other process with the settings and the blocks of one here."""
+        names = ("dtype", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        settings = {name: getattr(llm.settings, name) for name in names}
+        settings |= {"device": "cpu", "max_model_len": llm.engine.max_model_len}
+        settings["num_blocks"] = llm.engine.core.scheduler.pool.num_blocks
+        pipe.ask(NewModel(settings))
+        return cls(pipe)
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        return self._pipe.send(plan)
+
+    def supply(self, supply: Supply) -> None:
+        self._pipe.supply(supply)
 
 
 class PipeDevice(PipeExecutor):
-    """A fake device in the other process.
+    """A fake device in the other process, for as long as no other takes its place.
+
+    It has what engine tests use of a `FakeDevice`. What moves blocks between pool and staging is
+    another seam, `BlockMoves`, whose buffers are memory of the device's own process.
 
     Attributes:
         has_run: whether results may be seen.
     """
 
-    has_run = True
+    def __init__(
+        self, pipe: Pipe, limits: SchedulerLimits, num_blocks: int, block_size: int
+    ) -> None:
+        super().__init__(pipe)
+        self.limits = limits
+        self.has_run = True
+        pipe.ask(NewDevice(limits, num_blocks, block_size))
 
-    def execute(self, plan: StepPlan) -> PipePending:
-        return HeldPending(self, super().execute(plan))
-
-    def renew(self, **size: int) -> None:
-        self._ask(NewDevice(**size))
+    def execute(self, plan: StepPlan) -> PendingStep:
+        return HeldPending(self, self._pipe, self._pipe.send(plan))
 
     def write_prompt(self, sequence: Sequence) -> None:
         first = sequence.num_computed_tokens
-        self._ask(Put(sequence.block_ids, first, sequence.token_ids[first:]))
-
-    @property
-    def cells(self) -> list[list[int | None]]:
-        reply = self._ask(Show())
-        assert isinstance(reply, Cells)
-        return reply.cells
+        self._pipe.ask(Put(sequence.block_ids, first, sequence.token_ids[first:]))
 
     def content(self, sequence: Sequence) -> list[int | None]:
         cells = self.cells
         content = [cell for block in sequence.block_ids for cell in cells[block]]
         return content[: sequence.num_computed_tokens]
 
-    def _ask(self, command: Command) -> Reply:
-        pending = self.send(command)
-        self.read_replies(wait_for=pending)
-        assert pending.reply is not None and not isinstance(pending.reply, Failed), pending.reply
-        return pending.reply
+    @property
+    def cells(self) -> list[list[int | None]]:
+        return self._look().cells
+
+    @property
+    def batches(self) -> list[tuple[int, int]]:
+        return self._look().batches
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self._look().num_decode_rows
+
+    @property
+    def longest_table(self) -> int:
+        return self._look().longest_table
+
+    def fail(self, where: str, message: str) -> None:
+        self._pipe.ask(Fail(where, message))
+
+    def _look(self) -> Seen:
+        reply = self._pipe.ask(Look())
+        assert isinstance(reply, Seen)
+        return reply
 
 
-class HeldPending(PipePending):
-    """A step whose end is seen when the test wants it."""
+class HeldPending:
+    """A step whose end is seen when the test wants it, and then at once."""
 
-    def __init__(self, device: PipeDevice, inner: PipePending) -> None:
-        self._device, self._inner = device, inner
+    def __init__(self, device: PipeDevice, pipe: Pipe, inner: Pending) -> None:
+        self._device, self._pipe, self._inner = device, pipe, inner
 
     def is_done(self) -> bool:
-        return self._device.has_run and self._inner.is_done()
+        if self._device.has_run:
+            self._pipe.read_replies(wait_for=self._inner)
+        return self._device.has_run
 
     def wait(self) -> StepResult:
         return self._inner.wait()
 
 
 @contextmanager
-def executor_process(**settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the other process, with a model if there are settings of one."""
+def executor_process() -> Iterator[Pipe]:
+    """Start the other process; what it runs is what `NewDevice` or `NewModel` said last."""
     command = [sys.executable, "-P", "-m", "pagewire.tests.support.executor_child"]
-    process = subprocess.Popen(
-        [*command, json.dumps(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     try:
-        yield process
+        yield Pipe(process)
     finally:
         for stream in (process.stdin, process.stdout):
             if stream is not None:

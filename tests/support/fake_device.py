@@ -174,13 +174,13 @@ class FakeDevice:
         assert plan.number > self._plan.number
         self._plan, self._has_launched = plan, False
         self._check_rows(plan)
+        self._apply(plan)
         if plan.has_rows:
             self.batches.append((plan.num_tokens, len(plan.decodes) + len(plan.chunks)))
             self.num_decode_rows += len(plan.decodes)
             error, self.fail_execute = self.fail_execute, None
             if error is not None:
                 raise error
-        self._apply(plan)
         for slot in plan.decodes:
             self._decode(slot)
         for chunk in plan.chunks:
@@ -202,6 +202,10 @@ class FakeDevice:
         slots = pending.result.tokens
         tokens = [self._sample(slot, supply.masks.get(row)) for row, slot in enumerate(slots)]
         pending.result = StepResult(supply.number, tokens)
+
+    def fail(self, where: str, message: str) -> None:
+        """Let the next step fail, by `fail_execute` or by `fail_wait`."""
+        setattr(self, where, RuntimeError(message))
 
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""
@@ -276,14 +280,18 @@ class FakeDevice:
             self._slots.pop(slot, None)
         running = {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
         for new in plan.new_slots:
-            assert new.slot not in self._slots, "the slot has an owner"
+            owner = self._slots.get(new.slot)  # the same one, if the last plan failed to launch
+            assert owner is None or owner.computed is None, "the slot has an owner"
             self._slots[new.slot] = FakeSlot(new.sampling.seed or 0)
             if new.slot not in running:
                 self.prepared.append(new.slot)
-        for more in plan.blocks:
-            table = self._slots[more.slot].table
-            assert len(table) == more.first and more.block_ids
-            table += more.block_ids
+        entries = plan.blocks
+        for slot, position, block in zip(
+            entries.slots, entries.positions, entries.block_ids, strict=True
+        ):
+            table = self._slots[slot].table
+            assert len(table) == position
+            table.append(block)
         for put in plan.inputs:
             assert put.slot in plan.decodes
             owned = self._slots[put.slot]
@@ -329,6 +337,10 @@ class FakeDevice:
         return token
 
 
+# What engines run on; the fixture `each_executor` has one in another process here.
+make_device: Callable[[SchedulerLimits, int, int], FakeDevice] = FakeDevice
+
+
 def make_core(
     *,
     num_blocks: int = 16,
@@ -354,5 +366,5 @@ def make_core(
     )
     pool = BlockPool(num_blocks, caching, listener)
     scheduler = Scheduler(limits, pool, BlockHasher("secret", "fake", "int", block_size))
-    device = FakeDevice(limits, num_blocks, block_size)
+    device = make_device(limits, num_blocks, block_size)
     return EngineCore(scheduler, device, overlap), device

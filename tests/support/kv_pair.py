@@ -15,8 +15,8 @@ from functools import partial
 
 import pytest
 
-from pagewire.shared.engine.core import StepOutput
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.credits import SlotState
 from pagewire.shared.kv.receiver import Completion, ReceiverLink

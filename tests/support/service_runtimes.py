@@ -14,7 +14,8 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
-from pagewire.shared.engine.core import EngineCore, StepOutput
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import ControlMessage
@@ -67,7 +68,7 @@ class ServiceRuntime:
     directory: _Directory = field(default_factory=_Directory)
     transports: dict[str, KvTransport] = field(default_factory=dict)
     tasks: TaskSet = field(default_factory=TaskSet)
-    on_outputs: Callable[[list[StepOutput]], None] = lambda outputs: None
+    on_outputs: Callable[[StepOutputs], None] = lambda outputs: None
     settings: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
             transfer_timeout_s=TRANSFER_TIMEOUT_S, prefill_timeout_s=5.0, heartbeat_s=0.05

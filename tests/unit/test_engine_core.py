@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagewire.shared.engine.core import StepOutput
+from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.request import FinishReason
 from pagewire.tests.support.engine_turns import (
     BOTH,
@@ -17,6 +17,8 @@ from pagewire.tests.support.engine_turns import (
     tokens_of,
 )
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+
+pytestmark = pytest.mark.usefixtures("each_executor")
 
 # Blocks from another worker
 
@@ -120,6 +122,37 @@ def test_first_output_alone_tells_of_cache_and_times(overlap: bool) -> None:
     outputs = drain(core)
     told = [(o.cached_tokens, o.queue_s, o.prefill_s) for o in outputs]
     assert told == [(8, 2.0, 5.0)] + [(None, 0.0, 0.0)] * 3
+
+
+@BOTH
+def test_tokens_of_which_there_is_no_more_to_say_are_in_columns(overlap: bool) -> None:
+    core, _ = make_core(overlap=overlap)
+    long, short = make_sequence("long", [1] * 5, max_tokens=8), make_sequence("short", [0] * 3)
+    expected = {s.request_id: generate(s, LIMIT) for s in (long, short)}
+    core.add(long)
+    core.add(short)
+    columns: dict[str, list[int]] = {"long": [], "short": []}
+    others: dict[str, list[int]] = {"long": [], "short": []}
+    while core.has_work:
+        outputs, _ = core.step()
+        for request_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            columns[request_id].append(token)
+        for output in outputs.others:
+            others[output.request_id] += output.token_ids
+    for name, tokens in expected.items():
+        assert others[name] == [tokens[0], tokens[-1]]
+        assert columns[name] == tokens[1:-1]
+
+
+def test_outputs_that_were_handed_out_do_not_change() -> None:
+    core, _ = make_core(overlap=True)
+    core.add(make_sequence("a", [1] * 5, max_tokens=20))
+    core.add(make_sequence("b", [0] * 5, max_tokens=9))
+    kept = []
+    while core.has_work:
+        outputs, _ = core.step()
+        kept.append((outputs, list(outputs)))
+    assert all(list(outputs) == then for outputs, then in kept)
 
 
 def test_resumed_sequence_delivers_only_what_is_new() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
+from pagewire.shared.engine.executor import Executor, PendingStep
+from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.tests.support.engine_turns import (
     BOTH,
@@ -17,6 +20,8 @@ from pagewire.tests.support.engine_turns import (
     tokens_of,
 )
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+
+pytestmark = pytest.mark.usefixtures("each_executor")
 
 # Steps that fail
 
@@ -32,7 +37,7 @@ def test_failed_step_fails_its_requests_and_no_others(
     for sequence in (make_sequence("a", [0] * 3), make_sequence("b", [0] * 3), survivor):
         core.add(sequence)
     core.step()
-    setattr(device, where, RuntimeError("device on fire"))
+    device.fail(where, "device on fire")
     outputs = drain(core)
     assert [
         (o.request_id, o.token_ids, o.error) for o in outputs if o.finish_reason == "error"
@@ -49,7 +54,7 @@ def test_failed_result_spares_those_of_the_step_behind_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     core, device = make_core(overlap=True)
-    device.fail_wait = RuntimeError("device on fire")
+    device.fail("fail_wait", "device on fire")
     core.add(make_sequence("fails", [0] * 3))
     core.step()
     later = make_sequence("later", [1] * 5)
@@ -64,7 +69,7 @@ def test_failed_result_spares_those_of_the_step_behind_it(
 
 def test_late_failure_does_not_hit_a_namesake(caplog: pytest.LogCaptureFixture) -> None:
     core, device = make_core(overlap=True)
-    device.fail_wait = RuntimeError("device on fire")
+    device.fail("fail_wait", "device on fire")
     core.add(make_sequence("a", [0] * 3))
     core.step()
     core.abort("a")
@@ -89,10 +94,11 @@ def test_device_that_fails_every_step_ends_the_loop(
     failed: list[str] = []
     with pytest.raises(RuntimeError, match="device lost"):
         while core.has_work:
-            setattr(device, where, RuntimeError("device lost"))
+            device.fail(where, "device lost")
             outputs, _ = core.step()
             failed += ends_of(outputs)
-    assert len(device.batches) == MAX_FAILED_STEPS + (overlap and where == "fail_wait")
+    # With overlap one more may have been launched, unless launching is what fails, here.
+    assert MAX_FAILED_STEPS <= len(device.batches) <= MAX_FAILED_STEPS + overlap
     assert len(failed) < 20
 
 
@@ -105,8 +111,43 @@ def test_failures_with_good_steps_between_them_do_not_end_the_loop(
         core.add(make_sequence(f"good{number}", [1]))
         assert ends_of(drain(core)) == {f"good{number}": "length"}
         core.add(make_sequence(f"bad{number}", [1]))
-        device.fail_execute = RuntimeError("out of memory")
+        device.fail("fail_execute", "out of memory")
         assert ends_of(drain(core)) == {f"bad{number}": "error"}
+    assert_idle(core)
+
+
+class LosesOne:
+    """An executor that fails to launch a plan, before or after it has applied its changes."""
+
+    def __init__(self, inner: Executor, number: int, applied: bool) -> None:
+        self.inner, self.number, self.applied = inner, number, applied
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        if plan.number != self.number:
+            return self.inner.execute(plan)
+        if self.applied:
+            self.inner.execute(msgspec.structs.replace(plan, decodes=[], chunks=[], inputs=[]))
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["nothing-applied", "applied"])
+def test_failed_launch_spares_a_fork_that_it_prepared(
+    applied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan has the fork's slot and copy, and no row of it: one token is all that fits."""
+    core, _ = make_core(max_num_batched_tokens=1, caching=False)
+    parent = make_sequence("parent", [1] * 2, max_tokens=9)
+    core.add(parent)
+    for _ in range(3):
+        core.step()
+    child = make_sequence("child", [1] * 2, resumed=parent.token_ids[2:], seed=1)
+    expected = generate(child, LIMIT)[child.num_resumed_tokens :]
+    core.fork(parent, child)
+    core.executor = LosesOne(core.executor, 4, applied)
+    outputs = drain(core)
+    assert ends_of(outputs) == {"parent": "error", "child": "length"}
+    assert tokens_of(outputs, "child") == expected
+    assert "out of memory" in caplog.text
     assert_idle(core)
 
 

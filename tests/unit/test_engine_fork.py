@@ -9,9 +9,9 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import (
     NewSlot,
     PrefillChunk,
-    SlotBlocks,
     StepPlan,
     Supply,
+    TableEntries,
 )
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import ResolvedSampling
@@ -24,6 +24,8 @@ from pagewire.tests.support.engine_turns import (
     tokens_of,
 )
 from pagewire.tests.support.fake_device import VOCAB, generate, make_core, make_sequence
+
+pytestmark = pytest.mark.usefixtures("each_executor")
 
 
 class Plans:
@@ -69,6 +71,23 @@ def test_fork_shares_full_blocks_and_copies_the_last(overlap: bool, length: int)
     assert sum(len(plan.copies) for plan in plans.all) == num_copies
     assert tokens_of(outputs, "child") == wanted
     assert parent.token_ids[length:] == expected
+    assert max(tokens for tokens, _ in device.batches) == length  # nothing is computed twice
+    assert_idle(core)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [5, 8, 9])
+def test_fork_of_the_prompt_samples_a_first_token_of_its_own(overlap: bool, length: int) -> None:
+    core, device = make_core(overlap=overlap, caching=False)
+    parent = make_sequence("parent", [1] * length, max_tokens=12)
+    child = make_sequence("child", [1] * length, seed=1, max_tokens=12, remote_prefill=True)
+    expected = generate(parent, LIMIT), generate(child, LIMIT)
+    core.add(parent)
+    while len(parent.token_ids) < length + 3:
+        core.step()
+    core.fork(parent, child)
+    outputs = drain(core)
+    assert (parent.token_ids[length:], tokens_of(outputs, "child")) == expected
     assert max(tokens for tokens, _ in device.batches) == length  # nothing is computed twice
     assert_idle(core)
 
@@ -132,7 +151,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     plan = StepPlan(
         number=1,
         new_slots=[NewSlot(0, ResolvedSampling(seed=0)), NewSlot(1, ResolvedSampling(seed=0))],
-        blocks=[SlotBlocks(0, 0, [0]), SlotBlocks(1, 0, [1])],
+        blocks=TableEntries([0, 1], [0, 0], [0, 1]),
         chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
         awaits_supply=True,
     )

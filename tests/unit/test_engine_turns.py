@@ -8,6 +8,7 @@ import pytest
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.tests.support.engine_turns import (
     BOTH,
     LIMIT,
@@ -15,6 +16,8 @@ from pagewire.tests.support.engine_turns import (
     drain,
 )
 from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
+
+pytestmark = pytest.mark.usefixtures("each_executor")
 
 # The order of a turn
 
@@ -56,7 +59,7 @@ def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:
     core, device = make_core()
     idle, busy = Hook(device, core), Hook(device, core, busy=True)
     core.hooks.extend([busy, idle])
-    assert core.step() == ([], False)
+    assert core.step() == (StepOutputs(), False)
     assert idle.seen and busy.seen and core.hooks_busy
     busy.busy = False
     core.step()

@@ -11,7 +11,7 @@ from pagewire.services.router.inputs import read_chat, read_completion
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
-from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults
+from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults, SamplingFields
 
 MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
 PLAIN = ServedModel.load(RouterSettings(served_model_name="m", generation_config="none"))
@@ -109,6 +109,19 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
         assert error.param.partition("[")[0] == field
         assert field in error.message
         assert len(error.message) < 300
+
+
+@pytest.mark.parametrize("field", SamplingFields.__struct_fields__)
+def test_every_field_of_sampling_is_read_and_checked(field):
+    for call in (completion, chat):
+        error = refusal(call, **{field: {"a": 1}})
+        assert error.param == field
+        assert error.message.startswith(f"{field} must be ") and "not {'a': 1}" in error.message
+        assert call(**{field: None}).prompts[0].sampling == call().prompts[0].sampling
+
+
+def test_sampling_itself_is_a_field_that_nobody_knows():
+    assert completion(sampling={"temperature": 1.0}).prompts == completion().prompts
 
 
 @pytest.mark.parametrize("value", [0, -1, -(2**63), "5", 1.5])

@@ -14,6 +14,8 @@ from pagewire.shared.kv_cache.block_pool import BlockPool
 from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
 
+pytestmark = pytest.mark.usefixtures("each_executor")
+
 
 def drain(core: EngineCore, turns: int = 400) -> dict[str, list[int]]:
     """Turn the loop until nothing is left to do; returns all tokens by request."""
@@ -246,11 +248,11 @@ def test_all_of_a_known_prompt_is_cached_but_its_last_token(
     first, second = (make_sequence(name, [1] * length) for name in "ab")
     core.add(first)
     drain(core)
-    device.batches.clear()
+    num_before = len(device.batches)
     core.add(second)
     drain(core)
     assert second.num_cached_tokens == cached
-    assert device.batches[0] == (length - cached, 1)
+    assert device.batches[num_before] == (length - cached, 1)
     assert second.token_ids == first.token_ids
 
 
@@ -278,6 +280,34 @@ def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
     assert short.num_cached_tokens == long.num_cached_tokens == 12
     assert running(core) == ["short"]
     assert list(core.scheduler.reserved) == ["long"]
+
+
+@BOTH
+def test_batch_has_no_more_rows_than_a_step_has_tokens(overlap: bool) -> None:
+    core, device = make_core(max_num_seqs=4, max_num_batched_tokens=2, overlap=overlap)
+    sequences = [make_sequence(name, [1]) for name in "abcd"]
+    expected = [generate(sequence, 64) for sequence in sequences]
+    for sequence in sequences:
+        core.add(sequence)
+    step(core, 3)
+    assert running(core) == ["a", "b"]
+    drain(core)
+    assert [sequence.token_ids[1:] for sequence in sequences] == expected
+    assert max(tokens for tokens, _ in device.batches) == 2
+
+
+@BOTH
+def test_rows_get_their_blocks_together(overlap: bool) -> None:
+    core, _ = make_core(num_blocks=32, block_size=16, max_model_len=200, overlap=overlap)
+    for name, length in zip("abcd", (1, 4, 7, 10), strict=True):
+        core.add(make_sequence(name, [1] * length, max_tokens=100))
+    used = []
+    for _ in range(60):
+        step(core)
+        used.append(core.scheduler.pool.counts().used)
+    grown = [i for i in range(1, len(used)) if used[i] > used[i - 1]]
+    assert 3 <= len(grown) < 3 * 4  # one by one there would be a step for each row and block
+    assert len({i % 4 for i in grown}) == 1
 
 
 def test_queued_tokens_are_those_that_nobody_has_prefilled() -> None:

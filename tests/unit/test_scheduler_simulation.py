@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from pagewire.tests.support.simulation import Simulation, World, worlds
+
+pytestmark = pytest.mark.usefixtures("each_executor")
 
 
 @settings(max_examples=400)

@@ -135,6 +135,11 @@ class Carrier(Protocol):
 
     name: ClassVar[str]
 
+    @property
+    def should_restart(self) -> bool:
+        """Whether this process cannot open further links, and so should drain and end."""
+        ...
+
     def offer(self, link: int) -> bytes:
         """Return what a sender needs to know, in at most 64 KiB.
 

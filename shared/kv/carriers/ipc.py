@@ -18,6 +18,7 @@ import torch
 import zmq
 from msgspec import Meta
 
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import UNDECODABLE, TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
@@ -72,6 +73,7 @@ class IpcCarrier:
     """
 
     name: ClassVar[str] = "ipc"
+    should_restart = False
 
     def __init__(
         self,
@@ -196,6 +198,8 @@ class _IpcOutbound:
         self._staging, self._moves, self._socket = staging, moves, socket
         self._target: _Target | None = target
         self._last: Pending | None = None
+        # Of its own: the next segment is packed while this one crosses.
+        self._stream = torch.cuda.Stream(staging.memory.device)
         self._is_same_gpu = target.offer.gpu == _uuid(staging.memory.device.index)
         self.reply = msgspec.msgpack.encode(here)
 
@@ -215,8 +219,15 @@ class _IpcOutbound:
             )
         source = self._staging.buffers[slot][:nbytes]
         address = self._target.address + credit * offer.stride
-        self._last = self._moves.queue(lambda: queue_copy(address, source))
+        self._moves.queue(lambda: self._copy(address, source))
+        self._last = PendingMove(self._stream.record_event())
         return self._last
+
+    def _copy(self, address: int, source: torch.Tensor) -> None:
+        """Queue a copy after what the current stream has."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            queue_copy(address, source)
 
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce what has crossed."""

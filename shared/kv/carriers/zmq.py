@@ -27,6 +27,7 @@ class ZmqCarrier:
     """
 
     name: ClassVar[str] = "zmq"
+    should_restart = False
 
     def __init__(self, staging: Staging, moves: BlockMoves) -> None:
         self._staging, self._moves = staging, moves

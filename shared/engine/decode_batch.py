@@ -1,0 +1,125 @@
+"""The decode rows that go on from step to step, so that a step need not look at each of them.
+
+A sequence joins when its next input token comes to lie in its slot, and leaves when it loses its
+slot or has nothing more to run. In between it runs in every step. Its computed tokens are counted
+for the whole batch at once, and the steps at which it needs attention, for a block or because it
+ends, are noted in a calendar.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.sequence import Sequence, StepCount, slot_of
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Decode rows in a plan's order, a list for each column.
+
+    Steps in flight share the lists, so nobody changes them. The lists in `token_ids` are the
+    sequences' own, and grow with them.
+
+    Attributes:
+        stop_token_ids: of all rows together.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+NO_ROWS = DecodeRows()
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """The sequences that run in every step, in the order in which they joined.
+
+    They get blocks at every `stride`-th step, those that they need until the next such step: many
+    at once cost the host less than a few at each step.
+    """
+
+    block_size: int
+    stride: int = field(init=False)
+    _steps: StepCount = field(default_factory=StepCount)
+    _members: dict[Sequence, None] = field(default_factory=dict)
+    _stops: Counter[frozenset[int]] = field(default_factory=Counter)
+    _calendar: dict[int, dict[Sequence, None]] = field(default_factory=dict)
+    _rows: DecodeRows | None = None  # None after a change
+
+    def __post_init__(self) -> None:
+        self.stride = max(1, self.block_size // 4)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many steps are to run with the blocks that are given out now."""
+        return self.stride - self._steps.number % self.stride
+
+    @property
+    def rows(self) -> DecodeRows:
+        """The present members; the same object until one joins or leaves."""
+        if self._rows is None:
+            sequences = list(self._members)
+            self._rows = DecodeRows(
+                sequences,
+                [slot_of(sequence) for sequence in sequences],
+                [sequence.request_id for sequence in sequences],
+                [sequence.token_ids for sequence in sequences],
+                frozenset().union(*self._stops),
+            )
+        return self._rows
+
+    def join(self, sequence: Sequence) -> None:
+        """Take a sequence into all steps from the next one on."""
+        self._members[sequence] = None
+        self._stops[sequence.stop_token_ids] += 1
+        self._rows = None
+        sequence.follow(self._steps)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out, unless it is not in."""
+        if sequence not in self._members:
+            return
+        del self._members[sequence]
+        self._stops[sequence.stop_token_ids] -= 1
+        if not self._stops[sequence.stop_token_ids]:
+            del self._stops[sequence.stop_token_ids]
+        self._rows = None
+        sequence.follow(None)
+
+    def due(self) -> list[Sequence]:
+        """Members that need attention before the next step."""
+        marked = self._calendar.get(self._steps.number, ())
+        return [sequence for sequence in marked if sequence in self._members]
+
+    def mark(self, sequences: Iterable[Sequence]) -> None:
+        """Have members be due when they need a block, and before their last step.
+
+        What one was marked for earlier stays: a member that is due too early is marked again.
+        """
+        members, calendar, now = self._members, self._calendar, self._steps.number
+        block_size, stride = self.block_size, self.stride
+        for sequence in sequences:
+            if sequence in members:
+                number = sequence.step_of(len(sequence.block_ids) * block_size)
+                number -= number % stride
+                last = sequence.step_of(sequence.run_until - 1)
+                if number > last:
+                    number = last
+                calendar.setdefault(number if number > now else now, {})[sequence] = None
+
+    def advance(self) -> None:
+        """Count a token of each member as computed: the step has been decided."""
+        self._calendar.pop(self._steps.number, None)
+        self._steps.number += 1

@@ -1,0 +1,277 @@
+"""Payloads over UCX: GPU memory by cuda_ipc within a host, the rest by TCP. Two-sided.
+
+Each link has a UCX worker of its own on both sides; an offer is the address of the receiver's. The
+64 bits of a payload's tag are
+
+    63..40: link | 39..32: credit | 31..0: use
+
+What a stopped receiver reads after the sender has given up is what the slot has become by then: it
+finds out by the checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from typing import ClassVar
+
+import torch
+import zmq
+
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.ucx_worker import (
+    MAX_ABANDONED,
+    UcxLibrary,
+    UcxWorker,
+)
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
+from pagewire.shared.transfer.ucx_lane import name_lane
+from pagewire.shared.transfer.ucx_settings import listens_on
+
+logger = logging.getLogger(__name__)
+
+# Copies of a GPU that had been launched when their worker was abandoned have ended after this.
+QUARANTINE_S = 1.0
+# UCX may miss to wake us (a known bug), so all workers are progressed this often whatever happens.
+TICK_S = 0.2
+_LINK_BITS, _CREDIT_BITS, _USE_BITS = 24, 8, 32
+
+
+class UcxCarrier:
+    """Payloads over UCX.
+
+    Args:
+        staging: of this worker.
+        settings: UCX's, as `ucx_settings` gives them.
+
+    Raises:
+        ConfigError: ucxx does not load.
+        TransferError: UCX does not start.
+    """
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, staging: Staging, settings: dict[str, str]) -> None:
+        if staging.memory.is_cuda:  # UCX works in the thread's current CUDA context
+            torch.cuda.set_device(staging.memory.device)
+            torch.cuda.synchronize(staging.memory.device)
+        self._staging = staging
+        self._library = UcxLibrary(settings)
+        self._offered: dict[int, UcxWorker] = {}  # by link
+        self._polled = _PolledWorkers()
+        logger.warning(
+            "UCX listens %s: anyone who reaches its TCP port there can end this worker, and KV "
+            "blocks cross unencrypted; KV transport 'zmq' has neither risk",
+            listens_on(settings),
+        )
+
+    @property
+    def num_abandoned(self) -> int:
+        """Links that ended in mid-transfer, each of which has left a UCX worker."""
+        return self._library.num_abandoned
+
+    @property
+    def should_restart(self) -> bool:
+        """Whether this process has no UCX for further links, and so should drain and end."""
+        return self.num_abandoned >= MAX_ABANDONED
+
+    def offer(self, link: int) -> bytes:
+        """Return the address of a new UCX worker.
+
+        Raises:
+            TransferError: UCX cannot make one, or too many are broken.
+        """
+        worker = self._library.new_worker()
+        self._polled.add(worker)
+        self._offered[link] = worker
+        return worker.address
+
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        """Return the receiver's half of a link that was offered.
+
+        Raises:
+            TransferError: it was not offered.
+        """
+        worker = self._offered.pop(link, None)
+        if worker is None:
+            raise TransferError("UCX was not offered for this link")
+        return _UcxInbound(link, worker, self._polled, self._staging)
+
+    def withdraw(self, link: int) -> None:
+        """Free the worker of an offer."""
+        worker = self._offered.pop(link, None)
+        if worker is not None:
+            self._polled.close(worker)
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        """Return the sender's half of a link.
+
+        Raises:
+            TransferError: UCX knows no route to the receiver, or too many workers are broken.
+        """
+        if not offer:
+            raise TransferError("the receiver's UCX address is empty")
+        worker = self._library.new_worker()
+        self._polled.add(worker)
+        try:
+            worker.connect(offer)
+        except TransferError:
+            self._polled.close(worker)
+            raise
+        return _UcxOutbound(link, worker, self._polled, self._staging, socket)
+
+    def fds(self) -> list[int]:
+        """One for all workers."""
+        return [self._polled.fd]
+
+    def poll(self) -> bool:
+        """Progress the workers that have something to do."""
+        return self._polled.poll()
+
+    def close(self) -> None:
+        """Free offers that nobody has taken up, and the file descriptor."""
+        for link in list(self._offered):
+            self.withdraw(link)
+        self._polled.end()
+
+
+class _PolledWorkers:
+    """The workers that may be progressed.
+
+    Those with a payload under way are progressed at each poll: the engine's thread polls often
+    meanwhile. The others are armed and cost nothing until their file descriptor is readable.
+
+    Attributes:
+        fd: readable when one has something to do.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        self._by_fd: dict[int, UcxWorker] = {}
+        self._awake: dict[UcxWorker, None] = {}  # not armed
+        self._next_tick_s = 0.0
+
+    def add(self, worker: UcxWorker) -> None:
+        """Begin to poll a worker."""
+        self._by_fd[worker.fd] = worker
+        self._epoll.register(worker.fd, select.EPOLLIN)
+        self.wake(worker)
+
+    def wake(self, worker: UcxWorker) -> None:
+        """Something is under way on a worker."""
+        self._awake[worker] = None
+
+    def close(self, worker: UcxWorker) -> bool:
+        """Free a worker, or abandon it; returns whether it was freed."""
+        self._forget(worker)
+        return worker.close()
+
+    def _forget(self, worker: UcxWorker) -> None:
+        if self._by_fd.pop(worker.fd, None) is not None:
+            self._epoll.unregister(worker.fd)
+        self._awake.pop(worker, None)
+
+    def poll(self) -> bool:
+        """Progress those that have something to do; returns whether anything has happened."""
+        now = time.monotonic()
+        if now >= self._next_tick_s:
+            self._next_tick_s = now + TICK_S
+            self._awake.update(dict.fromkeys(self._by_fd.values()))
+        else:
+            for fd, _ in self._epoll.poll(0):
+                self._awake[self._by_fd[fd]] = None
+        has_happened = False
+        for worker in list(self._awake):
+            has_happened |= self._poll(worker)
+        return has_happened
+
+    def _poll(self, worker: UcxWorker) -> bool:
+        has_happened = worker.poll()
+        if worker.is_usable and not worker.is_busy:
+            if worker.arm():
+                del self._awake[worker]
+            else:
+                has_happened = True  # to be polled once more before the thread sleeps
+        if not worker.is_usable:
+            self._forget(worker)
+        return has_happened
+
+    def end(self) -> None:
+        """Free the file descriptor."""
+        self._epoll.close()
+
+
+class _UcxOutbound:
+    reply = b""
+
+    def __init__(
+        self,
+        link: int,
+        worker: UcxWorker,
+        polled: _PolledWorkers,
+        staging: Staging,
+        socket: LinkSocket,
+    ) -> None:
+        self._link, self._worker, self._polled = link, worker, polled
+        self._staging, self._socket = staging, socket
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        """Nothing before `send`."""
+        return None
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        """Announce a payload and begin to send it."""
+        self._socket.post(segment)
+        buffer, tag = self._staging.buffers[slot], _tag(self._link, segment)
+        request = self._worker.send(buffer, segment.nbytes, tag)
+        self._polled.wake(self._worker)
+        return request
+
+    def lane(self) -> str:
+        """Name the transport that UCX has chosen; "ucx" where it is not known."""
+        if not self._worker.is_usable:
+            return UcxCarrier.name
+        cuda = self._staging.memory.is_cuda
+        return name_lane(self._worker.endpoint, cuda=cuda) or UcxCarrier.name
+
+    def close(self) -> None:
+        """Free the worker, or abandon it if a payload is under way."""
+        self._polled.close(self._worker)
+
+
+class _UcxInbound:
+    def __init__(
+        self, link: int, worker: UcxWorker, polled: _PolledWorkers, staging: Staging
+    ) -> None:
+        self._link, self._worker, self._polled, self._staging = link, worker, polled, staging
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """Begin to receive a payload."""
+        buffer, tag = self._staging.buffers[segment.credit], _tag(self._link, segment)
+        request = self._worker.receive(buffer, segment.nbytes, tag)
+        self._polled.wake(self._worker)
+        return request
+
+    def close(self) -> Pending:
+        """Free the worker, or abandon it if a payload is under way."""
+        return DONE if self._polled.close(self._worker) else _Elapsed(QUARANTINE_S)
+
+
+class _Elapsed:
+    """Ends after a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until_s = time.monotonic() + seconds
+
+    def is_done(self) -> bool:
+        return time.monotonic() >= self._until_s
+
+
+def _tag(link: int, segment: Segment) -> int:
+    link &= (1 << _LINK_BITS) - 1
+    use = segment.use & (1 << _USE_BITS) - 1
+    return (link << _CREDIT_BITS | segment.credit) << _USE_BITS | use

@@ -1,0 +1,302 @@
+"""UCX workers of which each serves one link, and what becomes of those that break.
+
+UCX 1.21 ends the process (a fault in `uct_tcp_iface_handle_events`) if a payload is broken off, its
+peer is alive and the worker that sent it goes on being progressed. So a worker on which something
+has failed or is under way when its link ends is abandoned: it is never progressed again, nor
+destroyed, since ucxx's destructors progress, too. That costs memory and file descriptors, and a
+process that has abandoned many should end.
+
+ucxx's own asyncio layer spins, and its `progress` goes on until a large payload is through. So this
+uses the plain classes and progresses in bounded steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pagewire.shared.errors import ConfigError, TransferError
+
+logger = logging.getLogger(__name__)
+
+MAX_ABANDONED = 16  # workers of a process
+_STEPS = 16  # a poll: over TCP a step moves up to 128 KiB
+
+# Workers that are open or abandoned. At the interpreter's end ucxx's destructors would progress
+# them, or wait for ten seconds; one reference that nobody releases keeps them from running.
+_held: set[UcxWorker] = set()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))
+
+
+class UcxLibrary:
+    """UCX in this process: one context.
+
+    Attributes:
+        num_abandoned: workers so far.
+
+    Args:
+        settings: UCX's, as `ucx_settings` gives them.
+
+    Raises:
+        ConfigError: ucxx does not load.
+        TransferError: UCX does not start.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        try:
+            from ucxx import exceptions, libucxx, types
+            from ucxx._lib.arr import Array
+        except ImportError as exc:
+            raise ConfigError(f"ucxx does not load: {exc}; choose KV transport 'zmq'") from exc
+
+        self.classes, self.tag, self.any_tag = libucxx, types.Tag, types.TagMask(0)
+        self.array, self.error = Array, exceptions.UCXError
+        self.num_abandoned = 0
+        features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
+        try:
+            self.context = libucxx.UCXContext(dict(settings), features)
+        except self.error as exc:
+            raise TransferError(f"UCX does not start: {exc}") from exc
+
+    def new_worker(self) -> UcxWorker:
+        """Return a worker for one link.
+
+        Raises:
+            TransferError: too many have been abandoned, or UCX cannot make one.
+        """
+        if self.num_abandoned >= MAX_ABANDONED:
+            raise TransferError(
+                f"{self.num_abandoned} UCX workers of this process are broken: it has to restart"
+            )
+        try:
+            return UcxWorker(self)
+        except self.error as exc:
+            raise TransferError(f"UCX makes no worker: {exc}") from exc
+
+
+class UcxRequest:
+    """A send or receive.
+
+    Attributes:
+        problem: why it has failed.
+    """
+
+    __slots__ = ("_buffer", "_worker", "handle", "problem")
+
+    def __init__(self, worker: UcxWorker, handle: Any, buffer: object) -> None:
+        self._worker, self.handle = worker, handle
+        self._buffer = buffer  # kept alive
+        self.problem: str | None = None
+
+    def is_done(self) -> bool:
+        """Whether UCX is done with the memory.
+
+        Raises:
+            TransferError: it has failed, or its worker has.
+        """
+        return self._worker.has_ended(self)
+
+
+class UcxWorker:
+    """A worker, and on the sender's side its endpoint; used by one thread.
+
+    Attributes:
+        fd: becomes readable when an armed worker has something to do.
+    """
+
+    def __init__(self, library: UcxLibrary) -> None:
+        self._library = library
+        self._worker = library.classes.UCXWorker(library.context)
+        self._worker.init_blocking_progress_mode()
+        self.fd = int(self._worker.epoll_file_descriptor)
+        self._endpoint: Any = None
+        self._under_way: list[UcxRequest] = []
+        self._problem: str | None = None  # why it may not be progressed any more
+        self._is_torn = False  # something failed, or was under way when it broke
+        _held.add(self)
+
+    @property
+    def address(self) -> bytes:
+        """What a peer connects to."""
+        return bytes(self._worker.address)
+
+    @property
+    def endpoint(self) -> int:
+        """The `ucp_ep_h`; once connected."""
+        return int(self._endpoint.handle)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that further polls bring forward."""
+        return bool(self._under_way) and self._problem is None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be progressed."""
+        return self._problem is None
+
+    def connect(self, address: bytes) -> None:
+        """Make the endpoint.
+
+        Raises:
+            TransferError: UCX knows no route there.
+        """
+        classes = self._library.classes
+        try:
+            remote = classes.UCXAddress.create_from_buffer(address)
+            # With error handling: without it a dead peer ends this process, too.
+            self._endpoint = classes.UCXEndpoint.create_from_worker_address(
+                self._worker, remote, True
+            )
+        except self._library.error as exc:
+            raise TransferError(f"UCX knows no route to the receiver: {exc}") from exc
+
+    def send(self, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
+        """Begin to send the first bytes of a tensor.
+
+        Raises:
+            TransferError: the worker is broken, or UCX refuses.
+        """
+        self._check()
+        return self._begin(self._endpoint.tag_send, tensor, nbytes, tag)
+
+    def receive(self, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
+        """Begin to receive into the first bytes of a tensor.
+
+        Raises:
+            TransferError: the worker is broken, or UCX refuses.
+        """
+        self._check()
+        return self._begin(self._worker.tag_recv, tensor, nbytes, tag)
+
+    def _begin(self, verb: Any, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
+        buffer = self._library.array(_first_bytes(tensor, nbytes))
+        try:
+            handle = verb(buffer, self._library.tag(tag))
+        except self._library.error as exc:
+            raise TransferError(f"UCX: {exc}") from exc
+        request = UcxRequest(self, handle, buffer)
+        self._under_way.append(request)
+        return request
+
+    def has_ended(self, request: UcxRequest) -> bool:
+        """Whether a request has ended well.
+
+        Raises:
+            TransferError: it has failed, or the worker has.
+        """
+        if request in self._under_way:
+            self._settle()
+        if request in self._under_way:
+            self._check()
+            return False
+        if request.problem is not None:
+            raise TransferError(f"UCX: {request.problem}")
+        return True
+
+    def poll(self) -> bool:
+        """Progress a little; returns whether a request has ended or the worker has broken."""
+        for _ in range(_STEPS):
+            if not self._progress():
+                break
+        return self._settle() or self._problem is not None
+
+    def _settle(self) -> bool:
+        """Note which requests have ended; returns whether one has."""
+        ended = [request for request in self._under_way if request.handle.completed]
+        for request in ended:
+            try:
+                request.handle.check_error()
+            except self._library.error as exc:
+                request.problem = str(exc)
+                self._break(request.problem)
+            self._under_way.remove(request)
+        return bool(ended)
+
+    def _progress(self) -> bool:
+        """One step; returns whether there may be more to do."""
+        if self._problem is not None:
+            return False
+        more = bool(self._worker.progress_once())
+        if self._endpoint is not None and not self._endpoint.alive:
+            self._break("UCX found the peer dead")
+        return more
+
+    def arm(self) -> bool:
+        """Have `fd` report what comes from now on; False if something has come already."""
+        try:
+            return bool(self._worker.arm())
+        except self._library.error as exc:
+            self._break(str(exc))
+            return False
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise TransferError(f"UCX: {self._problem}")
+
+    def _break(self, problem: str) -> None:
+        if self._problem is None:
+            self._problem, self._is_torn = problem, bool(self._under_way)
+
+    def close(self) -> bool:
+        """Free it if nothing is under way, else abandon it; returns whether it was freed."""
+        self._settle()
+        self._break("the link has ended")
+        is_freed = self._is_quiet() and self._close_endpoint()
+        if is_freed:
+            self._endpoint = None
+            del self._worker
+            _held.discard(self)
+        else:
+            self._library.num_abandoned += 1
+            logger.warning(
+                "a KV link ended in mid-transfer: its UCX worker is left alone (%d of %d)",
+                *(self._library.num_abandoned, MAX_ABANDONED),
+            )
+        return is_freed
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is under way; the destructor would wait for what is to be received."""
+        if self._is_torn:
+            return False
+        return not self._worker.tag_probe(self._library.tag(0), self._library.any_tag).matched
+
+    def _close_endpoint(self) -> bool:
+        """Close the endpoint; returns whether it is closed."""
+        if self._endpoint is None or not self._endpoint.alive:  # UCX has closed it
+            return True
+        try:
+            # By force: `close` would wait for the peer. With nothing under way this ends at once.
+            self._endpoint.close_blocking()
+        except self._library.error as exc:
+            logger.warning("closing a UCX endpoint failed: %s", exc)
+            return False
+        return True
+
+
+class _DeviceBytes:
+    """The first bytes of a tensor in GPU memory, in the form in which ucxx's `Array` takes them.
+
+    A tensor's own slice of them takes the host tens of microseconds to make and to describe.
+    """
+
+    __slots__ = ("__cuda_array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self._tensor = tensor  # kept alive
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _first_bytes(tensor: torch.Tensor, nbytes: int) -> object:
+    """Return the first bytes of a uint8 tensor as something that ucxx's `Array` understands."""
+    return _DeviceBytes(tensor, nbytes) if tensor.is_cuda else tensor.numpy()[:nbytes]

@@ -1,0 +1,227 @@
+"""The UCX carrier between two processes over TCP: payloads, and links that end in the middle."""
+
+import select
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import DONE, Pending
+from pagewire.shared.kv.carriers.ucx import UcxCarrier
+from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.transfer.ucx_settings import ucx_settings
+from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
+
+LARGE = 64 * MIB
+BREAK_OFF_MS = 15  # after the beginning of a large payload, which takes longer
+NUM_BREAKS = 12
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def break_off(sender: Half, receiver: Half, link: int) -> int:
+    """End a link's sending half in mid-payload; returns how many workers the sender abandoned."""
+    sender.do("send", link, 0, 2, LARGE)
+    receiver.do("receive", link, 0, 2, LARGE)
+    sender.do("after", BREAK_OFF_MS, "close", link)
+    return int(sender.wait("closed", link)[2])
+
+
+def test_payloads_arrive_intact_and_in_any_order_relative_to_announcements() -> None:
+    with two_halves() as (sender, receiver):
+        connect(sender, receiver, 1)
+        for use, nbytes in enumerate([1, 1000, 20_000, MIB - 1, MIB], start=1):
+            cross(sender, receiver, 1, use, nbytes)
+        for credit in range(4):  # announced before they are sent, and in another order
+            receiver.do("receive", 1, credit, 6, MIB - credit)
+        for credit in (2, 0, 3, 1):
+            sender.do("send", 1, credit, 6, MIB - credit)
+        for _ in range(4):
+            receiver.wait("intact", 1, 6)
+        for credit in range(4):  # sent before they are announced
+            sender.do("send", 1, credit, 7, 1000 * (credit + 1))
+        receiver.do("rest", 100)
+        for credit in (3, 1, 2, 0):
+            receiver.do("receive", 1, credit, 7, 1000 * (credit + 1))
+        for _ in range(4):
+            receiver.wait("intact", 1, 7)
+        sender.do("close", 1)
+        assert sender.wait("closed", 1)[2:] == ["0", "tcp"]
+        receiver.do("close", 1)
+        assert receiver.wait("closed", 1)[2] == "0"
+        receiver.wait("ended", 1)
+        assert (sender.end(), receiver.end()) == (0, 0)
+
+
+def test_links_do_not_see_each_others_payloads() -> None:
+    with two_halves() as (sender, receiver):
+        for link in (1, 2, 3):
+            connect(sender, receiver, link)
+        for credit, link in enumerate((3, 1, 2)):
+            sender.do("send", link, credit, 1, 50_000)
+        for credit, link in enumerate((3, 1, 2)):
+            receiver.do("receive", link, credit, 1, 50_000)
+        for link in (1, 2, 3):
+            receiver.wait("intact", link, 1)
+        sender.do("close", 2)
+        assert sender.wait("closed", 2)[2] == "0"
+        cross(sender, receiver, 1, 2, MIB)
+        cross(sender, receiver, 3, 2, MIB)
+
+
+def test_receiver_that_is_killed_in_the_middle_fails_the_send() -> None:
+    with two_halves(1, LARGE) as (sender, receiver):
+        connect(sender, receiver, 1)
+        cross(sender, receiver, 1, 1, 1000)
+        sender.do("send", 1, 0, 2, LARGE)
+        receiver.do("receive", 1, 0, 2, LARGE)
+        time.sleep(BREAK_OFF_MS / 1e3)
+        receiver.kill()
+        sender.wait("failed", 1, 2)
+        sender.do("send", 1, 0, 3, 1000)
+        sender.wait("failed", 1, 3)
+        sender.do("close", 1)
+        assert sender.wait("closed", 1)[2] == "1"
+        assert sender.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_link_to_a_stopped_or_dead_peer_can_be_closed(victim: str, number: signal.Signals) -> None:
+    with two_halves(1, LARGE) as (sender, receiver):
+        stopped, other = (sender, receiver) if victim == "sender" else (receiver, sender)
+        connect(sender, receiver, 1)
+        sender.do("send", 1, 0, 1, LARGE)
+        receiver.do("receive", 1, 0, 1, LARGE)
+        time.sleep(BREAK_OFF_MS / 1e3)
+        stopped.signal(number)
+        time.sleep(0.1)
+        started = time.monotonic()
+        other.do("close", 1)
+        assert other.wait("closed", 1)[2] == "1"
+        assert time.monotonic() - started < 2
+        if other is receiver:
+            receiver.wait("ended", 1)
+        if number is signal.SIGSTOP:
+            stopped.signal(signal.SIGCONT)
+            connect(sender, receiver, 2)
+            cross(sender, receiver, 2, 1, LARGE)
+        assert other.end() == 0
+
+
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_peer_that_dies_while_nothing_is_under_way_costs_no_worker(victim: str) -> None:
+    with two_halves() as (sender, receiver):
+        killed, other = (sender, receiver) if victim == "sender" else (receiver, sender)
+        connect(sender, receiver, 1)
+        cross(sender, receiver, 1, 1, MIB)
+        killed.kill()
+        time.sleep(0.5)  # it is noticed or not
+        other.do("close", 1)
+        assert other.wait("closed", 1)[2] == "0"
+        assert other.end() == 0
+
+
+def test_payload_that_is_broken_off_ends_neither_process() -> None:
+    """The peer is alive and reads on; later links work, and both processes end in order."""
+    with two_halves(1, LARGE) as (sender, receiver):
+        for link in range(1, NUM_BREAKS + 1):
+            connect(sender, receiver, link)
+            cross(sender, receiver, link, 1, 1000)
+            assert break_off(sender, receiver, link) == link
+        connect(sender, receiver, 99)
+        cross(sender, receiver, 99, 1, LARGE)
+        assert (sender.end(), receiver.end()) == (0, 0)
+
+
+def refused_sender(sender: Half, receiver: Half) -> list[str]:
+    receiver.do("offer", 99)
+    sender.do("outbound", 99, receiver.wait("offer", 99)[2])
+    return sender.wait("refused", 99)
+
+
+def refused_receiver(sender: Half, receiver: Half) -> list[str]:
+    receiver.do("offer", 99)
+    return receiver.wait("refused", 99)
+
+
+@pytest.mark.parametrize(
+    ("side", "refused"), [("sender", refused_sender), ("receiver", refused_receiver)]
+)
+def test_process_with_too_many_broken_workers_refuses_further_links(
+    side: str, refused: Callable[[Half, Half], list[str]]
+) -> None:
+    with two_halves(1, MIB) as (sender, receiver):
+        half, verb = (sender, "send") if side == "sender" else (receiver, "receive")
+        for link in range(1, MAX_ABANDONED + 1):
+            connect(sender, receiver, link)
+            half.do(verb, link, 0, 1, MIB)  # the other side never does its part
+            half.do("close", link)
+            assert half.wait("closed", link)[2] == str(link)
+        assert "restart" in refused(sender, receiver)
+        assert half.end() == 0
+
+
+class _NoSocket:
+    def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
+        return DONE
+
+
+def carrier_here() -> tuple[UcxCarrier, Staging]:
+    staging = make_staging(2, MIB, torch.device("cpu"))
+    return UcxCarrier(staging, ucx_settings("127.0.0.1", cuda=False)), staging
+
+
+def poll_until(condition: Callable[[], bool], *carriers: UcxCarrier) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        for carrier in carriers:
+            carrier.poll()
+
+
+def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
+    (sender, source), (receiver, target) = carrier_here(), carrier_here()
+    outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
+    inbound = receiver.inbound(1, b"")
+    segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
+    received = inbound.receive(segment, None)
+    sent = outbound.send(segment, 0)
+    poll_until(lambda: received.is_done() and sent.is_done(), sender, receiver)
+    fds = receiver.fds()
+    poll_until(lambda: not select.select(fds, [], [], 0)[0] and not receiver.poll(), receiver)
+    assert not select.select(fds, [], [], 0.3)[0]
+
+    source.buffers[1].fill_(7)
+    late = Segment(0, 1, "job", 0, 1, 0, 1, 0, 1000)
+    sent = outbound.send(late, 1)
+    poll_until(lambda: bool(select.select(fds, [], [], 0)[0]), sender)
+    received = inbound.receive(late, None)
+    poll_until(lambda: received.is_done() and sent.is_done(), sender, receiver)
+    assert target.buffers[0][:1000].eq(7).all()
+
+    outbound.close()
+    assert inbound.close().is_done()
+    for carrier in (sender, receiver):
+        carrier.close()
+        assert carrier.num_abandoned == 0
+
+
+def test_offer_that_is_withdrawn_costs_no_worker() -> None:
+    carrier, _ = carrier_here()
+    before = carrier.offer(1)
+    assert 0 < len(before) <= 64 << 10
+    carrier.withdraw(1)
+    carrier.withdraw(1)
+    with pytest.raises(TransferError, match="not offered"):
+        carrier.inbound(1, b"")
+    with pytest.raises(TransferError):
+        carrier.outbound(1, b"", _NoSocket())
+    carrier.close()
+    assert carrier.num_abandoned == 0
+    assert not carrier.should_restart

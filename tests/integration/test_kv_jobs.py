@@ -1,0 +1,304 @@
+"""Prompts that prefill workers compute for a decode worker: how jobs go, fail and end."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.protocol import CancelPrefill, Prefill, PrefillFailed
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
+from pagewire.tests.support.kv_router import prompt_of, router_of
+from pagewire.tests.support.kv_services import (
+    Times,
+    decode_worker,
+    prefill_worker,
+)
+
+REASONS = ("short", "no_worker", "no_link", "failed")
+LONG = prompt_of(40)  # five segments
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines refuse all commands that bring work."""
+    monkeypatch.setattr(thread_module, "MAX_COMMANDS", 0)
+
+
+def test_prompts_are_computed_there_and_answered_here() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            for number, length in enumerate((1, 4, 5, 9, 40)):
+                router.generate(f"r{number}", prompt_of(length, first=number))
+            for number in range(5):
+                await router.answer(f"r{number}")
+                assert router.prefilled_by(f"r{number}") == "prefill-0"
+            assert not any(d.local_prefills(reason) for reason in REASONS)
+            await eventually(lambda: not (p.used_blocks or p.service.num_active))
+
+    run_async(scenario())
+
+
+def test_a_moved_request_goes_on_where_it_was() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            router.generate("whole", prompt_of(9), max_tokens=6)
+            await router.answer("whole")
+            begun = router.tokens("whole")[:2]
+            router.generate("moved", prompt_of(9), max_tokens=6, output_token_ids=begun)
+            await eventually(lambda: len(router.tokens("moved")) == 4)
+            assert begun + router.tokens("moved") == router.tokens("whole")
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reason", "named", "linked", "limit"),
+    [
+        ("short", ["p"], ["p"], 100),
+        ("no_worker", [], ["p"], 0),
+        ("no_worker", [], [], 100),
+        ("no_link", ["p"], [], 0),
+        ("failed", ["p"], ["p", "q"], 0),
+    ],
+)
+def test_each_local_prefill_is_counted_once_by_its_reason(
+    reason: str, named: list[str], linked: list[str], limit: int
+) -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker("p") as p,
+            prefill_worker("q") as q,
+            decode_worker(local_prefill_tokens=limit) as d,
+            router_of(d) as router,
+        ):
+            p.is_draining = q.is_draining = reason == "failed"
+            assert [d.local_prefills(each) for each in REASONS] == [0, 0, 0, 0]
+            await d.link_to(*[worker for worker in (p, q) if worker.identity.worker_id in linked])
+            router.generate(workers=tuple(named))
+            await router.answer()
+            assert router.prefilled_by() is None
+            found = {each: d.local_prefills(each) for each in REASONS}
+            assert found == dict.fromkeys(REASONS, 0) | {reason: 1}
+
+    run_async(scenario())
+
+
+def test_a_job_that_fails_goes_to_the_next_worker() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker("p") as p,
+            prefill_worker("q") as q,
+            decode_worker() as d,
+            router_of(d) as router,
+        ):
+            await d.link_to(p, q)
+            p.is_draining = True
+            router.generate(workers=("p",))
+            await router.answer()
+            assert router.prefilled_by() == "q"
+            p.is_draining = False
+            p.device.fail_execute = RuntimeError("a step fails")
+            router.generate("again", prompt_of(9, first=2), workers=("p",))
+            await router.answer("again")
+            assert router.prefilled_by("again") == "q"
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prefill_epoch": 7}, "the ticket was made for an earlier life of this worker"),
+        ({"decode_id": "decode-9"}, "no KV link is open to this decode worker"),
+        ({"token_ids": [1, 2, 99]}, "token ids must be below"),
+        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [1] * 5000}, "tokens"),
+    ],
+)
+def test_a_ticket_that_makes_no_sense_fails_with_the_reason(
+    changes: dict[str, object], reason: str
+) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            router.generate()
+            await router.answer()
+            [ticket] = p.taken(Prefill)
+            failures: list[PrefillFailed] = []
+            link = d.links.get("prefill-0")
+            assert link is not None
+            d.links.on_message = lambda _link, message: failures.append(message)
+            link.post(msgspec.structs.replace(ticket, job_id="odd", **changes))
+            await eventually(lambda: failures)
+            assert failures[0].job_id == "odd"
+            assert reason in failures[0].reason
+            assert not p.service.num_active
+
+    run_async(scenario())
+
+
+def test_a_ticket_that_finds_the_queue_full_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            on_message = p.service.on_message
+
+            def take_when_full(peer_id: str, message: object) -> None:
+                with monkeypatch.context() as patch:
+                    fill(patch)
+                    on_message(peer_id, message)
+
+            p.service.on_message = take_when_full
+            router.generate()
+            await router.answer()
+            assert (router.prefilled_by(), d.local_prefills("failed")) == (None, 1)
+
+    run_async(scenario())
+
+
+def test_a_request_that_finds_the_queue_full_is_refused_and_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with decode_worker() as d, router_of(d) as router:
+            with monkeypatch.context() as patch:
+                fill(patch)
+                router.generate()
+                await eventually(lambda: router.refused)
+            assert [(r.request_id, r.reason) for r in router.refused] == [("r", "overloaded")]
+            assert not d.service.num_active
+            router.generate()
+            await router.answer()
+
+    run_async(scenario())
+
+
+def test_what_was_taken_in_ends_though_both_queues_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            p.device.has_moved = False
+            router.generate()
+            await router.first_token()
+            fill(monkeypatch)
+            p.device.has_moved = True
+            await router.answer()
+            assert not d.local_prefills("failed")
+
+    run_async(scenario())
+
+
+def test_blocks_that_land_are_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
+    prompt = prompt_of(72)  # nine steps, a segment each
+
+    async def scenario() -> None:
+        async with (
+            prefill_worker(max_num_batched_tokens=8, num_blocks=32) as p,
+            decode_worker(times=Times(prefill_s=1.0), num_blocks=32) as d,
+            router_of(d) as router,
+        ):
+            await d.link_to(p)
+
+            def be_slow(_core: EngineCore) -> None:
+                time.sleep(0.2)
+                if p.engine.thread.is_running() and not router.tokens():
+                    p.engine.submit(be_slow)
+
+            p.engine.submit(be_slow)
+            began = time.monotonic()
+            router.generate(prompt=prompt)
+            await router.answer()
+            assert time.monotonic() - began > 1.5  # a job without a sign of life has 1 s
+            assert router.prefilled_by() == "prefill-0"
+            assert not d.local_prefills("failed")
+
+    run_async(scenario())
+    assert "showed no life" not in caplog.text
+
+
+def test_a_sequence_runs_on_though_its_job_was_given_up_and_the_next_job_is_cancelled() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker("p") as p,
+            prefill_worker("q") as q,
+            decode_worker() as d,
+            router_of(d) as router,
+        ):
+            await d.link_to(p, q)
+            d.device.has_moved = q.device.has_run = False
+            router.generate(workers=("p",))
+            await router.first_token()
+            await eventually(lambda: not p.sender.staging.num_free < 4)
+            [(peer_id, ticket)] = [each for each in p.received if isinstance(each[1], Prefill)]
+            assert isinstance(ticket, Prefill)
+            with d.stuck():
+                d.device.has_moved = True
+                p.server.post(peer_id, PrefillFailed(job_id=ticket.job_id, reason="too late"))
+                await eventually(lambda: q.taken(Prefill))
+            await router.answer()
+            await eventually(lambda: q.taken(CancelPrefill))
+            assert q.taken(CancelPrefill)[0].job_id == q.taken(Prefill)[0].job_id
+            q.device.has_run = True
+
+    run_async(scenario())
+
+
+def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker("p") as p,
+            prefill_by_hand("q") as q,
+            decode_worker() as d,
+            router_of(d) as router,
+        ):
+            d.cards = [p.card(), q.card()]
+            await eventually(lambda: q.hellos)
+            with kv_link_by_hand(q.hellos[0][1]) as link:
+                q.welcome()
+                await link.granted()
+                link.pass_test()
+                await eventually(lambda: d.is_linked("p") and d.is_linked("q"))
+                p.device.has_run = False
+                router.generate(workers=("p",))
+                await eventually(lambda: p.taken(Prefill))
+                job_id = p.taken(Prefill)[0].job_id
+                q.fail(job_id)
+                q.done(job_id, 0)
+                q.fail("no such job")
+                router.generate("other", prompt_of(9, first=3), workers=("q",))
+                await eventually(q.tickets)
+                assert not router.tokens()
+                p.device.has_run = True
+                await router.answer()
+                assert router.prefilled_by() == "p"
+                q.fail(q.tickets()[0].job_id)
+                await router.answer("other")
+                assert router.prefilled_by("other") == "p"
+
+    run_async(scenario())
+
+
+def test_a_request_whose_step_fails_ends_its_job_at_the_prefill_worker() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            p.device.has_run = False
+            with d.stuck():
+                router.generate("local", workers=())
+                router.generate("remote", prompt_of(9))
+                await eventually(lambda: d.service.num_active == 2)
+                d.device.fail_wait = RuntimeError("a step fails")
+            await eventually(lambda: router.outputs["remote"])
+            assert router.outputs["remote"][0].finish_reason == "error"
+            await eventually(lambda: p.taken(CancelPrefill))
+            p.device.has_run = True
+
+    run_async(scenario())

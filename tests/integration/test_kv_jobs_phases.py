@@ -1,0 +1,127 @@
+"""Jobs that are given up, drained or silent in each of their phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.protocol import Prefill
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.kv_router import Router, prompt_of, router_of
+from pagewire.tests.support.kv_services import (
+    DecodeWorker,
+    PrefillWorker,
+    Times,
+    decode_worker,
+    prefill_worker,
+)
+
+LONG = prompt_of(40)  # five segments
+
+# Phases of a job: each holds it where it is until the returned call.
+
+Release = Callable[[], None]
+
+
+async def computing(p: PrefillWorker, _d: DecodeWorker, router: Router) -> Release:
+    p.device.has_run = False
+    router.generate(prompt=LONG)
+    await eventually(lambda: p.device.batches)
+    return lambda: setattr(p.device, "has_run", True)
+
+
+async def packing(p: PrefillWorker, _d: DecodeWorker, router: Router) -> Release:
+    p.device.has_moved = False
+    router.generate(prompt=LONG)
+    await router.first_token()
+    return lambda: setattr(p.device, "has_moved", True)
+
+
+async def unpacking(_p: PrefillWorker, d: DecodeWorker, router: Router) -> Release:
+    d.device.has_moved = False
+    router.generate(prompt=LONG)
+    await router.first_token()
+    await eventually(lambda: d.device.cells.count([None] * 4) < len(d.device.cells))
+    return lambda: setattr(d.device, "has_moved", True)
+
+
+async def decoding(_p: PrefillWorker, d: DecodeWorker, router: Router) -> Release:
+    d.device.has_run = False
+    router.generate(prompt=LONG)
+    await eventually(lambda: d.device.num_decode_rows)
+    return lambda: setattr(d.device, "has_run", True)
+
+
+PHASES = [computing, packing, unpacking, decoding]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("how", ["cancelled", "router lost", "queues full"])
+def test_a_request_that_is_given_up_frees_all_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch, phase: Callable[..., object], how: str
+) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d:
+            await d.link_to(p)
+            async with router_of(d) as router:
+                release = await phase(p, d, router)
+                if how == "queues full":
+                    monkeypatch.setattr(thread_module, "MAX_COMMANDS", 0)
+                if how != "router lost":
+                    router.cancel()
+                    await eventually(lambda: not d.service.num_active)
+            await eventually(lambda: not d.service.num_active)
+            release()
+            monkeypatch.undo()
+            await eventually(lambda: not (d.used_blocks or p.used_blocks or p.service.num_active))
+            async with router_of(d) as router:
+                router.generate(prompt=LONG)
+                await router.answer()
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("phase", [computing, packing, unpacking])
+def test_draining_waits_for_a_job_whose_blocks_are_held(phase: Callable[..., object]) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            release = await phase(p, d, router)
+            p.is_draining = d.is_draining = True
+            assert p.service.num_active and d.service.num_active
+            release()
+            await router.answer()
+            await eventually(lambda: not (p.service.num_active or d.service.num_active))
+            router.generate("late")
+            await eventually(lambda: router.refused)
+            assert router.refused[0].reason == "draining"
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("phase", [computing, packing])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_job_that_shows_no_life_goes_elsewhere_and_its_late_blocks_are_dropped(
+    phase: Callable[..., object], others: int
+) -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker() as p,
+            prefill_worker("prefill-1") as q,
+            decode_worker(times=Times(prefill_s=0.5)) as d,
+            router_of(d) as router,
+        ):
+            await d.link_to(*[p, q][: 1 + others])
+            release = await phase(p, d, router)
+            await router.answer()
+            assert d.local_prefills("failed") == 1 - others
+            assert len(q.taken(Prefill)) == others
+            release()
+            await eventually(lambda: not p.service.num_active)
+            router.generate("after", prompt=prompt_of(33, first=2))
+            await router.answer("after")
+            assert router.prefilled_by("after") == "prefill-0"
+
+    run_async(scenario())

@@ -1,0 +1,190 @@
+"""What a prefill worker answers to decode workers that ask for links, and how links end there."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.kv_by_hand import decode_by_hand
+from pagewire.tests.support.kv_router import prompt_of, router_of
+from pagewire.tests.support.kv_services import LAYOUT, Times, decode_worker, prefill_worker
+
+SMALLEST = BlockParts.of_layout(LAYOUT).packed_bytes(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("block_size", 8), ("num_layers", 4), ("dtype", "float16")]
+)
+def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
+    field: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = msgspec.structs.replace(LAYOUT, **{field: value})
+
+    async def scenario() -> None:
+        async with (
+            prefill_worker() as p,
+            decode_worker() as same,
+            decode_worker("decode-1", layout=other) as d,
+        ):
+            await same.link_to(p)
+            d.cards = [p.card()]
+            await eventually(lambda: "no link to prefill-0" in caplog.text)
+            await asyncio.sleep(4 * d.times.heartbeat_s)  # it asks again and again
+            assert same.is_linked() and not d.is_linked()
+        [said] = [r.message for r in caplog.records if "no KV link to decode-1" in r.message]
+        assert said.endswith(f"decode-1 has {field} {value}, this worker {getattr(LAYOUT, field)}")
+
+    caplog.set_level("WARNING")
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_block_must_fit_a_slot_of_the_decode_worker(missing: int) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_by_hand(p) as decode:
+            welcome = await decode.say_hello(slot_bytes=SMALLEST - missing)
+            wanted = f"a staging slot of decode-0 has {SMALLEST - 1} bytes, and a block takes"
+            assert (welcome.error or "").startswith(wanted) if missing else not welcome.error
+            assert p.sender.num_links == 1 - missing
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "nonsense", "tcp://no-such-host.invalid:5", "tcp://[::1", "🐍"],
+)
+def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_by_hand(p) as decode:
+            welcome = await decode.say_hello(endpoint=endpoint)
+            assert repr(endpoint) in (welcome.error or "")
+            assert not p.sender.num_links
+            assert (await decode.say_hello(link=2)).error is None  # the connection goes on
+
+    run_async(scenario())
+
+
+def test_an_endpoint_where_nobody_listens_costs_others_nothing() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker() as p,
+            decode_worker("decode-1") as d,
+            router_of(d) as router,
+        ):
+            async with decode_by_hand(p) as decode:
+                assert (await decode.say_hello()).error is None  # nobody knows yet
+                await d.link_to(p)
+                router.generate()
+                await router.answer()
+                assert p.sender.num_links == 2
+            await eventually(lambda: p.sender.num_links == 1)
+
+    run_async(scenario())
+
+
+def test_a_worker_without_a_common_carrier_is_refused_by_name() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_by_hand(p) as decode:
+            welcome = await decode.say_hello(carriers={"pigeon": b"coo"})
+            assert welcome.error is not None
+            assert "pigeon: this worker does not have it" in welcome.error
+
+    run_async(scenario())
+
+
+def test_a_second_hello_replaces_the_first_link() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_by_hand(p) as decode:
+            for number in (1, 2):
+                welcome = await decode.say_hello(link=number)
+                assert (welcome.link, welcome.error) == (number, None)
+                await p.engine.call(lambda _core: None, 5)
+                assert p.sender.num_links == 1
+
+    run_async(scenario())
+
+
+def test_a_decode_worker_that_leaves_right_after_its_hello_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p:
+            for _ in range(5):
+                async with decode_by_hand(p) as decode:
+                    decode.client.post(decode.hello(endpoint="tcp://localhost:1"))
+            await eventually(lambda: not p.server.peers)
+            await asyncio.sleep(0.1)
+            await p.engine.call(lambda _core: None, 5)
+            assert not p.sender.num_links
+
+    run_async(scenario())
+
+
+def test_one_prefill_worker_more_than_fits_is_refused_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            workers = [
+                await stack.enter_async_context(prefill_worker(f"prefill-{n}")) for n in range(9)
+            ]
+            d = await stack.enter_async_context(decode_worker(slots=16))
+            router = await stack.enter_async_context(router_of(d))
+            await d.link_to(*workers[:8])
+            links = d.links.usable()
+            d.cards.append(workers[8].card())
+            await eventually(lambda: "no link to prefill-8" in caplog.text)
+            for n in range(9):  # named or not, the ninth gets no job
+                router.generate(f"r{n}", prompt_of(9, first=n), (f"prefill-{n}",))
+                await router.answer(f"r{n}")
+            assert [router.prefilled_by(f"r{n}") for n in range(8)] == [
+                f"prefill-{n}" for n in range(8)
+            ]
+            assert d.links.usable() == links
+            d.cards = [worker.card() for worker in workers[1:]]
+            workers[0].must_be_idle = False
+            await workers[0].server.close()
+            await eventually(lambda: d.is_linked("prefill-8"))
+
+    run_async(scenario())
+    [said] = [r.message for r in caplog.records if "no link to prefill-8" in r.message]
+    assert "8 KV links are open" in said and "PAGEWIRE_STAGING_SLOTS" in said
+
+
+def test_a_busy_engine_leaves_no_link_that_nobody_waits_for() -> None:
+    async def scenario() -> None:
+        async with prefill_worker(times=Times(transfer_s=0.2)) as p, decode_by_hand(p) as decode:
+            with p.stuck():
+                welcome = await decode.say_hello()
+                assert "the engine is busy" in (welcome.error or "")
+            await p.engine.call(lambda _core: None, 5)
+            assert not p.sender.num_links
+
+    run_async(scenario())
+
+
+def test_a_link_is_tested_although_another_ones_segments_fill_the_senders_staging() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker(slots=1) as p,
+            decode_worker("decode-0") as first,
+            decode_worker("decode-1") as second,
+            router_of(first) as router,
+        ):
+            await first.link_to(p)
+            p.device.has_moved = False
+            router.generate()
+            await eventually(lambda: not p.staging.num_free)
+            second.cards = [p.card()]
+            await eventually(lambda: p.sender.num_links == 2)
+            await asyncio.sleep(0.2)  # the new link gets its credits
+            p.device.has_moved = True
+            await eventually(lambda: second.is_linked())
+            await router.answer()
+
+    run_async(scenario())

@@ -1,0 +1,298 @@
+"""A decode worker's links to prefill workers that are slow, silent, restarted, shaky or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pagewire.shared.kv.carriers.zmq import ZmqCarrier
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
+from pagewire.tests.support.kv_carriers import AbsentCarrier, ShakyCarrier, Trouble
+from pagewire.tests.support.kv_router import router_of
+from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
+
+SOON_S = 3.0  # much less than any time-out of the workers
+IMPATIENT = Times(transfer_s=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _shaky_carriers_work() -> Iterator[None]:
+    ShakyCarrier.trouble, ShakyCarrier.num_tried = None, 0
+    yield
+    ShakyCarrier.trouble = None
+
+
+def test_a_link_is_tested_and_measured() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d:
+            await d.link_to(p)
+            [link] = p.sender.links
+            assert (link.peer, link.carrier, link.outbound.lane()) == ("decode-0", "zmq", "tcp")
+            await eventually(lambda: link.gb_per_s > 0)
+            assert [link.worker_id for link in d.links.usable()] == ["prefill-0"]
+
+    run_async(scenario())
+
+
+def test_a_silent_worker_delays_no_link_to_another() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_by_hand("prefill-1") as mute,
+            prefill_worker() as p,
+            decode_worker() as d,
+        ):
+            d.cards = [mute.card(), p.card()]
+            await eventually(d.is_linked, SOON_S)
+            await eventually(lambda: mute.hellos, SOON_S)
+            assert len(mute.hellos) == 1  # one attempt at a time
+            assert not d.is_linked("prefill-1")
+
+    run_async(scenario())
+
+
+def test_a_worker_that_ends_before_its_welcome_is_tried_again_at_once() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d:
+            async with prefill_by_hand() as mute:
+                d.cards = [mute.card()]
+                await eventually(lambda: mute.hellos)
+            d.cards = [p.card()]
+            await eventually(d.is_linked, SOON_S)
+
+    run_async(scenario())
+
+
+def test_a_restarted_worker_gets_a_new_link_and_loses_the_old_one() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_worker() as old,
+            prefill_worker(epoch=2) as new,
+            decode_worker() as d,
+            router_of(d) as router,
+        ):
+            await d.link_to(old)
+            d.cards = [new.card()]  # the old process hangs, say
+            await eventually(lambda: d.is_linked(epoch=2))
+            await eventually(lambda: not old.sender.num_links)
+            assert (new.sender.num_links, d.receiver.num_links) == (1, 1)
+            router.generate()
+            await router.answer()
+            assert new.core.stats.prompt_tokens_computed
+
+    run_async(scenario())
+
+
+def test_a_new_life_does_not_wait_for_the_end_of_an_attempt_at_the_old_one() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_by_hand() as old,
+            prefill_worker(epoch=2) as new,
+            decode_worker() as d,
+        ):
+            d.cards = [old.card()]
+            await eventually(lambda: old.hellos)
+            d.cards = [new.card()]
+            await eventually(lambda: d.is_linked(epoch=2), SOON_S)
+            assert d.receiver.num_links == 1
+
+    run_async(scenario())
+
+
+def test_another_life_than_the_records_is_not_linked_to(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with prefill_worker(epoch=2) as p, decode_worker() as d:
+            d.cards = [p.card(epoch=1)]
+            await eventually(lambda: "is another worker's by now" in caplog.text)
+            d.cards = [p.card(worker_id="prefill-9")]
+            await eventually(lambda: "no link to prefill-9" in caplog.text)
+            assert not d.links.usable()
+            await d.link_to(p)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://no-such-host.invalid:5", "tcp://[::1"])
+def test_a_worker_whose_endpoint_is_nonsense_is_one_warning(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with prefill_worker("prefill-1") as p, decode_worker() as d:
+            nowhere = p.card(worker_id="prefill-0", endpoint=endpoint)
+            d.cards = [nowhere, p.card()]
+            await eventually(lambda: "no link to prefill-0" in caplog.text)
+            await eventually(lambda: d.is_linked("prefill-1"))
+
+    run_async(scenario())
+    warnings = [r for r in caplog.records if "no link to prefill-0" in r.message]
+    assert len([r for r in warnings if r.levelname == "WARNING"]) == 1
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("trouble", ["lost", "corrupt"])
+def test_where_a_carrier_brings_nothing_the_next_is_taken(
+    trouble: Trouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    ShakyCarrier.trouble = trouble
+    both = ShakyCarrier, ZmqCarrier
+
+    async def scenario() -> None:
+        async with (
+            prefill_worker(carriers=both, times=IMPATIENT) as p,
+            decode_worker(carriers=both, times=IMPATIENT) as d,
+        ):
+            await d.link_to(p)
+            assert [link.carrier for link in p.sender.links] == ["zmq"]
+            assert ShakyCarrier.num_tried == 1
+            await asyncio.sleep(4 * d.times.heartbeat_s)  # it is not tried beside the other
+            assert ShakyCarrier.num_tried == 1
+
+    run_async(scenario())
+    assert "no link to prefill-0" in caplog.text
+
+
+def test_a_restarted_worker_may_use_a_carrier_that_failed_before() -> None:
+    ShakyCarrier.trouble = "corrupt"
+    both = ShakyCarrier, ZmqCarrier
+
+    async def scenario() -> None:
+        async with (
+            prefill_worker(carriers=both) as old,
+            prefill_worker(carriers=both, epoch=2) as new,
+            decode_worker(carriers=both) as d,
+        ):
+            await d.link_to(old)
+            assert [link.carrier for link in old.sender.links] == ["zmq"]
+            ShakyCarrier.trouble = None
+            await d.link_to(new)
+            assert [link.carrier for link in new.sender.links] == ["shaky"]
+
+    run_async(scenario())
+
+
+def test_a_lost_kv_link_is_opened_again() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as by_hand, decode_worker() as d:
+            d.cards = [by_hand.card()]
+            for count in (1, 2):
+                await eventually(lambda: len(by_hand.hellos) == count)  # noqa: B023
+                with kv_link_by_hand(by_hand.hellos[-1][1]) as link:
+                    by_hand.welcome()
+                    await link.granted()
+                    link.pass_test()
+                    await eventually(d.is_linked)
+                    link.break_rules()
+                    await eventually(lambda: not d.is_linked())
+            assert d.metric("kv_link_faults_total", kind="lost") == 2
+
+    run_async(scenario())
+
+
+def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as by_hand, decode_worker() as d:
+            d.cards = [by_hand.card()]
+            await eventually(lambda: by_hand.hellos)
+            with kv_link_by_hand(by_hand.hellos[0][1]) as link:
+                by_hand.welcome()
+                await link.granted()
+                link.pass_test()
+                await eventually(d.is_linked)
+                by_hand.welcome(error="nothing crosses any more")
+                await eventually(lambda: len(by_hand.hellos) == 2)
+            assert not d.is_linked()
+            assert len(by_hand.lost) == 1
+
+    run_async(scenario())
+
+
+def test_a_carrier_that_was_not_offered_ends_one_attempt_only() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as by_hand, decode_worker() as d:
+            d.cards = [by_hand.card()]
+            await eventually(lambda: by_hand.hellos)
+            by_hand.welcome("carrier pigeon")
+            await eventually(lambda: len(by_hand.hellos) == 2)
+            assert not d.is_linked()
+
+    run_async(scenario())
+
+
+def test_closing_ends_attempts_too() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as mute:
+            async with decode_worker() as d:
+                d.cards = [mute.card()]
+                await eventually(lambda: mute.hellos)
+            await eventually(lambda: mute.lost)
+
+    run_async(scenario(), timeout=SOON_S + 5)
+
+
+@pytest.mark.parametrize("others", [(), (AbsentCarrier,)], ids=["only one", "the only common one"])
+def test_a_carrier_that_failed_for_a_while_is_tried_again(
+    others: tuple[type[AbsentCarrier], ...],
+) -> None:
+    ShakyCarrier.trouble = "corrupt"
+
+    async def scenario() -> None:
+        async with (
+            prefill_worker(carriers=(ShakyCarrier,)) as p,
+            decode_worker(carriers=(*others, ShakyCarrier)) as d,
+        ):
+            d.cards = [p.card()]
+            await eventually(lambda: ShakyCarrier.num_tried > 1)
+            ShakyCarrier.trouble = None
+            await d.link_to(p)
+
+    run_async(scenario())
+
+
+def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
+    async def scenario() -> None:
+        async with decode_worker(carriers=(ShakyCarrier, ZmqCarrier)) as d:
+            for _ in range(2):
+                async with prefill_by_hand() as by_hand:
+                    d.cards = [by_hand.card()]
+                    await eventually(lambda: by_hand.hellos)
+                    with kv_link_by_hand(by_hand.hellos[0][1]) as link:
+                        by_hand.welcome("shaky")
+                        await link.granted()  # and nothing is sent
+                assert list(by_hand.hellos[0][1].carriers) == ["shaky", "zmq"]
+
+    run_async(scenario())
+
+
+def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as by_hand, decode_worker() as d:
+            d.cards = [by_hand.card()]
+            await eventually(lambda: by_hand.hellos)
+            with kv_link_by_hand(by_hand.hellos[0][1]) as link:
+                by_hand.welcome()
+                await link.granted()
+                # From here on the loop does not run: it hears of the test and of the end at once.
+                link.pass_test()
+                link.break_rules()
+                time.sleep(0.2)  # noqa: ASYNC251 - see above
+                await eventually(lambda: len(by_hand.hellos) > 1)
+            assert not d.is_linked()
+
+    run_async(scenario())
+
+
+def test_a_busy_engine_leaves_no_link_of_an_attempt_that_was_given_up() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as mute, decode_worker(times=IMPATIENT) as d:
+            with d.stuck():
+                d.cards = [mute.card()]
+                await asyncio.sleep(2 * IMPATIENT.transfer_s)
+                d.cards = []
+                await asyncio.sleep(2 * IMPATIENT.transfer_s)
+            await d.engine.call(lambda _core: None, 5)
+            await eventually(lambda: not d.receiver.num_links)
+
+    run_async(scenario())

@@ -1,0 +1,185 @@
+"""Whole prefill and decode workers: their links in worker records, and what `/metrics` shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.services.decode.main import make_service as make_decode_service
+from pagewire.services.prefill.main import make_service as make_prefill_service
+from pagewire.shared.channel import ClusterKeys
+from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.protocol import Role
+from pagewire.shared.registry import WorkerCard
+from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.control import raw_peer
+from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
+from pagewire.tests.support.redis_server import RedisServer
+
+KEYS = ClusterKeys.derive(SECRET)
+Sample = tuple[str, frozenset[tuple[str, str]]]
+
+
+def samples(name: str, label: str, values: str, **labels: str) -> set[Sample]:
+    """Those of a counter with one label of several values."""
+    return {
+        (f"pagewire_kv_{name}_total", frozenset({label: value, **labels}.items()))
+        for value in values.split()
+    }
+
+
+OF_PREFILL = (
+    samples("transfer_segments", "outcome", "ok corrupt dropped lost", direction="sent")
+    | samples("link_faults", "kind", "lost")
+    | {("pagewire_kv_transfer_resends_total", frozenset())}
+)
+OF_DECODE = samples(
+    "transfer_segments", "outcome", "ok corrupt dropped", direction="received"
+) | samples("link_faults", "kind", "lost malformed denied")
+LOCAL = {
+    ("pagewire_local_prefills_total", frozenset({("reason", reason)}))
+    for reason in ("short", "no_worker", "no_link", "failed")
+}
+
+
+async def page(http: httpx.AsyncClient, url: str) -> dict[Sample, float]:
+    text = (await http.get(f"{url}/metrics")).text
+    return {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+    }
+
+
+def value(shown: dict[Sample, float], name: str, **labels: str) -> float | None:
+    return shown.get((f"pagewire_kv_{name}", frozenset(labels.items())))
+
+
+@asynccontextmanager
+async def worker(redis: RedisServer, role: Role) -> AsyncIterator[WorkerRuntime]:
+    """Run a whole worker in this process."""
+    fields = {
+        "redis_url": redis.url,
+        "cluster_secret": SECRET,
+        "worker_id": f"{role}-0",
+        "device": "cpu",
+        "num_blocks": 64,
+        "kv_transport": "zmq",
+        "heartbeat_s": 0.1,
+        "lease_s": 5.0,
+    }
+    runtime = WorkerRuntime(load_settings(WorkerSettings, fields), role)
+    make = make_prefill_service if role == "prefill" else make_decode_service
+    life = asyncio.create_task(runtime.run(make))
+    try:
+        yield runtime
+    finally:
+        life.cancel()
+        await asyncio.wait([life])
+
+
+async def record_of(router: LiveRouter, worker_id: str) -> WorkerCard:
+    directory = router.service.directory
+    await eventually(lambda: directory.get(worker_id), timeout=20)
+    card = directory.get(worker_id)
+    assert card is not None
+    return card
+
+
+def test_links_are_in_worker_records_and_all_labels_on_the_pages_from_the_start(
+    redis_server: RedisServer,
+) -> None:
+    async def scenario() -> None:
+        async with (
+            live_router(redis_server.url) as router,
+            worker(redis_server, "prefill"),
+            worker(redis_server, "decode"),
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
+            await router.ready()
+            decode = await record_of(router, "decode-0")
+            prefill = await record_of(router, "prefill-0")
+            sent = await page(http, prefill.metrics_endpoint)
+            received = await page(http, decode.metrics_endpoint)
+            assert {each: sent.get(each) for each in OF_PREFILL} == dict.fromkeys(OF_PREFILL, 0)
+            wanted = OF_DECODE | LOCAL
+            assert {each: received.get(each) for each in wanted} == dict.fromkeys(wanted, 0)
+
+            directory = router.service.directory
+            await eventually(lambda: directory.get("prefill-0").links, timeout=20)
+            [link] = directory.get("prefill-0").links
+            assert (link.peer, link.transport, link.lane) == ("decode-0", "zmq", "tcp")
+            assert link.gbps > 0
+            assert directory.get("decode-0").kv_transports == ["zmq"]
+            services = {each["id"]: each for each in router.service.health()["services"]}
+            assert services["decode-0"]["missing_links"] == []
+
+            answer = await router.complete(prompt=list(range(5, 55)), max_tokens=3)
+            assert answer.status_code == 200
+            sent = await page(http, prefill.metrics_endpoint)
+            received = await page(http, decode.metrics_endpoint)
+            for shown, direction, peer in (
+                (sent, "sent", "decode-0"),
+                (received, "received", "prefill-0"),
+            ):
+                ok = value(shown, "transfer_segments_total", direction=direction, outcome="ok")
+                assert ok is not None and ok > 0
+                labels = {"direction": direction, "transport": "zmq", "peer": peer}
+                assert value(shown, "transfer_bytes_total", **labels)
+                assert value(shown, "links") == 1
+
+    run_async(scenario(), timeout=60)
+
+
+def test_strangers_and_nonsense_at_the_kv_port_are_counted(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        async with (
+            live_router(redis_server.url) as router,
+            worker(redis_server, "decode") as runtime,
+        ):
+            await router.ready()
+            assert isinstance(runtime.kv, KvReceiver)
+            endpoint = runtime.kv.socket.endpoint
+            async with raw_peer(endpoint, keys=KEYS) as member:
+                member.send(b"noise")
+                await _knock(endpoint)
+                for kind in ("malformed", "denied"):
+                    labels = f'kind="{kind}",role="decode",worker="decode-0"'
+                    name = f"pagewire_kv_link_faults_total{{{labels}}}"
+                    async with asyncio.timeout(10):
+                        while await router.metric(name) == 0:  # noqa: ASYNC110 - over HTTP
+                            await asyncio.sleep(0.1)
+            assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+
+    run_async(scenario(), timeout=60)
+
+
+async def _knock(endpoint: str) -> None:
+    """Come without the cluster's key."""
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.curve_serverkey = KEYS.public
+        stranger.curve_publickey, stranger.curve_secretkey = public, secret
+        stranger.connect(endpoint)
+        await asyncio.sleep(0.3)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_ends_leaves_nothing_running(
+    redis_server: RedisServer, role: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with live_router(redis_server.url) as router, worker(redis_server, role):
+            await record_of(router, f"{role}-0")
+
+    run_async(scenario(), timeout=60)  # which finds errors of callbacks and tasks that are left
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,0 +1,276 @@
+"""A receiver's credits, its senders', and the messages between them: every event, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagewire.shared.kv.credits import ReceiverCredits, SenderCredits, SlotState
+from pagewire.shared.kv.messages import Grant, Reclaim, Return
+
+NUM_CREDITS = 8  # at most
+
+
+class Use(int):
+    """A number of a use that looks like all others.
+
+    Only the order of one credit's uses counts. Without their numbers, which grow forever, there is
+    a finite number of states.
+    """
+
+    def __add__(self, other: int) -> Use:
+        return Use(int(self) + other)
+
+    def __repr__(self) -> str:
+        return "0"
+
+
+class Announced(NamedTuple):
+    """A segment on its way to the receiver."""
+
+    credit: int
+    use: Use
+
+
+class Acknowledged(NamedTuple):
+    """An acknowledgement on its way to the sender; `keeps`: the credit is the sender's again."""
+
+    credit: int
+    use: Use
+    keeps: bool
+
+
+class Event(NamedTuple):
+    """What happens next: a method of `World`, and of which link, credit or slots."""
+
+    name: str
+    of: int = 0
+    credit: int = 0
+
+
+@dataclass(slots=True)
+class Link:
+    """A sender, and the messages in flight, the oldest first."""
+
+    sender: SenderCredits
+    packing: dict[int, Use] = field(default_factory=dict)
+    to_receiver: list[Announced | Return] = field(default_factory=list)
+    to_sender: list[Grant | Reclaim | Acknowledged] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class World:
+    """Both halves of all links.
+
+    Attributes:
+        busy: credits that a sender uses at once, at most.
+        opens, closes: how often links may open and end from now on; None: without bounds.
+        lent: by slot, the link that the receiver has granted it to, until the receiver is told that
+            it is back.
+        filled: by slot, the use that is announced and not acknowledged.
+        reclaimed: slots of `lent` that the receiver wants back.
+        quarantine: slots of links that have ended.
+    """
+
+    receiver: ReceiverCredits
+    busy: int
+    opens: int | None = None
+    closes: int | None = None
+    links: dict[int, Link] = field(default_factory=dict)
+    lent: dict[int, int] = field(default_factory=dict)
+    filled: dict[int, Use] = field(default_factory=dict)
+    reclaimed: set[int] = field(default_factory=set)
+    quarantine: list[list[int]] = field(default_factory=list)
+
+    # What may happen
+
+    def events(self) -> Iterator[Event]:
+        """Yield all that may happen now."""
+        yield from self.deliveries()
+        yield from self.completions()
+        for number, link in self.links.items():
+            if link.sender.idle and link.sender.num_in_use < self.busy:
+                yield Event("take", number)
+            for credit in link.packing:
+                yield Event("put_back", number, credit)
+            if self.closes != 0:
+                yield Event("close", number)
+        if len(self.links) < self.receiver.max_links and self.opens != 0:
+            yield Event("open", min({1, 2, 3} - self.links.keys()))
+
+    def deliveries(self) -> Iterator[Event]:
+        """Yield the messages that may arrive next."""
+        for number, link in self.links.items():
+            if link.to_receiver:
+                yield Event("reach_receiver", number)
+            if link.to_sender:
+                yield Event("reach_sender", number)
+
+    def completions(self) -> Iterator[Event]:
+        """Yield what ends uses and quarantines."""
+        for number, link in self.links.items():
+            for credit in link.packing:
+                yield Event("announce", number, credit)
+        for credit in self.filled:
+            yield Event("acknowledge", credit)
+        for index in range(len(self.quarantine)):
+            yield Event("release", index)
+
+    def happen(self, event: Event) -> None:
+        """Have something happen."""
+        method = getattr(self, event.name)
+        if event.name in ("announce", "put_back"):
+            method(event.of, event.credit)
+        else:
+            method(event.of)
+
+    # A sender
+
+    def take(self, number: int) -> None:
+        link = self.links[number]
+        credit, use = link.sender.take()
+        link.packing[credit] = use
+
+    def announce(self, number: int, credit: int) -> None:
+        link = self.links[number]
+        link.to_receiver.append(Announced(credit, link.packing.pop(credit)))
+
+    def put_back(self, number: int, credit: int) -> None:
+        link = self.links[number]
+        del link.packing[credit]
+        self._answer(link, link.sender.put_back(credit))
+
+    def reach_sender(self, number: int) -> None:
+        link = self.links[number]
+        message = link.to_sender.pop(0)
+        if isinstance(message, Grant):
+            link.sender.grant(message.credits)
+        elif isinstance(message, Acknowledged):
+            link.sender.acknowledge(message.credit, message.use)
+        else:
+            self._answer(link, link.sender.reclaim(message.credit))
+
+    @staticmethod
+    def _answer(link: Link, answer: Return | None) -> None:
+        if answer is not None:
+            link.to_receiver.append(answer)
+
+    # The receiver
+
+    def open(self, number: int) -> None:
+        if self.opens is not None:
+            self.opens -= 1
+        self.links[number] = Link(SenderCredits(uses=dict.fromkeys(range(NUM_CREDITS), Use(0))))
+        self._send(self.receiver.open(number))
+
+    def close(self, number: int) -> None:
+        if self.closes is not None:
+            self.closes -= 1
+        del self.links[number]
+        slots, messages = self.receiver.close(number)
+        assert slots == sorted(slot for slot, link in self.lent.items() if link == number)
+        for slot in slots:
+            del self.lent[slot]
+            self.filled.pop(slot, None)
+            self.reclaimed.discard(slot)
+        if slots:
+            self.quarantine.append(slots)
+        self._send(messages)
+
+    def release(self, index: int) -> None:
+        self._send(self.receiver.release(self.quarantine.pop(index)))
+
+    def reach_receiver(self, number: int) -> None:
+        message = self.links[number].to_receiver.pop(0)
+        if isinstance(message, Announced):
+            self.receiver.fill(number, message.credit, message.use)
+            self.filled[message.credit] = message.use
+        else:
+            messages = self.receiver.take_back(number, message.credit)
+            self._end_loan(message.credit)
+            self._send(messages)
+
+    def acknowledge(self, slot: int) -> None:
+        number, use = self.lent[slot], self.filled.pop(slot)
+        messages = self.receiver.empty(number, slot)
+        keeps = slot not in self.reclaimed
+        self.links[number].to_sender.append(Acknowledged(slot, use, keeps))
+        if not keeps:
+            self._end_loan(slot)
+        self._send(messages)
+
+    def _end_loan(self, slot: int) -> None:
+        self.reclaimed.remove(slot)
+        del self.lent[slot]
+
+    def _send(self, messages: list[tuple[int, Grant | Reclaim]]) -> None:
+        for number, message in messages:
+            if isinstance(message, Grant):
+                assert message.credits, "an empty grant"
+                assert not self.lent.keys() & set(message.credits)
+                self.lent.update(dict.fromkeys(message.credits, number))
+            else:
+                assert self.lent[message.credit] == number
+                assert message.credit not in self.reclaimed
+                self.reclaimed.add(message.credit)
+            self.links[number].to_sender.append(message)
+        if any(isinstance(message, Reclaim) for _, message in messages):
+            assert len(self.reclaimed) <= self.lacking, "more is reclaimed than is lacking"
+
+    # What is so
+
+    def key(self) -> str:
+        """Return all that decides what may happen from now on."""
+        links = [
+            (number, link.sender, sorted(link.packing), link.to_receiver, link.to_sender)
+            for number, link in sorted(self.links.items())
+        ]
+        return f"{self.opens} {self.closes} {self.receiver} {links} {sorted(self.quarantine)}"
+
+    @property
+    def share(self) -> int:
+        """Slots that each link is to have."""
+        usable = self.receiver.num_slots - sum(map(len, self.quarantine))
+        return usable // len(self.links) if self.links else 0
+
+    @property
+    def lacking(self) -> int:
+        """Slots that links have below their share."""
+        return sum(max(0, self.share - self.kept(number)) for number in self.links)
+
+    def kept(self, number: int) -> int:
+        """Return how many slots a link has and is to keep."""
+        return sum(self.lent[s] == number for s in self.lent.keys() - self.reclaimed)
+
+    def check(self) -> None:
+        """See that each slot is in one place, and that both halves agree on it."""
+        held: list[int] = []
+        for number, link in self.links.items():
+            mine = self._held(number, link)
+            assert sorted(mine) == sorted(s for s, n in self.lent.items() if n == number)
+            acks = sum(isinstance(message, Acknowledged) for message in link.to_sender)
+            announced = sum(isinstance(message, Announced) for message in link.to_receiver)
+            filled = sum(self.lent[slot] == number for slot in self.filled)
+            assert link.sender.num_in_use == len(link.packing) + announced + filled + acks
+            held += mine
+        quarantined = [slot for slots in self.quarantine for slot in slots]
+        assert len(set(held + quarantined)) == len(held) + len(quarantined)
+        count, num_slots = self.receiver.count, self.receiver.num_slots
+        assert self.receiver.links == list(self.links)
+        assert count(SlotState.FILLED) == len(self.filled)
+        assert count(SlotState.LENT) == len(self.lent) - len(self.filled)
+        assert count(SlotState.QUARANTINED) == len(quarantined)
+        assert count(SlotState.FREE) == num_slots - len(self.lent) - len(quarantined)
+
+    def _held(self, number: int, link: Link) -> list[int]:
+        """Return the slots of a link, wherever they are."""
+        held = [*link.sender.idle, *link.packing]
+        held += [slot for slot in self.filled if self.lent[slot] == number]
+        held += [message.credit for message in link.to_receiver]
+        for message in link.to_sender:
+            if isinstance(message, Grant):
+                held += message.credits
+            elif isinstance(message, Acknowledged) and message.keeps:
+                held.append(message.credit)
+        return held

@@ -1,0 +1,220 @@
+"""One side of a KV link, played by the test: what it says is up to the test alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import zmq
+
+from pagewire.shared.channel import ControlClient, ControlServer, make_client_id
+from pagewire.shared.kv.link_test import TEST_JOB
+from pagewire.shared.kv.messages import Ack, Grant, Open, Segment, decode_for_sender, encode
+from pagewire.shared.protocol import (
+    ControlMessage,
+    LinkHello,
+    LinkWelcome,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+)
+from pagewire.shared.registry import WorkerCard
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.cards import card
+from pagewire.tests.support.kv_services import HOST, KEYS, LAYOUT, PrefillWorker
+
+WAIT_MS = 5000
+
+
+class PrefillByHand:
+    """A prefill worker's control server.
+
+    Attributes:
+        hellos: with the connections that they came over.
+        received: all messages.
+        lost: connections.
+    """
+
+    def __init__(self, worker_id: str, epoch: int) -> None:
+        self.worker_id, self.epoch = worker_id, epoch
+        self.hellos: list[tuple[str, LinkHello]] = []
+        self.received: list[ControlMessage] = []
+        self.lost: list[str] = []
+        self.endpoint = ""
+        self.server: ControlServer
+
+    def on_message(self, peer_id: str, message: ControlMessage) -> None:
+        """Keep it."""
+        self.received.append(message)
+        if isinstance(message, LinkHello):
+            self.hellos.append((peer_id, message))
+
+    def card(self, **changes: Any) -> WorkerCard:
+        """The record of this worker."""
+        fields = {"role": "prefill", "endpoint": self.endpoint, "layout": LAYOUT}
+        return card(self.worker_id, self.epoch, **(fields | changes))
+
+    def post(self, message: ControlMessage) -> None:
+        """Answer the newest connection."""
+        self.server.post(self.hellos[-1][0], message)
+
+    def welcome(self, carrier: str = "zmq", error: str | None = None) -> None:
+        """Answer the newest hello."""
+        self.post(LinkWelcome(link=self.hellos[-1][1].link, carrier=carrier, error=error))
+
+    def tickets(self) -> list[Prefill]:
+        """The jobs that it was asked for."""
+        return [message for message in self.received if isinstance(message, Prefill)]
+
+    def fail(self, job_id: str, reason: str = "scripted") -> None:
+        """Report a job that failed."""
+        self.post(PrefillFailed(job_id=job_id, reason=reason))
+
+    def done(self, job_id: str, first_token: int) -> None:
+        """Report a first token."""
+        self.post(PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0))
+
+
+@asynccontextmanager
+async def prefill_by_hand(
+    worker_id: str = "prefill-0", epoch: int = 1, lease_s: float = 10.0
+) -> AsyncIterator[PrefillByHand]:
+    """Listen; nothing is answered by itself but pings."""
+    worker = PrefillByHand(worker_id, epoch)
+    worker.server = ControlServer(
+        HOST,
+        0,
+        KEYS,
+        worker_id,
+        epoch,
+        worker.on_message,
+        worker.lost.append,
+        heartbeat_s=0.05,
+        lease_s=lease_s,
+    )
+    worker.endpoint = await worker.server.start()
+    try:
+        yield worker
+    finally:
+        await worker.server.close()
+
+
+class KvLinkByHand:
+    """A sender's end of a link; its calls block the event loop, but `granted`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], hello: LinkHello) -> None:
+        self._socket, self._hello = socket, hello
+        self._credits: list[int] = []
+        self._uses = 0
+        self.send(encode(Open()))
+
+    def send(self, *frames: bytes) -> None:
+        """Send a message."""
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> object:
+        """Wait for a message."""
+        assert self._socket.poll(WAIT_MS), "the receiver says nothing"
+        return decode_for_sender(self._socket.recv())
+
+    def break_rules(self) -> None:
+        """Say what ends the link on the other side."""
+        self.send(encode(Open()))  # a second time
+
+    async def granted(self) -> None:
+        """Wait for credits."""
+        await eventually(lambda: self._socket.poll(0))
+
+    def pass_test(self) -> None:
+        """Send what a link is tested with, and wait for its acknowledgement."""
+        grant = self.receive()
+        assert isinstance(grant, Grant)
+        self._credits = list(grant.credits)
+        payload = payload_of_test(0, 64)
+        self._uses += 1
+        segment = Segment(
+            credit=self._credits[0],
+            use=self._uses,
+            job=TEST_JOB,
+            first=0,
+            count=0,
+            first_part=0,
+            num_parts=0,
+            seed=0,
+            nbytes=len(payload),
+        )
+        self.send(encode(segment), payload)
+        while not isinstance(ack := self.receive(), Ack):
+            pass  # credits come and go as links do
+        assert ack.outcome == "ok"
+
+
+def payload_of_test(seed: int, nbytes: int) -> bytes:
+    """What a test of a link consists of, from shared/kv/link_test.py."""
+    return bytes((number * 2654435761 + seed >> 7) & 0xFF for number in range(nbytes))
+
+
+@contextmanager
+def kv_link_by_hand(hello: LinkHello) -> Iterator[KvLinkByHand]:
+    """Come by the link that a hello offers."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.routing_id = hello.token
+        KEYS.secure_client(socket)
+        socket.connect(hello.endpoint)
+        yield KvLinkByHand(socket, hello)
+
+
+class DecodeByHand:
+    """A decode worker's control connection to a prefill worker, and what came by it."""
+
+    def __init__(self) -> None:
+        self.received: list[ControlMessage] = []
+        self.lost: list[str] = []
+        self.client: ControlClient
+
+    def hello(self, **changes: Any) -> LinkHello:
+        """A hello of a worker at whose endpoint nobody listens."""
+        fields: dict[str, Any] = {
+            "worker_id": "decode-0",
+            "epoch": 1,
+            "layout": LAYOUT,
+            "link": 1,
+            "token": bytes(16),
+            "endpoint": "tcp://127.0.0.1:1",
+            "carriers": {"zmq": b""},
+            "slot_bytes": 1 << 16,
+        }
+        return LinkHello(**(fields | changes))
+
+    def welcomes(self) -> list[LinkWelcome]:
+        """Answers to hellos."""
+        return [message for message in self.received if isinstance(message, LinkWelcome)]
+
+    async def say_hello(self, **changes: Any) -> LinkWelcome:
+        """Post a hello and wait for the answer."""
+        count = len(self.welcomes())
+        self.client.post(self.hello(**changes))
+        await eventually(lambda: len(self.welcomes()) > count)
+        return self.welcomes()[-1]
+
+
+@asynccontextmanager
+async def decode_by_hand(worker: PrefillWorker) -> AsyncIterator[DecodeByHand]:
+    """Connect to a prefill worker's control server."""
+    decode = DecodeByHand()
+    decode.client = ControlClient(
+        worker.endpoint,
+        KEYS,
+        make_client_id("decode"),
+        decode.received.append,
+        decode.lost.append,
+        heartbeat_s=0.05,
+        lease_s=10,
+    )
+    await decode.client.connect(5)
+    try:
+        yield decode
+    finally:
+        decode.client.close()

@@ -1,0 +1,58 @@
+"""Carriers that do not bring what is sent, as long as a test wants it so."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pagewire.shared.kv.carriers.base import DONE, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
+from pagewire.shared.kv.messages import Segment
+
+Trouble = Literal["lost", "corrupt"]
+
+
+class ShakyCarrier(LoopbackCarrier):
+    """Loopback that loses segments, or announces payloads that do not come.
+
+    Attributes:
+        trouble: of all senders in this process; None if it works.
+        num_tried: segments that were to be sent.
+    """
+
+    name: ClassVar[str] = "shaky"
+    trouble: ClassVar[Trouble | None] = None
+    num_tried: ClassVar[int] = 0
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        """Return the sender's half of a link."""
+        return _ShakyOutbound(super().outbound(link, offer, socket))
+
+
+class AbsentCarrier(LoopbackCarrier):
+    """A carrier that only one side has."""
+
+    name: ClassVar[str] = "absent"
+
+
+class _ShakyOutbound:
+    def __init__(self, inner: Outbound) -> None:
+        self._inner = inner
+
+    @property
+    def reply(self) -> bytes:
+        return self._inner.reply
+
+    def stage(self, slot: int, credit: int, nbytes: int) -> Pending | None:
+        ShakyCarrier.num_tried += 1
+        if ShakyCarrier.trouble is not None:
+            return None
+        return self._inner.stage(slot, credit, nbytes)
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        return DONE if ShakyCarrier.trouble == "lost" else self._inner.send(segment, slot)
+
+    def lane(self) -> str:
+        return "memory"
+
+    def close(self) -> None:
+        self._inner.close()

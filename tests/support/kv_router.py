@@ -1,0 +1,123 @@
+"""A router's connection to a decode worker over fake devices, and the answers that it gets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pagewire.shared.channel import ControlClient, make_client_id
+from pagewire.shared.protocol import (
+    Cancel,
+    ControlMessage,
+    Generate,
+    Refused,
+    TokenBatch,
+    TokenOutput,
+)
+from pagewire.shared.sampling import ResolvedSampling
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.fake_device import VOCAB, next_token
+from pagewire.tests.support.kv_services import KEYS, DecodeWorker
+
+SEED = 3
+MAX_TOKENS = 4
+
+
+def prompt_of(length: int, first: int = 1) -> list[int]:
+    """Token ids that differ with the first."""
+    return [(first + 3 * index + index // VOCAB) % VOCAB for index in range(length)]
+
+
+def expected_answer(prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[int]:
+    """What the fake model says, if all KV is where it belongs."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(SEED, tokens))
+    return tokens[len(prompt) :]
+
+
+class Router:
+    """Posts requests and keeps what comes."""
+
+    def __init__(self) -> None:
+        self.outputs: defaultdict[str, list[TokenOutput]] = defaultdict(list)
+        self.refused: list[Refused] = []
+        self.lost: list[str] = []
+        self._prompts: dict[str, tuple[list[int], int]] = {}
+        self.client: ControlClient
+
+    def on_message(self, message: ControlMessage) -> None:
+        """Keep an answer."""
+        if isinstance(message, TokenBatch):
+            for output in message.outputs:
+                self.outputs[output.request_id].append(output)
+        elif isinstance(message, Refused):
+            self.refused.append(message)
+
+    def generate(
+        self,
+        request_id: str = "r",
+        prompt: list[int] | None = None,
+        workers: tuple[str, ...] = ("prefill-0",),
+        max_tokens: int = MAX_TOKENS,
+        **fields: Any,
+    ) -> None:
+        """Post a request."""
+        prompt = prompt_of(9) if prompt is None else prompt
+        self._prompts[request_id] = prompt, max_tokens
+        self.client.post(
+            Generate(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling=ResolvedSampling(max_tokens=max_tokens, seed=SEED),
+                prefill_workers=list(workers),
+                **fields,
+            )
+        )
+
+    def cancel(self, request_id: str = "r") -> None:
+        """Post a cancellation."""
+        self.client.post(Cancel(request_id=request_id))
+
+    def tokens(self, request_id: str = "r") -> list[int]:
+        """All that came for a request so far."""
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def prefilled_by(self, request_id: str = "r") -> str | None:
+        """The worker that sampled the first token; None if the decode worker did."""
+        return self.outputs[request_id][0].prefill_worker
+
+    async def first_token(self, request_id: str = "r") -> None:
+        """Wait for it."""
+        await eventually(lambda: self.tokens(request_id))
+
+    async def answer(self, request_id: str = "r", timeout: float = 10.0) -> None:
+        """Wait for the whole answer, which must be right."""
+        await eventually(lambda: self._has_ended(request_id), timeout)
+        assert self.outputs[request_id][-1].finish_reason == "length"
+        assert self.tokens(request_id) == expected_answer(*self._prompts[request_id])
+
+    def _has_ended(self, request_id: str) -> bool:
+        return any(output.finish_reason for output in self.outputs[request_id])
+
+
+@asynccontextmanager
+async def router_of(worker: DecodeWorker) -> AsyncIterator[Router]:
+    """Connect to a decode worker."""
+    router = Router()
+    router.client = ControlClient(
+        worker.endpoint,
+        KEYS,
+        make_client_id("router"),
+        router.on_message,
+        router.lost.append,
+        heartbeat_s=worker.times.heartbeat_s,
+        lease_s=worker.times.lease_s,
+    )
+    await router.client.connect(5)
+    try:
+        yield router
+    finally:
+        router.client.close()

@@ -1,0 +1,379 @@
+"""Prefill and decode workers that have everything but a model, Redis and a process of their own.
+
+Real control channels, real KV sockets, engine threads over fake devices. What a worker owns must be
+free when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import msgspec
+import torch
+from prometheus_client import CollectorRegistry
+
+from pagewire.services.decode.remote_jobs import RemoteJobs
+from pagewire.services.decode.service import DecodeService
+from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
+from pagewire.services.prefill.decode_links import DecodeLinks
+from pagewire.services.prefill.prefill_service import PrefillService
+from pagewire.shared.channel import ClusterKeys, ControlServer
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.kv.carriers.base import Carrier
+from pagewire.shared.kv.carriers.zmq import ZmqCarrier
+from pagewire.shared.kv.credits import SlotState
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.protocol import BlockLayout, ControlMessage
+from pagewire.shared.registry import WorkerCard
+from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.identity import WorkerIdentity
+from pagewire.shared.worker.kv_metrics import KvCollector
+from pagewire.shared.worker.metrics import TransferMetrics
+from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.shared.worker.tasks import TaskSet
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.cards import LAYOUT as DEMO_LAYOUT
+from pagewire.tests.support.cards import card
+from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, VOCAB, FakeDevice, make_core
+
+KEYS = ClusterKeys.derive("the cluster's secret")
+HOST = "127.0.0.1"
+BLOCK_SIZE = 4
+LAYOUT = msgspec.structs.replace(
+    DEMO_LAYOUT, block_size=BLOCK_SIZE, block_bytes=BLOCK_SIZE * BYTES_PER_TOKEN
+)
+BLOCKS_PER_SLOT = 2
+
+T = TypeVar("T")
+MakeCarrier = Callable[[Staging, BlockMoves], Carrier]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds; long, where a test is not about them."""
+
+    heartbeat_s: float = 0.05
+    lease_s: float = 10.0
+    transfer_s: float = 10.0
+    prefill_s: float = 10.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """What workers of both roles have.
+
+    Attributes:
+        service: its messages and outputs go there.
+        is_draining: as after SIGTERM.
+        received: messages with the connections that they came over.
+        must_be_idle: at its end all that it owns is to be free, and all links closed.
+    """
+
+    identity: WorkerIdentity
+    core: EngineCore
+    device: FakeDevice
+    staging: Staging
+    layout: BlockLayout
+    times: Times
+    service: PrefillService | DecodeService = field(init=False)
+    server: ControlServer = field(init=False)
+    endpoint: str = ""
+    is_draining: bool = False
+    must_be_idle: bool = True
+    received: list[tuple[str, ControlMessage]] = field(default_factory=list)
+    tasks: TaskSet = field(default_factory=TaskSet)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    engine: EngineHandle = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transfer_metrics = TransferMetrics(self.registry, show_pieces=False)
+        self._loop = asyncio.get_running_loop()
+        thread = EngineThread(self.core, self.in_loop(self._on_outputs))
+        self.engine = EngineHandle(
+            core=self.core,
+            moves=self.device,
+            thread=thread,
+            layout=self.layout,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            in_loop=self.in_loop,
+        )
+
+    def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """As a worker's runtime does."""
+
+        def call(*args: object) -> None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(callback, *args)
+
+        return call
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        self.service.on_outputs(outputs)
+
+    def on_message(self, peer_id: str, message: ControlMessage) -> None:
+        """Have the service take a message."""
+        self.received.append((peer_id, message))
+        self.service.on_message(peer_id, message)
+
+    def on_peer_lost(self, peer_id: str) -> None:
+        """Report a peer to the service that is gone."""
+        self.service.on_peer_lost(peer_id)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that sequences hold, as the engine last said."""
+        return self.engine.thread.snapshot.blocks.used
+
+    def taken(self, kind: type[T]) -> list[T]:
+        """Messages of one type that have come."""
+        return [message for _, message in self.received if isinstance(message, kind)]
+
+    @contextlib.contextmanager
+    def stuck(self) -> Iterator[None]:
+        """Have the engine's thread do nothing."""
+        entered, release = threading.Event(), threading.Event()
+
+        def wait(_core: EngineCore) -> None:
+            entered.set()
+            release.wait(30)
+
+        self.engine.submit(wait, admitted=True)
+        assert entered.wait(5)
+        try:
+            yield
+        finally:
+            release.set()
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """The value of a sample in `/metrics`; None if it is not there."""
+        return self.registry.get_sample_value(f"pagewire_{name}", labels)
+
+    async def stop_engine(self) -> None:
+        """End its thread."""
+        assert await asyncio.to_thread(self.engine.thread.stop, 5.0)
+
+    async def become_idle(self) -> None:
+        """Wait until all that the worker owns is free."""
+        if self.must_be_idle:
+            await eventually(self.is_idle)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is held, and no link is open."""
+        raise NotImplementedError
+
+    def card(self, **changes: Any) -> WorkerCard:
+        """A prefill worker's record."""
+        fields: dict[str, Any] = {
+            "worker_id": self.identity.worker_id,
+            "epoch": self.identity.epoch,
+            "role": "prefill",
+            "endpoint": self.endpoint,
+            "layout": self.layout,
+        }
+        return card(**(fields | changes))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start what the service needs, and end all of it in the order of a worker's runtime."""
+        times, identity = self.times, self.identity
+        self.server = ControlServer(
+            HOST,
+            0,
+            KEYS,
+            identity.worker_id,
+            identity.epoch,
+            self.on_message,
+            self.on_peer_lost,
+            heartbeat_s=times.heartbeat_s,
+            lease_s=times.lease_s,
+        )
+        self.endpoint = await self.server.start()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.server.close)
+            yield
+
+
+@dataclass(eq=False)
+class PrefillWorker(Worker):
+    """A prefill worker."""
+
+    sender: KvSender = field(init=False)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is held, and no link is open."""
+        sender = self.sender
+        is_free = self.staging.num_free == self.staging.num_slots and not self.used_blocks
+        return is_free and not (sender.num_jobs or sender.num_links or self.service.num_active)
+
+
+@dataclass(eq=False)
+class DecodeWorker(Worker):
+    """A decode worker.
+
+    Attributes:
+        cards: of the prefill workers, as the directory has them.
+    """
+
+    receiver: KvReceiver = field(init=False)
+    links: PrefillLinks = field(init=False)
+    cards: list[WorkerCard] = field(default_factory=list)
+
+    def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
+        """Whether there is a usable link to this life of a worker."""
+        link = self.links.get(worker_id)
+        return link is not None and link.epoch == epoch
+
+    async def link_to(self, *workers: PrefillWorker, timeout: float = 5.0) -> None:
+        """Have the directory know these prefill workers, and wait for the links."""
+        self.cards = [worker.card() for worker in workers]
+        names = [(worker.identity.worker_id, worker.identity.epoch) for worker in workers]
+        await eventually(lambda: all(self.is_linked(*name) for name in names), timeout)
+
+    def local_prefills(self, reason: str) -> float | None:
+        """How many prompts were computed here for a reason."""
+        return self.metric("local_prefills_total", reason=reason)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is held, and no link is open."""
+        receiver = self.receiver
+        is_free = receiver.credits.count(SlotState.FREE) == receiver.staging.num_slots
+        return is_free and not (self.used_blocks or receiver.num_links or self.service.num_active)
+
+
+def _staging(layout: BlockLayout, slots: int) -> Staging:
+    size = BlockParts.of_layout(layout).packed_bytes(BLOCKS_PER_SLOT)
+    return make_staging(slots, size, torch.device("cpu"))
+
+
+@asynccontextmanager
+async def _open(
+    worker: Worker, makers: Sequence[MakeCarrier]
+) -> AsyncIterator[tuple[KvSockets, dict[str, Carrier], FdWatch]]:
+    """Open what both halves of the endpoint need, and the control server."""
+    async with AsyncExitStack() as stack:
+        sockets = KvSockets(KEYS, worker.staging.slot_bytes)
+        stack.callback(sockets.close)
+        carriers = {}
+        for make in makers:
+            carrier = make(worker.staging, worker.device)
+            stack.callback(carrier.close)
+            carriers[carrier.name] = carrier
+        thread = worker.engine.thread
+        await stack.enter_async_context(worker.running())
+        yield sockets, carriers, FdWatch(thread.watch, thread.unwatch)
+
+
+@asynccontextmanager
+async def _serving(
+    worker: PrefillWorker | DecodeWorker, half: KvSender | KvReceiver
+) -> AsyncIterator[None]:
+    """Run the engine and the service; at the end all of the worker's must be free."""
+    worker.core.hooks.append(half)
+    worker.registry.register(KvCollector(half))
+    worker.engine.thread.start()
+    worker.service.start()
+    async with AsyncExitStack() as stack:
+        stack.callback(half.close_all)
+        stack.push_async_callback(worker.stop_engine)
+        stack.push_async_callback(worker.become_idle)
+        stack.push_async_callback(worker.tasks.close)
+        stack.push_async_callback(worker.service.close)
+        yield
+    worker.core.scheduler.check_integrity()
+
+
+@asynccontextmanager
+async def prefill_worker(
+    worker_id: str = "prefill-0",
+    epoch: int = 1,
+    *,
+    slots: int = 4,
+    carriers: Sequence[MakeCarrier] = (ZmqCarrier,),
+    layout: BlockLayout = LAYOUT,
+    times: Times = Times(),
+    **engine: Any,
+) -> AsyncIterator[PrefillWorker]:
+    """Run a prefill worker."""
+    core, device = make_core(block_size=BLOCK_SIZE, **engine)
+    identity = WorkerIdentity(worker_id, epoch)
+    worker = PrefillWorker(identity, core, device, _staging(layout, slots), layout, times)
+    async with _open(worker, carriers) as (sockets, opened, watch):
+        worker.sender = KvSender(
+            core=core,
+            moves=device,
+            staging=worker.staging,
+            parts=worker.engine.parts,
+            sockets=sockets,
+            carriers=opened,
+            timeout_s=times.transfer_s,
+            watch=watch,
+        )
+        post = worker.server.post
+        links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
+        worker.service = PrefillService(
+            identity, worker.engine, worker.sender, links, post, lambda: worker.is_draining
+        )
+        async with _serving(worker, worker.sender):
+            yield worker
+
+
+@asynccontextmanager
+async def decode_worker(
+    worker_id: str = "decode-0",
+    *,
+    slots: int = 8,
+    carriers: Sequence[MakeCarrier] = (ZmqCarrier,),
+    layout: BlockLayout = LAYOUT,
+    times: Times = Times(),
+    **engine: Any,
+) -> AsyncIterator[DecodeWorker]:
+    """Run a decode worker, which knows no prefill worker yet."""
+    core, device = make_core(block_size=BLOCK_SIZE, **engine)
+    identity = WorkerIdentity(worker_id, 1)
+    worker = DecodeWorker(identity, core, device, _staging(layout, slots), layout, times)
+    async with _open(worker, carriers) as (sockets, opened, watch):
+        worker.receiver = receiver = KvReceiver(
+            core=core,
+            moves=device,
+            staging=worker.staging,
+            parts=worker.engine.parts,
+            socket=ReceiverSocket(sockets, HOST, HOST),
+            carriers=opened,
+            timeout_s=times.transfer_s,
+            watch=watch,
+        )
+        worker.links = PrefillLinks(
+            identity,
+            worker.engine,
+            receiver,
+            lambda: worker.cards,
+            KEYS,
+            worker.tasks,
+            LinkTimes(times.heartbeat_s, times.lease_s, times.transfer_s),
+        )
+        jobs = RemoteJobs(
+            identity,
+            worker.engine,
+            receiver,
+            worker.links,
+            worker.transfer_metrics.local_prefills,
+            times.prefill_s,
+        )
+        worker.service = DecodeService(cast("WorkerRuntime", worker), worker.engine, jobs)
+        async with _serving(worker, receiver):
+            yield worker

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pagewire.shared.errors import ConfigError, IntegrityError, ProtocolError, TransferError
+from pagewire.shared.kv.credits import ReceiverCredits, SenderCredits, SlotState
+from pagewire.shared.kv.messages import Grant, Reclaim, Return
+from pagewire.tests.support.credits_world import Acknowledged, World
+
+Granted = list[tuple[int, Grant | Reclaim]]
+
+
+def settled(world: World) -> World:
+    """Deliver all messages and end all uses, in some order."""
+    while event := next(world.deliveries(), None) or next(world.completions(), None):
+        world.happen(event)
+    return world
+
+
+def world_of(
+    num_slots: int, max_links: int, busy: int, *before: str, opens: int | None, closes: int | None
+) -> World:
+    """Return a world in which links have opened and closed and nothing is in flight.
+
+    Args:
+        before: "+1": link 1 opened, and all was settled; "-1": it ended, and its slots are in
+            quarantine.
+    """
+    world = World(ReceiverCredits(num_slots, max_links), busy)
+    for step in before:
+        if step[0] == "+":
+            world.open(int(step[1:]))
+            settled(world)
+        else:
+            world.close(int(step[1:]))
+            while event := next(world.deliveries(), None):
+                world.happen(event)
+    world.opens, world.closes = opens, closes
+    return world
+
+
+# Each state that honest peers can reach
+
+
+def check_progress(world: World) -> bool:
+    """See what must be so where nothing is in flight; returns whether nothing is to be done."""
+    if next(world.deliveries(), None) is not None:
+        return False
+    assert world.lacking <= len(world.reclaimed), "a link waits for credits that nobody gives back"
+    for number, link in world.links.items():
+        assert world.reclaimed.isdisjoint(link.sender.idle), f"link {number} keeps credits"
+    if next(world.completions(), None) is not None:
+        return False
+    assert not world.reclaimed
+    for number, link in world.links.items():
+        assert len(link.sender.idle) == world.kept(number) >= world.share
+    return True
+
+
+def explore(start: World) -> int:
+    """Visit all states that can be reached; returns how many.
+
+    Whatever the order of events, those that end something come to an end: the states between which
+    they lead form no circle. So all orders lead to states in which nothing is left to be done.
+    """
+    places = {start.key(): 0}
+    todo = deque([start])
+    leads_to: list[list[int]] = []  # by what ends something
+    num_settled = 0
+    while todo:
+        world = todo.popleft()
+        world.check()
+        num_settled += check_progress(world)
+        if len(leads_to) % 40 == 0:
+            check_dishonest(world)
+        data = pickle.dumps(world, -1)
+        ends = {*world.deliveries(), *world.completions()}
+        leads_to.append([])
+        for event in world.events():
+            changed: World = pickle.loads(data)  # noqa: S301
+            changed.happen(event)
+            key = changed.key()
+            if key not in places:
+                places[key] = len(places)
+                todo.append(changed)
+            if event in ends:
+                leads_to[-1].append(places[key])
+    check_no_circle(leads_to)
+    assert num_settled > 0
+    return len(places)
+
+
+def check_no_circle(leads_to: list[list[int]]) -> None:
+    """See that a graph is free of circles: its nodes can be taken away, those without arrows first.
+
+    Args:
+        leads_to: by node, the ends of its arrows.
+    """
+    arrows = Counter(end for ends in leads_to for end in ends)
+    free = [node for node in range(len(leads_to)) if not arrows[node]]
+    num_taken = 0
+    while free:
+        num_taken += 1
+        for end in leads_to[free.pop()]:
+            arrows[end] -= 1
+            if not arrows[end]:
+                free.append(end)
+    assert num_taken == len(leads_to)
+
+
+@pytest.mark.parametrize(
+    ("world", "at_least"),
+    [
+        pytest.param(world_of(2, 1, 2, opens=None, closes=None), 30, id="one link, two slots"),
+        pytest.param(world_of(3, 1, 3, opens=None, closes=None), 150, id="one link, three slots"),
+        pytest.param(world_of(4, 2, 1, opens=2, closes=1), 2000, id="two open, one ends"),
+        pytest.param(world_of(4, 2, 2, "+1", opens=1, closes=0), 15_000, id="one joins a busy one"),
+        pytest.param(
+            world_of(5, 2, 1, "+1", "+2", "-1", opens=1, closes=0),
+            500,
+            id="one joins, three of five slots in quarantine",
+        ),
+        pytest.param(
+            world_of(6, 3, 1, "+1", "+2", "-1", opens=1, closes=0),
+            500,
+            id="one joins, three of six slots in quarantine",
+        ),
+        pytest.param(
+            world_of(4, 2, 1, "+1", "+2", "-1", "-2", opens=2, closes=0),
+            500,
+            id="two open, all slots in quarantine",
+        ),
+    ],
+)
+def test_all_interleavings_keep_every_slot_in_one_place_and_lend_all_evenly(
+    world: World, at_least: int
+) -> None:
+    assert explore(world) >= at_least
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_histories_of_three_links_lose_no_credit(seed: int) -> None:
+    rng = random.Random(seed)
+    world = world_of(7, 3, 3, opens=None, closes=None)
+    for step in range(10_000):
+        # Links end seldom, so that there is something to lose.
+        events = [e for e in world.events() if e.name != "close" or rng.random() < 0.02]
+        world.happen(rng.choice(events))
+        world.check()
+        check_progress(world)
+        if step % 100 == 0:
+            assert check_progress(settled(pickle.loads(pickle.dumps(world))))  # noqa: S301
+
+
+# Peers that do not keep to the protocol
+
+
+def check_dishonest(world: World) -> None:
+    """See that wrong messages are refused and leave everything as it is."""
+    key = world.key()
+    for wrong in (*wrong_to_receiver(world), *wrong_to_senders(world)):
+        with pytest.raises(ProtocolError):
+            wrong()
+    assert world.key() == key
+
+
+def wrong_to_receiver(world: World) -> Iterator[Callable[[], object]]:
+    """Yield what a sender might say and must not."""
+    receiver = world.receiver
+    for number in (1, 2, 3, 4):
+        for slot in range(receiver.num_slots + 1):
+            is_lent = world.lent.get(slot) == number and slot not in world.filled
+            if not is_lent:
+                yield lambda n=number, s=slot: receiver.fill(n, s, 1 << 30)
+            else:
+                yield lambda n=number, s=slot: receiver.fill(n, s, 0)
+            if not is_lent or slot not in world.reclaimed:
+                yield lambda n=number, s=slot: receiver.take_back(n, s)
+
+
+def wrong_to_senders(world: World) -> Iterator[Callable[[], object]]:
+    """Yield what a receiver might say and must not."""
+    for number, link in world.links.items():
+        sender = link.sender
+        acks = [message for message in link.to_sender if isinstance(message, Acknowledged)]
+        in_use = {*link.packing, *(m.credit for m in link.to_receiver if not isinstance(m, Return))}
+        in_use |= {m.credit for m in acks} | {s for s in world.filled if world.lent[s] == number}
+        for credit in range(world.receiver.num_slots + 1):
+            is_here = credit in in_use or credit in sender.idle
+            newest = sender.uses.get(credit, 0)
+            if is_here:
+                yield lambda s=sender, c=credit: s.grant([c])
+                yield lambda s=sender, c=credit: s.grant([99, c])
+            else:
+                yield lambda s=sender, c=credit: s.grant([c, c])
+                yield lambda s=sender, c=credit: s.reclaim(c)
+            for use in (newest - 1, newest + 1, *([] if credit in in_use else [newest])):
+                yield lambda s=sender, c=credit, u=use: s.acknowledge(c, u)
+
+
+def lent(num_slots: int = 2) -> tuple[ReceiverCredits, SenderCredits]:
+    """Return a receiver and the only sender, who has all credits."""
+    receiver, sender = ReceiverCredits(num_slots, 1), SenderCredits()
+    [(_, grant)] = receiver.open(1)
+    sender.grant(grant.credits)
+    return receiver, sender
+
+
+def test_a_use_is_announced_once() -> None:
+    receiver, sender = lent()
+    credit, use = sender.take()
+    receiver.fill(1, credit, use)
+    with pytest.raises(ProtocolError, match=f"no use {use} of credit {credit}"):
+        receiver.fill(1, credit, use)
+    receiver.empty(1, credit)
+    with pytest.raises(ProtocolError, match=f"no use {use} of credit {credit}"):
+        receiver.fill(1, credit, use)
+    receiver.fill(1, credit, use + 1)
+
+
+def test_a_use_is_announced_once_even_if_the_credit_was_elsewhere_since_then() -> None:
+    receiver = ReceiverCredits(4, 2)
+    receiver.open(1)
+    for credit in range(4):
+        receiver.fill(1, credit, 7)
+        receiver.empty(1, credit)
+    reclaimed = [message.credit for _, message in receiver.open(2)]
+    for credit in reclaimed:
+        receiver.take_back(1, credit)
+    for credit in reclaimed:
+        receiver.fill(2, credit, 1)  # uses of another link are others
+    slots, _ = receiver.close(2)
+    assert receiver.release(slots) == [(1, Grant(reclaimed))]
+    for credit in reclaimed:
+        with pytest.raises(ProtocolError, match=f"no use 7 of credit {credit}"):
+            receiver.fill(1, credit, 7)
+        receiver.fill(1, credit, 8)
+
+
+def test_a_second_reclaim_of_a_credit_in_use_is_refused() -> None:
+    _, sender = lent()
+    credit, use = sender.take()
+    assert sender.reclaim(credit) is None
+    with pytest.raises(ProtocolError, match="reclaimed and is not here"):
+        sender.reclaim(credit)
+    sender.acknowledge(credit, use)
+    assert credit not in sender.idle
+    assert sender.num_in_use == 0
+
+
+def test_the_credit_that_has_rested_longest_is_taken_first() -> None:
+    _, sender = lent(3)
+    (first, use), (second, _) = sender.take(), sender.take()
+    assert sender.put_back(second) is None
+    sender.acknowledge(first, use)
+    assert [sender.take()[0] for _ in range(3)] == [2, second, first]
+    assert sender.take() is None
+
+
+def test_a_link_too_many_is_refused_by_name() -> None:
+    receiver = ReceiverCredits(5, 2)
+    receiver.open(1)
+    receiver.open(2)
+    before = repr(receiver)
+    with pytest.raises(TransferError, match=r"2 KV links are open.*PAGEWIRE_STAGING_SLOTS"):
+        receiver.open(3)
+    assert repr(receiver) == before
+    receiver.close(2)
+    receiver.open(3)
+    assert receiver.links == [1, 3]
+
+
+@pytest.mark.parametrize(("num_slots", "max_links"), [(1, 1), (3, 2), (0, 0), (2, 0)])
+def test_too_few_slots_are_a_wrong_setting(num_slots: int, max_links: int) -> None:
+    with pytest.raises(ConfigError, match=f"{num_slots} staging slots are too few"):
+        ReceiverCredits(num_slots, max_links)
+
+
+def test_what_the_receiver_itself_gets_wrong_is_an_integrity_error() -> None:
+    receiver, _ = lent()
+    with pytest.raises(IntegrityError, match="not filled"):
+        receiver.empty(1, 0)
+    with pytest.raises(IntegrityError, match="not in quarantine"):
+        receiver.release([0])
+    assert receiver.close(2) == ([], [])  # no link of ours
+    slots, messages = receiver.close(1)
+    assert (slots, messages) == ([0, 1], [])
+    assert receiver.count(SlotState.QUARANTINED) == 2
+    assert receiver.release(slots) == []
+    with pytest.raises(IntegrityError, match="not in quarantine"):
+        receiver.release([0])
