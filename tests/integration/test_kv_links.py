@@ -7,6 +7,7 @@ import pytest
 
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.credits import SlotState
+from pagewire.shared.kv.waking import FdWatch
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import hello_of
 
@@ -118,6 +119,16 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
             pair.prefill.sender.connect(hello)
 
 
+def test_only_open_links_are_watched() -> None:
+    with kv_pair("zmq", num_decodes=2, linked=False) as pair:
+        watched: list[int] = []
+        pair.prefill.sender.watch = FdWatch(watched.append, watched.remove)
+        links = [pair.open(pair.prefill, decode) for decode in pair.decodes]
+        assert watched == [link.sent.socket.fd for link in links]
+        pair.end(links[0])
+        assert watched == [links[1].sent.socket.fd]
+
+
 def test_one_link_too_many_is_refused_by_name() -> None:
     with kv_pair("zmq", num_prefills=3, decode_slots=4, linked=False) as pair:
         first = pair.open(pair.prefills[0], pair.decode)
@@ -166,10 +177,10 @@ def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
 
 @CARRIERS
 def test_the_credits_of_a_link_that_ends_go_to_the_others(kind: str) -> None:
-    with kv_pair(kind, num_prefills=2, decode_slots=6) as pair:
-        pair.until(lambda: idle(pair) == [3, 3])
+    with kv_pair(kind, num_prefills=2, decode_slots=7) as pair:
+        pair.until(lambda: idle(pair) == [4, 3])
         pair.end(pair.link)
-        pair.until(lambda: idle(pair) == [6])
+        pair.until(lambda: idle(pair) == [7])
         pair.ask(PROMPT)
         pair.finish()
 

@@ -232,6 +232,19 @@ def test_a_payload_that_does_not_come_ends_the_link_in_its_time(kind: str) -> No
 
 
 @CARRIERS
+def test_payloads_of_a_link_that_has_ended_are_not_awaited(kind: str) -> None:
+    with kv_pair(kind) as pair:
+        pair.decode.carrier.holds_payloads = True
+        pair.ask(PROMPT)
+        pair.until(lambda: pair.decode.core.hooks_busy)
+        pair.decode.receiver.close(pair.link.received)
+        pair.step(pair.decode)
+        assert not pair.decode.core.hooks_busy
+        pair.end(pair.link)
+        pair.finish()
+
+
+@CARRIERS
 @pytest.mark.parametrize("where", ["stage", "staged", "send", "sent", "receive"])
 def test_a_carrier_that_fails_ends_its_link_and_no_other(kind: str, where: str) -> None:
     with kv_pair(kind, num_prefills=2) as pair:

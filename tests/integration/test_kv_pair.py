@@ -276,16 +276,13 @@ def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
 def test_blocks_that_were_lost_while_they_were_packed_are_packed_again(
     kind: str, divided_bytes: int
 ) -> None:
-    engine = {"num_blocks": 7, "max_num_batched_tokens": 5}
+    engine = {"num_blocks": 7, "max_num_batched_tokens": 5, "caching": False}
     with kv_pair(kind, prefill=engine, divided_bytes=divided_bytes) as pair:
-        scheduler = pair.prefill.core.scheduler
         pair.prefill.device.has_moved = False
         start_beside(pair, 6, 2)
-        pair.until(lambda: scheduler.num_preemptions)
+        pair.until(lambda: pair.prefill.core.scheduler.num_preemptions)
         assert packed(pair)
-        # Another has written to the blocks before they are read.
-        pair.until(lambda: not any(s.request_id == "talks" for s in scheduler.holders()))
-        pair.prefill.device.has_moved = True
+        pair.prefill.device.has_moved = True  # the other sequence has written there before
         pair.finish()
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from pagewire.shared.kv.messages import (
     Ack,
     Grant,
+    Open,
     Segment,
     ToReceiver,
     ToSender,
@@ -21,10 +23,15 @@ from pagewire.shared.kv.messages import (
 from pagewire.shared.kv.receiver import ReceiverLink
 from pagewire.shared.kv.sender import SenderLink
 from pagewire.shared.protocol import LinkHello
-from pagewire.tests.support.kv_pair import KvPair
-from pagewire.tests.support.kv_sides import LAYOUT, DecodeSide, PrefillSide
+from pagewire.tests.support.fake_device import NUM_PARTS
+from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
+from pagewire.tests.support.kv_sides import LAYOUT, PARTS, DecodeSide, PrefillSide
 
 _TOKEN = b"0123456789abcdef"
+PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
+SEGMENT = Segment(
+    credit=0, use=1, job="job", first=0, count=1, first_part=0, num_parts=2, seed=0, nbytes=32
+)
 
 
 @dataclass
@@ -137,3 +144,35 @@ def raw_receiver(
     finally:
         socket.close(linger=0)
         context.term()
+
+
+@contextmanager
+def reserved() -> Iterator[tuple[KvPair, RawSender, Request]]:
+    """A request that waits for three blocks, and a link to send something by."""
+    with kv_pair("zmq", linked=False, blocks_per_slot=8) as pair:
+        pair.starts_jobs = False
+        request = pair.ask(PROMPT)
+        with raw_sender(pair, pair.decode) as raw:
+            raw.say(Open())
+            assert raw.hear(1) == [Grant([0, 1, 2, 3])]
+            pair.until(lambda: request.job)
+            yield pair, raw, request
+
+
+def cells(pair: KvPair) -> list[list[int | None]]:
+    return [list(block) for block in pair.decode.device.cells]
+
+
+def size(count: int, num_parts: int = NUM_PARTS) -> int:
+    """Bytes of a payload."""
+    return PARTS.packed_bytes(count, num_parts)
+
+
+def payload(count: int, num_parts: int = NUM_PARTS) -> bytes:
+    """What is intact: words and sums of zero, for seed 0."""
+    return bytes(size(count, num_parts))
+
+
+def segment_with(**fields: object) -> Segment:
+    """The usual segment, with other fields."""
+    return msgspec.structs.replace(SEGMENT, **fields)

@@ -1,0 +1,189 @@
+"""The far end of a link says what makes no sense there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.shared.kv.messages import (
+    Ack,
+    Grant,
+    Open,
+    Reclaim,
+    Return,
+    Segment,
+    ToReceiver,
+    ToSender,
+    encode,
+)
+from pagewire.tests.support.fake_device import make_sequence
+from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_raw import (
+    PROMPT,
+    SEGMENT,
+    RawReceiver,
+    cells,
+    payload,
+    raw_receiver,
+    raw_sender,
+    segment_with,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+# A sender
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([Open()], "the link was opened twice"),
+        ([Return(0)], " nobody asked for"),
+        ([Return(200)], "returns credit 200, which nobody asked for"),
+        ([SEGMENT, SEGMENT], "has no use 1"),
+    ],
+    ids=["open", "return", "return-unknown", "twice"],
+)
+def test_a_sender_that_breaks_the_protocol_loses_its_link_alone(
+    messages: list[ToReceiver], why: str
+) -> None:
+    _loses(messages, payload(1), why)
+
+
+@pytest.mark.parametrize(
+    ("change", "body", "why"),
+    [
+        ({"credit": 4}, payload(1), "has no use 1 of credit 4"),
+        ({"credit": 255}, payload(1), "has no use 1 of credit 255"),
+        ({"use": 0}, payload(1), "has no use 0"),
+        ({"nbytes": 0}, b"", "a segment of 0 bytes in a slot of 64"),
+        ({"nbytes": 65}, bytes(65), "a segment of 65 bytes in a slot of 64"),
+        ({"nbytes": 2**40 - 1}, payload(1), "in a slot of 64"),
+        ({}, payload(1)[1:], "a payload of 31 bytes, announced as 32"),
+        ({}, None, "a payload of 0 bytes, announced as 32"),
+    ],
+    ids=str,
+)
+def test_a_segment_without_a_place_ends_its_link(
+    change: dict[str, int], body: bytes | None, why: str
+) -> None:
+    _loses([segment_with(**change)], body, why)
+
+
+def _loses(messages: list[ToReceiver], body: bytes | None, why: str) -> None:
+    """Let one of two senders say something that ends its link."""
+    with kv_pair("zmq") as pair, raw_sender(pair, pair.decode) as raw:
+        raw.say(Open())
+        first = raw.hear(2)[0]  # one more as the other link returns it
+        before = cells(pair)
+        for message in messages:
+            if getattr(message, "credit", 0) < 4:
+                message = _with_credit(message, first)
+            raw.say(message, *([] if body is None or not isinstance(message, Segment) else [body]))
+        pair.until(lambda: pair.decode.lost)
+        ((link, reason),) = pair.decode.lost
+        assert link is raw.link
+        assert why in reason
+        assert cells(pair) == before
+        pair.ask(PROMPT)
+        pair.finish()
+
+
+def _with_credit(message: ToReceiver, grant: ToSender) -> ToReceiver:
+    """Name a credit that was granted."""
+    assert isinstance(grant, Grant)
+    if isinstance(message, Open):
+        return message
+    return msgspec.structs.replace(message, credit=grant.credits[0])
+
+
+# A receiver
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([Grant([1])], "credit 1 was granted twice"),
+        ([Grant([5, 5])], "credit 5 was granted twice"),
+        ([Ack(1, 1, "ok")], "credit 1 was acknowledged and nothing was sent"),
+        ([Ack(200, 1, "ok")], "credit 200 was acknowledged and nothing was sent"),
+        ([Reclaim(200)], "credit 200 was reclaimed and is not here"),
+        ([Reclaim(1), Reclaim(1)], "credit 1 was reclaimed and is not here"),
+        ([b"garbage"], "not a message of a KV receiver"),
+        ([encode(Open())], "not a message of a KV receiver"),
+        ([b"\0" * 4097], "a KV message of 4097 bytes exceeds 4096"),
+    ],
+    ids=str,
+)
+def test_a_receiver_that_breaks_the_protocol_loses_its_link_alone(
+    messages: list[ToSender | bytes], why: str
+) -> None:
+    with kv_pair("zmq") as pair, raw_receiver(pair, pair.prefill) as (raw, link):
+        raw.pass_test([0, 1])
+        for message in messages:
+            raw.say(message)
+        pair.until(lambda: pair.prefill.lost)
+        ((lost, reason),) = pair.prefill.lost
+        assert lost is link
+        assert why in reason
+        pair.ask(PROMPT)
+        pair.finish()
+
+
+def test_a_receiver_that_acknowledges_another_use_loses_its_link() -> None:
+    with kv_pair("zmq") as pair, raw_receiver(pair, pair.prefill) as (raw, link):
+        raw.hear(1)
+        raw.say(Grant([3]))
+        test = raw.hear(2)[1]
+        assert isinstance(test, Segment)
+        raw.say(Ack(3, test.use + 1, "ok"))
+        pair.until(lambda: pair.prefill.lost)
+        assert pair.prefill.lost[0][0] is link
+        assert "was acknowledged and is not open" in pair.prefill.lost[0][1]
+
+
+def test_credits_are_reclaimed_and_come_back() -> None:
+    with kv_pair("zmq", linked=False) as pair, raw_receiver(pair, pair.prefill) as (raw, link):
+        raw.pass_test([0, 1])
+        raw.say(Reclaim(1))
+        assert raw.hear(3)[2] == Return(1)
+        raw.say(Grant([1]))
+        pair.until(lambda: list(link.credits.idle) == [0, 1])
+
+
+def test_a_credit_that_is_packed_into_comes_back_when_it_is_not_used() -> None:
+    with kv_pair("zmq", linked=False) as pair, raw_receiver(pair, pair.prefill) as (raw, link):
+        raw.pass_test([0])
+        pair.until(lambda: link.credits.idle)
+        pair.prefill.device.has_moved = False
+        _export(pair, raw, link)
+        raw.say(Reclaim(0))
+        raw.say(Grant([1]))  # shows that the other was read
+        pair.until(lambda: pair.prefill.sender.staging.num_free == 2)
+        pair.prefill.sender.cancel("job", link)
+        pair.prefill.device.has_moved = True
+        assert raw.hear(3)[2] == Return(0)
+        assert not pair.prefill.held()
+
+
+def test_a_payload_that_is_under_way_answers_a_reclaim() -> None:
+    with kv_pair("zmq", linked=False) as pair, raw_receiver(pair, pair.prefill) as (raw, link):
+        raw.pass_test([0])
+        pair.until(lambda: link.credits.idle)
+        _export(pair, raw, link)
+        segment = raw.hear(3)[2]
+        assert isinstance(segment, Segment) and segment.job == "job"
+        raw.say(Reclaim(0))
+        raw.say(Ack(0, segment.use, "dropped"))
+        raw.say(Grant([1]))
+        pair.until(lambda: list(link.credits.idle) == [1] or link.credits.num_in_use)
+        pair.prefill.sender.cancel("job", link)
+
+
+def _export(pair: KvPair, raw: RawReceiver, link: Any) -> None:
+    pair.prefill.core.add(make_sequence("job", PROMPT, prefill_only=True))
+    pair.prefill.sender.export("job", link, 0, 3)
+    pair.until(lambda: pair.prefill.device.moved)

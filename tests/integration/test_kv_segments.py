@@ -1,0 +1,132 @@
+"""Segments that are not what a receiver expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagewire.shared.kv.link_test import TEST_JOB
+from pagewire.shared.kv.receiver import Completion
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.fake_device import NUM_PARTS
+from pagewire.tests.support.kv_raw import (
+    cells,
+    payload,
+    reserved,
+    segment_with,
+    size,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize(
+    ("change", "nbytes"),
+    [
+        ({"job": "another"}, size(3)),
+        ({"first": 1}, size(3)),
+        ({"first": 3, "count": 1}, size(1)),
+        ({"first": 2**40 - 1, "count": 1}, size(1)),
+        ({"count": 4}, size(4)),
+        ({"count": 2}, size(3)),
+        ({}, size(3) - 1),
+        ({}, size(3) + 1),
+        ({}, 1),
+        ({"count": 0}, 1),
+        ({"count": 2**40 - 1}, size(8)),
+        ({"num_parts": 0}, size(3)),
+        ({"num_parts": 1}, size(3)),
+        ({"num_parts": NUM_PARTS + 1}, size(3, NUM_PARTS + 1)),
+        ({"first_part": 1}, size(3)),
+        ({"first_part": NUM_PARTS, "num_parts": 1}, size(3, 1)),
+        ({"first_part": 7, "num_parts": 8, "count": 1}, size(1, 8)),
+    ],
+    ids=str,
+)
+def test_a_segment_that_is_not_expected_is_dropped(change: dict[str, Any], nbytes: int) -> None:
+    with reserved() as (pair, raw, request):
+        before = cells(pair)
+        fields = {"job": request.job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        assert raw.send(bytes(nbytes), **fields | change) == "dropped"
+        assert cells(pair) == before
+        assert raw.send(payload(3), **fields) == "ok"
+
+
+def test_what_has_arrived_or_is_arriving_is_not_written_over() -> None:
+    with reserved() as (pair, raw, request):
+        fields = {"job": request.job, "first_part": 0, "num_parts": NUM_PARTS}
+        assert raw.send(payload(1), **fields, first=1, count=1) == "ok"
+        before = cells(pair)
+        assert raw.send(bytes(payload(3)), **fields, first=0, count=3) == "dropped"
+        assert raw.send(b"\1" + payload(1)[1:], **fields, first=1, count=1) == "dropped"
+        part = {**fields, "num_parts": 1}
+        assert raw.send(payload(1, 1), **part, first=1, count=1) == "dropped"
+        assert cells(pair) == before
+        assert raw.send(payload(1, 1), **part, first=0, count=1) == "ok"
+        assert raw.send(payload(1, 1), **part, first=0, count=1) == "dropped"
+
+
+def test_what_arrived_corrupt_is_taken_again() -> None:
+    with reserved() as (_pair, raw, request):
+        fields = {"job": request.job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        for spoiled in (b"\1" + payload(3)[1:], payload(3)[:-1] + b"\1"):
+            assert raw.send(spoiled, **fields) == "corrupt"
+        assert raw.send(payload(3), **fields, seed=1) == "corrupt"  # left from another use
+        assert raw.send(payload(3), **fields) == "ok"
+
+
+def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
+    with reserved() as (pair, raw, request):
+        name, first = request.sequence.request_id, request.job
+        fields = {"first_part": 0, "num_parts": NUM_PARTS}
+        assert raw.send(payload(1), job=first, first=0, count=1, **fields) == "ok"
+        receiver = pair.decode.receiver
+        second = receiver.new_job(name, 2)
+        receiver.retry(name, second)
+        assert raw.send(payload(1), job=first, first=1, count=1, **fields) == "dropped"
+        assert raw.send(payload(2), job=second, first=0, count=2, **fields) == "ok"
+        assert raw.send(payload(1), job=first, first=2, count=1, **fields) == "dropped"
+        assert raw.send(payload(1), job=second, first=2, count=1, **fields) == "ok"
+        activated: list[str] = []
+        for job in (first, second):
+            assert request.sequence.status is RequestStatus.RESERVED
+            receiver.complete(name, Completion(job, 1, lambda job=job: activated.append(job)))
+        assert request.sequence.status is RequestStatus.RUNNING
+        assert activated == [second]
+        pair.abort(request)
+
+
+def test_a_sequence_waits_until_its_last_blocks_are_written() -> None:
+    with reserved() as (pair, raw, request):
+        pair.decode.device.has_moved = False
+        raw.say(segment_with(job=request.job, count=3, nbytes=size(3)), payload(3))
+        pair.until(lambda: pair.decode.device.moves)
+        completion = Completion(request.job, 1, lambda: None)
+        pair.decode.receiver.complete(request.sequence.request_id, completion)
+        before = request.sequence.status
+        pair.decode.device.has_moved = True
+        pair.step(pair.decode)
+        statuses = before, request.sequence.status
+        assert statuses == (RequestStatus.RESERVED, RequestStatus.RUNNING)
+        pair.abort(request)
+
+
+def test_a_segment_for_a_request_that_ended_during_a_step_is_dropped() -> None:
+    with reserved() as (pair, raw, request):
+        job = request.job
+        pair.decode.add("talks", [1], max_tokens=9)
+        pair.decode.device.has_run = False
+        pair.step(pair.decode)
+        pair.abort(request)  # no plan can say so before the step has ended
+        fields = {"job": job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        assert raw.send(payload(3), **fields) == "dropped"
+        assert pair.decode.core.awaits_step
+        pair.decode.device.has_run = True
+
+
+def test_the_test_of_a_link_may_not_be_anything() -> None:
+    with reserved() as (pair, raw, _request):
+        fields = {"job": TEST_JOB, "first": 0, "count": 0, "first_part": 0, "num_parts": 0}
+        assert raw.send(bytes(100), **fields) == "corrupt"
+        assert pair.decode.tested == []
