@@ -18,16 +18,24 @@ from pagewire.shared.transfer.ucx_settings import ucx_settings
 from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
 
 LARGE = 64 * MIB
-BREAK_OFF_MS = 15  # after the beginning of a large payload, which takes longer
+# A receiver that rests from its third millisecond on is in the midst of a large payload then.
+REST_AFTER_MS, REST_MS, BREAK_OFF_MS = 3, 100, 15
 NUM_BREAKS = 12
 
 pytestmark = pytest.mark.timeout(120)
 
 
+def begin_large(sender: Half, receiver: Half, link: int, use: int) -> None:
+    """Begin a payload in whose midst the receiver rests for a moment."""
+    sender.do("send", link, 0, use, LARGE)
+    sender.wait("begun", link, use)
+    receiver.do("after", REST_AFTER_MS, "rest", REST_MS)
+    receiver.do("receive", link, 0, use, LARGE)
+
+
 def break_off(sender: Half, receiver: Half, link: int) -> int:
     """End a link's sending half in mid-payload; returns how many workers the sender abandoned."""
-    sender.do("send", link, 0, 2, LARGE)
-    receiver.do("receive", link, 0, 2, LARGE)
+    begin_large(sender, receiver, link, 2)
     sender.do("after", BREAK_OFF_MS, "close", link)
     return int(sender.wait("closed", link)[2])
 
@@ -78,8 +86,7 @@ def test_receiver_that_is_killed_in_the_middle_fails_the_send() -> None:
     with two_halves(1, LARGE) as (sender, receiver):
         connect(sender, receiver, 1)
         cross(sender, receiver, 1, 1, 1000)
-        sender.do("send", 1, 0, 2, LARGE)
-        receiver.do("receive", 1, 0, 2, LARGE)
+        begin_large(sender, receiver, 1, 2)
         time.sleep(BREAK_OFF_MS / 1e3)
         receiver.kill()
         sender.wait("failed", 1, 2)
@@ -96,8 +103,7 @@ def test_link_to_a_stopped_or_dead_peer_can_be_closed(victim: str, number: signa
     with two_halves(1, LARGE) as (sender, receiver):
         stopped, other = (sender, receiver) if victim == "sender" else (receiver, sender)
         connect(sender, receiver, 1)
-        sender.do("send", 1, 0, 1, LARGE)
-        receiver.do("receive", 1, 0, 1, LARGE)
+        begin_large(sender, receiver, 1, 1)
         time.sleep(BREAK_OFF_MS / 1e3)
         stopped.signal(number)
         time.sleep(0.1)
@@ -188,7 +194,7 @@ def poll_until(condition: Callable[[], bool], *carriers: UcxCarrier) -> None:
 def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     (sender, source), (receiver, target) = carrier_here(), carrier_here()
     outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
-    inbound = receiver.inbound(1, b"")
+    inbound = receiver.inbound(1, outbound.reply)
     segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
     received = inbound.receive(segment, None)
     sent = outbound.send(segment, 0)

@@ -6,8 +6,9 @@ is a command, each line of its output an event; numbers name link, credit, use a
     offer LINK                        -> offer LINK HEX, or refused LINK REASON
     inbound LINK                      -> open LINK
     outbound LINK HEX                 -> open LINK, or refused LINK REASON
-    send LINK CREDIT USE NBYTES       -> sent LINK USE, or failed LINK USE REASON
-    receive LINK CREDIT USE NBYTES    -> intact LINK USE, damaged LINK USE, or failed ...
+    send LINK CREDIT USE NBYTES       -> begun LINK USE, then sent LINK USE
+    receive LINK CREDIT USE NBYTES    -> begun LINK USE, then intact or damaged LINK USE
+                                      either may end as failed LINK USE REASON instead
     after MS COMMAND                  carries it out later, and polls meanwhile
     rest MS                           polls nothing meanwhile
     close LINK                        -> closed LINK NUM_ABANDONED LANE; a receiver then ended LINK
@@ -50,7 +51,6 @@ class _Silent:
 class _Half:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self._staging = make_staging(num_slots, slot_bytes, torch.device("cpu"))
-        self._staging.memory.zero_()
         self._carrier = UcxCarrier(self._staging, ucx_settings("127.0.0.1", cuda=False))
         self._outbound: dict[int, Outbound] = {}
         self._inbound: dict[int, Inbound] = {}
@@ -105,6 +105,7 @@ class _Half:
             _say("failed", link, use, exc)
         else:
             self._pending.append((verb, link, segment, pending))
+            _say("begun", link, use)
 
     def _close(self, link: int) -> None:
         if link in self._outbound:
