@@ -71,12 +71,12 @@ def _kernel_error() -> str | None:
 async def probe_ucx() -> dict[str, Any]:
     """Return UCX's version and the lane to another process, after a message has crossed there."""
     # First: it must see the environment as it is before ucxx changes it.
-    from pagewire.shared.transfer.ucx_settings import ucx_settings  # isort: split
+    from pagewire.shared.kv.carriers.ucx_settings import ucx_settings  # isort: split
 
     import ucxx
 
-    from pagewire.shared.transfer.ucx_lane import name_lane
-    from pagewire.shared.transfer.ucx_port import UcxPort
+    from pagewire.shared.kv.carriers.ucx_lane import name_lane
+    from pagewire.shared.kv.carriers.ucx_port import UcxPort
 
     cuda = _enter_cuda()
     port = UcxPort(lambda tag, nbytes: port.discard(tag), ucx_settings(LOOPBACK, cuda=cuda))
@@ -122,8 +122,8 @@ def _line(peer: subprocess.Popen[str]) -> str:
 
 async def ucx_peer() -> None:
     """Be the other process: print an address, wait for the message, say that it came."""
-    from pagewire.shared.transfer.ucx_port import UcxPort
-    from pagewire.shared.transfer.ucx_settings import ucx_settings
+    from pagewire.shared.kv.carriers.ucx_port import UcxPort
+    from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 
     arrived = asyncio.Event()
     buffer = bytearray(MESSAGE_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.services.prefill.prefill_service import PrefillService
+from pagewire.services.prefill.service import PrefillService
 from pagewire.services.prefill.service import PrefillService as PiecePrefillService
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.kv.sender import KvSender

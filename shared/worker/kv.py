@@ -65,7 +65,7 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
                 f"{install_command('ucx')}"
             )
         from pagewire.shared.kv.carriers.ucx import UcxCarrier
-        from pagewire.shared.transfer.ucx_settings import ucx_settings
+        from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 
         return UcxCarrier(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
     raise ConfigError(f"KV transport {name!r} is unknown; choose ipc, ucx or zmq")

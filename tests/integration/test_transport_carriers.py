@@ -17,8 +17,8 @@ from pagewire.shared.transfer import (
     create_transport,
     ucx_port,
 )
-from pagewire.shared.transfer.ucx_port import UcxPort
-from pagewire.shared.transfer.ucx_settings import ucx_settings
+from pagewire.shared.kv.carriers.ucx_port import UcxPort
+from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 from pagewire.shared.transfer.wire import (
     Bye,
     Grant,

@@ -17,7 +17,7 @@ from pagewire.shared.transfer import (
     create_transport,
     transports_to_open,
 )
-from pagewire.shared.transfer.ucx_settings import ucx_settings
+from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.listening import listening_sockets
 from pagewire.tests.support.transports import PATIENCE_S, network
@@ -129,7 +129,7 @@ def test_transports_and_devices_in_the_environment_stay(
     host = "203.0.113.1" if variable else "127.0.0.1"
     code = (
         "import sys, pagewire.shared.transfer\n"
-        "from pagewire.shared.transfer.ucx_settings import listens_on, ucx_settings\n"
+        "from pagewire.shared.kv.carriers.ucx_settings import listens_on, ucx_settings\n"
         f"settings = ucx_settings({host!r}, cuda=True)\n"
         "print(settings.get('TLS'), settings.get('NET_DEVICES'), listens_on(settings))\n"
         "print('ucxx' in sys.modules)"

@@ -22,7 +22,7 @@ from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
 from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
 from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.services.prefill.prefill_service import PrefillService
+from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves

@@ -29,8 +29,8 @@ from pagewire.shared.kv.carriers.ucx_worker import (
 )
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
-from pagewire.shared.transfer.ucx_lane import name_lane
-from pagewire.shared.transfer.ucx_settings import listens_on
+from pagewire.shared.kv.carriers.ucx_lane import name_lane
+from pagewire.shared.kv.carriers.ucx_settings import listens_on
 
 logger = logging.getLogger(__name__)
 

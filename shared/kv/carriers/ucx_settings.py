@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.transfer.ucx_device import find_device
+from pagewire.shared.kv.carriers.ucx_device import find_device
 
 # Importing ucxx sets some, so this is what the user had set before.
 _SET_BY_USER = frozenset(name for name in os.environ if name.startswith("UCX_"))
