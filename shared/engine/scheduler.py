@@ -198,6 +198,8 @@ class Scheduler(SequenceTable):
         sequence = self.waiting[0]
         if sequence.num_late_tokens > 0:
             return None  # preempted in mid-step; its newest token is known a step later
+        if sequence.remote_prefill and self._draft.copies:
+            return None  # the plan may copy from blocks that nobody has, and this would get them
         decision.touched.append(sequence)
         cached = self._usable_prefix(sequence)
         missing = self._blocks_for(len(sequence.token_ids)) - len(cached)

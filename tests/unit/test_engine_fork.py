@@ -7,6 +7,7 @@ import pytest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import (
+    Expect,
     NewSlot,
     PrefillChunk,
     StepPlan,
@@ -14,6 +15,7 @@ from pagewire.shared.engine.step import (
     TableEntries,
 )
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import ResolvedSampling
 from pagewire.tests.support.engine_turns import (
     BOTH,
@@ -117,6 +119,29 @@ def test_fork_that_ends_at_once_copies_nothing() -> None:
     core.abort("child")
     drain(core)
     assert not any(plan.copies for plan in plans.all)
+    assert_idle(core)
+
+
+def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
+    core, _ = make_core(num_blocks=4, caching=False)
+    plans = Plans(core)
+    parent = make_sequence("parent", [1] * 6)
+    core.add(parent)
+    core.step()
+    child = child_of(parent, max_tokens=3)
+    wanted = generate(child, core.scheduler.limits.max_model_len)[child.num_resumed_tokens :]
+    core.fork(parent, child)
+    core.abort("parent")
+    remote = make_sequence("remote", [0] * 8, remote_prefill=True)
+    core.add(remote)  # its KV may be written as soon as the steps before its plan are done
+    outputs, _ = core.step()
+    outputs = [*outputs, *core.step()[0]]
+    assert remote.status is RequestStatus.RESERVED
+    for plan in plans.all:
+        expected = {b for work in plan.kv if isinstance(work, Expect) for b in work.block_ids}
+        assert expected.isdisjoint(block for pair in plan.copies for block in pair)
+    core.abort("remote")
+    assert tokens_of([*outputs, *drain(core)], "child") == wanted
     assert_idle(core)
 
 
