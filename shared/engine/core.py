@@ -134,7 +134,7 @@ class EngineCore:
         return bool(self._in_flight)
 
     def is_due(self) -> bool:
-        """Whether the device has done something that the next step waits for; quickly told."""
+        """Whether the device has done something that the next step waits for; cheap."""
         if self._in_flight and self._in_flight[0].pending.is_done():
             return True
         return any(hook.is_due() for hook in self.hooks)
@@ -255,7 +255,7 @@ class EngineCore:
             plain_tokens = list(compress(row_tokens, is_plain))
         if len(plain_tokens) != len(token_lists):
             raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
-        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop, and a quick one
+        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop in C
         self._plain = request_ids, plain_tokens
         for sequence, token in zip(schedule.sampled, tokens, strict=True) if special else ():
             if sequence in special:
@@ -320,7 +320,7 @@ class EngineCore:
     def activate(self, sequence: Sequence, first_token: int) -> None:
         """Let a reserved sequence run on from its first token.
 
-        The token's own output has been delivered by whoever computed it; only its end is told.
+        The token's own output has been delivered by whoever computed it; only its end is reported.
         """
         self.scheduler.activate(sequence, first_token)
         self._has_news = True
@@ -340,7 +340,7 @@ class EngineCore:
 
         Args:
             sequence: reserved for KV that does not come.
-            first_token: if it was sampled elsewhere and delivered, generation goes on behind it.
+            first_token: if it was sampled elsewhere and delivered, generation goes on after it.
         """
         self.scheduler.fall_back(sequence)
         if first_token is None:
