@@ -92,6 +92,8 @@ class EngineCore:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence continue a live one's tokens: all that are known, or the first ones.
 
+        While a step that runs the live one's prompt is on the device, the new one queues.
+
         Args:
             parent: a live sequence.
             child: with these tokens, and parameters of its own.
@@ -100,7 +102,11 @@ class EngineCore:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self._check_name(child.request_id)
-        self.scheduler.fork(parent, child)
+        in_flight = (part for launched in self._in_flight for part in launched.schedule.chunks)
+        if any(part.sequence is parent for part in in_flight):
+            self.scheduler.add(child)  # that step may fail yet
+        else:
+            self.scheduler.fork(parent, child)
         self._enter(child)
 
     def _check_name(self, request_id: str) -> None:

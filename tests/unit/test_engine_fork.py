@@ -94,6 +94,21 @@ def test_fork_of_the_prompt_samples_a_first_token_of_its_own(overlap: bool, leng
     assert_idle(core)
 
 
+def test_fork_of_a_prompt_under_way_outlives_the_failure_of_its_step() -> None:
+    core, device = make_core(overlap=True)
+    parent, child = make_sequence("parent", [1] * 9), make_sequence("child", [1] * 9, seed=1)
+    expected = generate(child, LIMIT)
+    core.add(parent)
+    device.fail("fail_wait", "device on fire")
+    core.step()
+    core.fork(parent, child)
+    outputs = drain(core)
+    assert ends_of(outputs) == {"parent": "error", "child": "length"}
+    assert tokens_of(outputs, "child") == expected
+    assert device.batches[:2] == [(9, 1), (9 + 1, 2)]  # the child computes all of its prompt
+    assert_idle(core)
+
+
 def test_fork_of_a_fork_copies_from_the_first() -> None:
     core, _ = make_core(caching=False)
     parent = make_sequence("parent", [1] * 6)
