@@ -262,10 +262,10 @@ class EngineCore:
         if len(plain_tokens) != len(token_lists):
             raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
         deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop in C
-        self._plain = request_ids, plain_tokens
         for sequence, token in zip(schedule.sampled, tokens, strict=True) if special else ():
             if sequence in special:
                 self._accept_one(sequence, token, lost)
+        self._plain = request_ids, plain_tokens
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
@@ -363,7 +363,8 @@ class EngineCore:
         self._others.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     def _end(self, sequence: Sequence, status: RequestStatus) -> None:
-        self.scheduler.finish(sequence, status)
+        if not sequence.is_finished:  # otherwise an error came in the middle of this
+            self.scheduler.finish(sequence, status)
         del self._sequences[sequence.request_id]
         for launched in self._in_flight:
             launched.lost.add(sequence)
@@ -385,7 +386,7 @@ class EngineCore:
 
     def _fail(self, sequence: Sequence) -> None:
         """End a sequence with an error, unless it has ended."""
-        if not sequence.is_finished:
+        if self._sequences.get(sequence.request_id) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
             self._others.append(
                 StepOutput(

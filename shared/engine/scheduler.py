@@ -244,8 +244,8 @@ class Scheduler(SequenceTable):
         decision.touched.append(victim)
         decision.preempted.append(victim)
         victim.transition(RequestStatus.PREEMPTED)
+        self.waiting.appendleft(victim)
         self._give_up_slot(victim)
         self._give_up_blocks(victim)
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
         return victim
