@@ -191,18 +191,20 @@ class WorkerSettings(EngineSettings):
         worker_id: stable name of the worker; a restart under the same name has a new epoch.
         control_port: of the ZeroMQ control socket; 0 takes a free one.
         metrics_port: of the worker's own HTTP `/metrics` and `/health`; 0 takes a free one.
-        kv_transport: `auto` takes UCX between GPUs where ucxx is installed, else ZeroMQ. Anyone who
-            reaches a UCX port can end the worker, so UCX is kept to one network device.
-        staging_slots: KV pieces that may be under way at once: on their way out of a prefill
-            worker, into a decode worker.
-        staging_slot_bytes: upper bound of a piece's blocks, rounded down to whole ones; None picks
-            it from the block's size, and bounds all slots by a share of the GPU's memory. Where
-            workers differ, pieces fit the smaller slots of the two.
+        kv_transport: how KV blocks cross. `auto`: between the GPUs of one host by CUDA IPC, else by
+            UCX where the KV network is private, else by ZeroMQ.
+        kv_network: between the workers. `private`: no stranger reaches it, so that UCX may be used:
+            anyone who reaches a UCX port can end the worker, and blocks cross unencrypted.
+        staging_slots: KV segments that may be under way at once. A decode worker lends two or more
+            to each prefill worker, so that it takes half as many links.
+        staging_slot_bytes: upper bound of a segment's blocks, rounded down to whole ones; None
+            picks it from the block's size, and bounds all slots by a share of the GPU's memory.
+            Where workers differ, segments fit the smaller slots of the two.
         local_prefill_tokens: a decode worker computes up to this many uncached prompt tokens
             itself instead of sending them away.
-        transfer_timeout_s: for a piece to be sent, and again for its acknowledgement; also for
-            each step of opening a KV way.
-        prefill_timeout_s: without a piece or the first token of a prefill job, after which the
+        transfer_timeout_s: for a segment to be acknowledged; also for each step of opening a KV
+            link.
+        prefill_timeout_s: without a segment or the first token of a prefill job, after which the
             next prefill worker gets it, or with none left this decode worker.
         drain_timeout_s: for running requests to finish after SIGTERM.
     """
@@ -212,7 +214,6 @@ class WorkerSettings(EngineSettings):
     metrics_port: Port = 0
     kv_transport: Literal["auto", "ipc", "ucx", "zmq"] = "auto"
     kv_network: Literal["private", "untrusted"] = "untrusted"
-    kv_path: Literal["endpoint", "pieces"] = "endpoint"
     staging_slots: Annotated[int, Field(ge=2, le=256)] = 16
     staging_slot_bytes: Positive | None = None
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 32

@@ -1,7 +1,7 @@
 """Every control message between the services: tagged msgspec structs in versioned frames.
 
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
-    decode --KvHello, KvReady, Prefill, CancelPrefill, PieceAck, PieceNack, ProbeDone--> prefill
+    decode --KvHello, Prefill, CancelPrefill--> prefill
     prefill --KvWelcome, PrefillDone, PrefillFailed--> decode
     any client --Ping--> server --Pong--> client
 
@@ -23,7 +23,7 @@ from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchEr
 from pagewire.shared.request import FinishReason
 from pagewire.shared.sampling import ResolvedSampling
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -31,8 +31,8 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
-MAX_POSITIONS = 4096  # blocks in a piece
-MAX_PARTS = 8  # of a block; each is some of its layers. Decode workers keep a byte a block.
+MAX_BLOCKS_PER_SLOT = 4096
+MAX_PARTS = 8  # layer groups of a block
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 MAX_EPOCH = 2**63 - 1
@@ -143,38 +143,6 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvHello(Message, frozen=True, kw_only=True):
-    """A decode worker opens the KV way to a prefill worker.
-
-    Attributes:
-        addresses: transport name -> what `KvTransport.connect` needs on the other side, in the
-            sender's order of preference.
-        slot_bytes: size of the sender's staging slots, the upper bound of a piece.
-    """
-
-    worker_id: Id
-    epoch: Epoch
-    layout: BlockLayout
-    addresses: Annotated[dict[Id, Annotated[bytes, Meta(max_length=1 << 16)]], Meta(max_length=8)]
-    slot_bytes: Count
-
-
-class KvWelcome(Message, frozen=True, kw_only=True):
-    """The prefill worker's answer; later, with an error, it takes the way back.
-
-    Attributes:
-        transport: the one chosen for this pair.
-        address: of the prefill worker on that transport.
-        error: why no blocks may cross, e.g. other layouts; then the rest means nothing.
-    """
-
-    worker_id: Id
-    epoch: Epoch
-    transport: Annotated[str, Meta(max_length=64)] = ""
-    address: Annotated[bytes, Meta(max_length=1 << 16)] = b""
-    error: Text | None = None
-
-
-class LinkHello(Message, frozen=True, kw_only=True):
     """A decode worker opens a KV link to a prefill worker.
 
     Attributes:
@@ -195,7 +163,7 @@ class LinkHello(Message, frozen=True, kw_only=True):
     slot_bytes: Count
 
 
-class LinkWelcome(Message, frozen=True, kw_only=True):
+class KvWelcome(Message, frozen=True, kw_only=True):
     """The prefill worker's answer; later, with an error, the link's end.
 
     Attributes:
@@ -208,10 +176,6 @@ class LinkWelcome(Message, frozen=True, kw_only=True):
     carrier: Annotated[str, Meta(max_length=64)] = ""
     reply: Annotated[bytes, Meta(max_length=4096)] = b""
     error: Text | None = None
-
-
-class KvReady(Message, frozen=True, kw_only=True):
-    """The decode worker can receive; the prefill worker may measure the way with a probe."""
 
 
 class Prefill(Message, frozen=True, kw_only=True):
@@ -238,22 +202,8 @@ class CancelPrefill(Message, frozen=True, kw_only=True):
     job_id: Id
 
 
-class PieceAck(Message, frozen=True, kw_only=True):
-    """A piece landed, matched its checksums and was scattered."""
-
-    job_id: Id
-    piece: Count
-
-
-class PieceNack(Message, frozen=True, kw_only=True):
-    """A piece landed but its checksums do not match: send it again."""
-
-    job_id: Id
-    piece: Count
-
-
 class PrefillDone(Message, frozen=True, kw_only=True):
-    """The prompt is computed and its first token sampled; pieces may still be on their way."""
+    """The prompt is computed and its first token sampled; segments may still be under way."""
 
     job_id: Id
     first_token: TokenId
@@ -269,38 +219,6 @@ class PrefillFailed(Message, frozen=True, kw_only=True):
     reason: Text
 
 
-class ProbeDone(Message, frozen=True, kw_only=True):
-    """One piece of a bandwidth probe has landed."""
-
-    probe_id: Id
-    piece: Count
-
-
-class PieceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Precedes the bytes of one KV piece on the transport.
-
-    Attributes:
-        kind: a "probe" measures bandwidth and carries no blocks.
-        piece: index within the job, from 0.
-        positions: block positions in the sequence, one a block, in the payload's order.
-        first_part, num_parts: which parts of each block the payload has, all of them where blocks
-            are whole. A block's parts lie side by side. A probe has none.
-        seed: of the checksums behind the parts (`pack_blocks`).
-        nbytes: of the payload: parts and their checksums.
-    """
-
-    kind: Literal["kv", "probe"] = "kv"
-    job_id: Id
-    decode_epoch: Epoch
-    prefill_epoch: Epoch
-    piece: Count
-    positions: Annotated[list[Count], Meta(max_length=MAX_POSITIONS)]
-    first_part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
-    num_parts: Annotated[int, Meta(ge=0, le=MAX_PARTS)]
-    seed: Int64
-    nbytes: Count
-
-
 ControlMessage = (
     Ping
     | Pong
@@ -310,23 +228,14 @@ ControlMessage = (
     | Refused
     | KvHello
     | KvWelcome
-    | LinkHello
-    | LinkWelcome
-    | KvReady
     | Prefill
     | CancelPrefill
-    | PieceAck
-    | PieceNack
     | PrefillDone
     | PrefillFailed
-    | ProbeDone
 )
-
-MAX_HEADER_BYTES = 64 << 10
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)
-_header_decoder = msgspec.msgpack.Decoder(PieceHeader)
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
@@ -372,22 +281,3 @@ def decode(frame: bytes | memoryview) -> ControlMessage:
     except UNDECODABLE as exc:
         raise ProtocolError(f"not a control message: {exc}") from exc
     return message
-
-
-def encode_header(header: PieceHeader) -> bytes:
-    """Return the bytes of a piece header."""
-    return _encoder.encode(header)
-
-
-def decode_header(data: bytes | memoryview) -> PieceHeader:
-    """Return the piece header of some bytes.
-
-    Raises:
-        ProtocolError: they are too many, or are no header.
-    """
-    if len(data) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"a piece header of {len(data)} bytes exceeds {MAX_HEADER_BYTES}")
-    try:
-        return _header_decoder.decode(data)
-    except UNDECODABLE as exc:
-        raise ProtocolError(f"not a piece header: {exc}") from exc

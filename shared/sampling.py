@@ -53,11 +53,11 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         """
         _check(
             self,
-            (_is_real(self.temperature, 0, 100), "temperature", "between 0 and 100"),
+            (_is_real(self.temperature, 0, 100), "temperature", "a number between 0 and 100"),
             (
                 _is_real(self.top_p, 0, 1) and self.top_p > 0,
                 "top_p",
-                "greater than 0 and at most 1",
+                "a number greater than 0 and at most 1",
             ),
             (
                 _is_int(self.top_k, 0, 2**31),
@@ -71,12 +71,18 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 "a 64-bit integer",
             ),
             (
-                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS
-                and all(_is_int(token, 0, 2**31) for token in self.stop_token_ids),
+                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
                 "stop_token_ids",
-                f"at most {MAX_STOP_TOKEN_IDS} token ids, none negative",
+                f"at most {MAX_STOP_TOKEN_IDS} token ids",
             ),
         )
+        for index, token in enumerate(self.stop_token_ids):
+            if not _is_int(token, 0, 2**31):
+                raise InvalidRequestError(
+                    f"stop_token_ids[{index}] must be an integer from 0 to 2**31 - 1, "
+                    f"not {reprlib.repr(token)}",
+                    "stop_token_ids",
+                )
 
     def for_choice(self, choice: int) -> ResolvedSampling:
         """Return the parameters of one of n answers: the first has the caller's own seed.
@@ -168,7 +174,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
             self,
             (_is_list(self.stop_token_ids), "stop_token_ids", "a list of token ids"),
             (_is_int(self.n, 1, MAX_CHOICES + 1), "n", f"between 1 and {MAX_CHOICES}"),
-            (isinstance(self.ignore_eos, bool), "ignore_eos", "True or False"),
+            (isinstance(self.ignore_eos, bool), "ignore_eos", "a boolean"),
             (_are_stop_strings(self.stop), "stop", "a string or a list of strings, none empty"),
         )
         fields = asdict(defaults) | {"max_tokens": max_tokens}

@@ -6,8 +6,8 @@ Both processes run a real engine thread, scheduler, block pool and KV endpoint; 
 time. A child computes prompts and sends their blocks; this process reserves them, and a prompt has
 crossed when its sequence is activated. GB/s counts from the launch of the step that makes the first
 prompt's blocks final until the last activation, next to one contiguous copy of as many bytes
-between the same devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the receiving
-engine decodes other sequences meanwhile.
+between the same devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the
+receiving engine decodes other sequences meanwhile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool
-from pagewire.shared.protocol import BlockLayout, LinkHello
+from pagewire.shared.protocol import BlockLayout, KvHello
 from pagewire.shared.sampling import ResolvedSampling
 from pagewire.shared.worker.kv import open_carrier
 
@@ -151,7 +151,7 @@ class Engine:
 
 
 def child(carrier: str, device: str, num_tokens: int) -> None:
-    """Be the sender: read a `LinkHello`, then orders to send jobs from a moment on."""
+    """Be the sender: read a `KvHello`, then orders to send jobs from a moment on."""
     engine = Engine(torch.device(device), num_tokens)
     engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
     engine.runner.mover.capture_packing(engine.staging.buffers)
@@ -161,7 +161,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     sender = KvSender(sockets=engine.sockets, **parts)
     engine.core.hooks.append(sender)
     engine.thread.start()
-    hello = msgspec.json.decode(sys.stdin.readline(), type=LinkHello)
+    hello = msgspec.json.decode(sys.stdin.readline(), type=KvHello)
     link = engine.call(lambda: sender.connect(hello))
     print(link.outbound.lane(), link.outbound.reply.hex() or "-", flush=True)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -291,7 +291,7 @@ def measure(options: argparse.Namespace) -> None:
         head_dim=HEAD_DIM,
         block_bytes=engine.block_bytes,
     )
-    hello = LinkHello(
+    hello = KvHello(
         worker_id="receiver",
         epoch=1,
         layout=layout,

@@ -6,7 +6,9 @@ from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
 from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
 from pagewire.shared.config import WorkerSettings
+from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 
 
@@ -23,7 +25,8 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
     """Compose the service from a worker's parts."""
     settings, engine, receiver = runtime.settings, runtime.engine_handle, runtime.kv
     if not isinstance(receiver, KvReceiver):
-        return DecodeService(runtime, engine)
+        raise ConfigError("a decode service needs the receiving half of the KV endpoint")
+    local_prefills = local_prefill_counter(runtime.metrics_registry)
     links = PrefillLinks(
         runtime.identity,
         engine,
@@ -38,7 +41,9 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
         engine,
         receiver,
         links,
-        runtime.transfer_metrics.local_prefills,
+        local_prefills,
         settings.prefill_timeout_s,
     )
-    return DecodeService(runtime, engine, jobs)
+    return DecodeService(
+        engine, jobs, runtime.server.post, lambda: runtime.is_draining, local_prefills
+    )

@@ -1,6 +1,6 @@
 """The decode service: answer requests, with prompts computed by prefill workers.
 
-    Generate --> engine: queue, reserve blocks --> prefill by another worker (remote_prefill.py)
+    Generate --> engine: queue, reserve blocks --> prefill by another worker (remote_jobs.py)
                                  |                       |
                                  +-- or here             +--> first token, KV
                                           |              v
@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict
+from collections.abc import Callable
+
+from prometheus_client import Counter
 
 from pagewire.services.decode.remote_jobs import RemoteJobs
-from pagewire.services.decode.remote_prefill import RemotePrefills
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
@@ -33,7 +35,6 @@ from pagewire.shared.protocol import (
     clip_text,
 )
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +43,27 @@ class DecodeService:
     """Requests of all routers that are connected.
 
     Args:
-        runtime: of this worker.
         engine: that answers them.
         jobs: that prefill workers do for it.
+        post: sends a control message to a connection.
+        is_draining: whether new requests are refused.
+        local_prefills: counts prompts computed here, by reason.
     """
 
     def __init__(
-        self, runtime: WorkerRuntime, engine: EngineHandle, jobs: RemoteJobs | None = None
+        self,
+        engine: EngineHandle,
+        jobs: RemoteJobs,
+        post: Callable[[str, ControlMessage], object],
+        is_draining: Callable[[], bool],
+        local_prefills: Counter,
     ) -> None:
-        self._runtime, self._engine = runtime, engine
+        self._engine, self._remote, self._post = engine, jobs, post
+        self._is_draining, self._local_prefills = is_draining, local_prefills
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
-        self._remote: RemoteJobs | RemotePrefills
-        if jobs is not None:
-            self._remote = jobs
-            jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
-        else:
-            self._remote = RemotePrefills(runtime, engine, self._on_reserved, self._on_first_token)
-        runtime.transfer_metrics.show_local_prefills()
+        jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
 
     @property
     def num_active(self) -> int:
@@ -100,11 +103,11 @@ class DecodeService:
         except InvalidRequestError as exc:
             self._refuse(peer_id, message.request_id, exc)
             return
-        if self._runtime.is_draining:
+        if self._is_draining():
             refusal = Refused(
                 request_id=message.request_id, reason="draining", message="shutting down"
             )
-            self._runtime.server.post(peer_id, refusal)
+            self._post(peer_id, refusal)
             return
         request = DecodeRequest(peer_id, message, engine_id=f"r{next(self._ids)}")
         try:
@@ -132,7 +135,7 @@ class DecodeService:
         self, peer_id: str, request_id: str, error: InvalidRequestError | OverloadedError
     ) -> None:
         overloaded = isinstance(error, OverloadedError)
-        self._runtime.server.post(
+        self._post(
             peer_id,
             Refused(
                 request_id=request_id,
@@ -175,12 +178,6 @@ class DecodeService:
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known
 
-    def _on_reserved(self, engine_id: str, first_block: int, num_blocks: int) -> None:
-        request = self._requests.get(engine_id)
-        if request is not None and isinstance(self._remote, RemotePrefills):
-            request.first_block, request.num_blocks = first_block, num_blocks
-            self._remote.begin(request)
-
     # Tokens
 
     def _on_first_token(self, request: DecodeRequest, done: PrefillDone, worker_id: str) -> None:
@@ -215,7 +212,7 @@ class DecodeService:
         if cached_tokens is not None and request.first_token is None:
             request.queue_s, request.prefill_s = output.queue_s, output.prefill_s
             if (reason := request.local_reason) is not None:
-                self._runtime.transfer_metrics.local_prefills.labels(reason).inc()
+                self._local_prefills.labels(reason).inc()
         elif request.first_token is not None:
             cached_tokens = None
         return TokenOutput(
@@ -228,4 +225,4 @@ class DecodeService:
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:
-        self._runtime.server.post(peer_id, TokenBatch(outputs=outputs))
+        self._post(peer_id, TokenBatch(outputs=outputs))

@@ -12,7 +12,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
 from pagewire.shared.kv.receiver import KvReceiver, LinkOffer, ReceiverLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome
+from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome
 from pagewire.shared.registry import WorkerCard
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
@@ -26,7 +26,7 @@ class PrefillLink:
     """One life of one prefill worker, or an attempt to reach it.
 
     Attributes:
-        welcome: its answer to our `LinkHello`.
+        welcome: its answer to our `KvHello`.
         kv: the link that its blocks come by, once it has been offered.
         tested: whether blocks come by it.
         failure: why it has ended, if it has.
@@ -35,7 +35,7 @@ class PrefillLink:
     worker_id: str
     epoch: int
     client: ControlClient
-    welcome: asyncio.Future[LinkWelcome]
+    welcome: asyncio.Future[KvWelcome]
     tested: asyncio.Future[None]
     kv: ReceiverLink | None = None
     failure: PagewireError | None = None
@@ -98,7 +98,7 @@ class PrefillLinks:
         times: of these links.
 
     Attributes:
-        on_message: called with the link and each message but `LinkWelcome`.
+        on_message: called with the link and each message but `KvWelcome`.
         on_lost: called once for a link that was usable and is not any more.
     """
 
@@ -206,7 +206,7 @@ class PrefillLinks:
             raise
         logger.info("linked to %s by %s", card.worker_id, welcome.carrier)
 
-    async def _hello(self, link: PrefillLink, timeout_s: float) -> LinkHello:
+    async def _hello(self, link: PrefillLink, timeout_s: float) -> KvHello:
         unfit = self._unfit.get(link.worker_id)
         without = unfit.carriers if unfit is not None and unfit.epoch == link.epoch else ()
 
@@ -216,7 +216,7 @@ class PrefillLinks:
             return offer
 
         offer = await self._engine.call(make_offer, timeout_s)
-        return LinkHello(
+        return KvHello(
             worker_id=self._identity.worker_id,
             epoch=self._identity.epoch,
             layout=self._engine.layout,
@@ -231,7 +231,7 @@ class PrefillLinks:
         loop = asyncio.get_running_loop()
 
         def on_message(message: ControlMessage) -> None:
-            if isinstance(message, LinkWelcome):
+            if isinstance(message, KvWelcome):
                 self._on_welcome(link, message)
             else:
                 self.on_message(link, message)
@@ -254,7 +254,7 @@ class PrefillLinks:
         )
         return link
 
-    def _on_welcome(self, link: PrefillLink, message: LinkWelcome) -> None:
+    def _on_welcome(self, link: PrefillLink, message: KvWelcome) -> None:
         if link.kv is None or message.link != link.kv.number:
             return
         if not link.welcome.done():

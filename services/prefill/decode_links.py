@@ -15,7 +15,7 @@ from pagewire.shared.errors import PagewireError, TransferError
 from pagewire.shared.kv.layout import check_layout
 from pagewire.shared.kv.sender import KvSender, SenderLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.protocol import ControlMessage, LinkHello, LinkWelcome, clip_text
+from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome, clip_text
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.tasks import TaskSet
 
@@ -31,7 +31,7 @@ class _Peer:
         is_open: jobs may use the link.
     """
 
-    hello: LinkHello
+    hello: KvHello
     link: SenderLink | None = None
     is_open: bool = False
 
@@ -66,7 +66,7 @@ class DecodeLinks:
         peer = self._peers.get(peer_id)
         return peer.link if peer is not None and peer.is_open else None
 
-    def open(self, peer_id: str, hello: LinkHello) -> None:
+    def open(self, peer_id: str, hello: KvHello) -> None:
         """Open the link that a decode worker asks for, and answer it, in the background."""
         self.close(peer_id)  # of an earlier attempt over this connection
         peer = self._peers[peer_id] = _Peer(hello)
@@ -81,14 +81,14 @@ class DecodeLinks:
             self._complaints.say(hello.worker_id, hello.epoch, text)
             if self._is_known(peer_id, peer):
                 self.close(peer_id)
-            self._post(peer_id, LinkWelcome(link=hello.link, error=clip_text(str(exc))))
+            self._post(peer_id, KvWelcome(link=hello.link, error=clip_text(str(exc))))
             return
         if not self._is_known(peer_id, peer):
             return
         self._complaints.forget(hello.worker_id, hello.epoch)
         peer.is_open = True
         self._post(
-            peer_id, LinkWelcome(link=hello.link, carrier=link.carrier, reply=link.outbound.reply)
+            peer_id, KvWelcome(link=hello.link, carrier=link.carrier, reply=link.outbound.reply)
         )
         logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
 
@@ -138,4 +138,4 @@ class DecodeLinks:
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
             number = self._peers.pop(peer_id).hello.link
-            self._post(peer_id, LinkWelcome(link=number, error=clip_text(reason)))
+            self._post(peer_id, KvWelcome(link=number, error=clip_text(reason)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
-from pagewire.services.prefill.service import PrefillService as PiecePrefillService
 from pagewire.shared.config import WorkerSettings
+from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.sender import KvSender
 from pagewire.shared.worker.runtime import Service, WorkerRuntime, run_worker
 
@@ -23,7 +23,7 @@ def make_service(runtime: WorkerRuntime) -> Service:
     """Compose the service from a worker's parts."""
     engine, post, sender = runtime.engine_handle, runtime.server.post, runtime.kv
     if not isinstance(sender, KvSender):
-        return PiecePrefillService(runtime, engine)
+        raise ConfigError("a prefill service needs the sending half of the KV endpoint")
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
     return PrefillService(
         runtime.identity, engine, sender, links, post, lambda: runtime.is_draining

@@ -22,7 +22,7 @@ from pagewire.shared.kv.sender import KvSender, SenderLink
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,
-    LinkHello,
+    KvHello,
     Prefill,
     PrefillDone,
     PrefillFailed,
@@ -78,7 +78,7 @@ class PrefillService:
                 self._on_prefill(peer_id, message)
             case CancelPrefill():
                 self._cancel(message.job_id, self._links.get(peer_id))
-            case LinkHello():
+            case KvHello():
                 self._links.open(peer_id, message)
             case _:
                 logger.warning("%s sent a %s here", peer_id, type(message).__name__)

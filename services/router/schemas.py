@@ -38,7 +38,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
 ]
-AtLeastOne = Annotated[int, Field(ge=1)]
+# Larger numbers than any context, and none that is too long to be printed.
+AtLeastOne = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 
 class StreamOptions(BaseModel):

@@ -92,6 +92,8 @@ class EngineCore:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence continue a live one's tokens: all that are known, or the first ones.
 
+        While a step that runs the live one's prompt is on the device, the new one queues.
+
         Args:
             parent: a live sequence.
             child: with these tokens, and parameters of its own.
@@ -100,7 +102,11 @@ class EngineCore:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self._check_name(child.request_id)
-        self.scheduler.fork(parent, child)
+        in_flight = (part for launched in self._in_flight for part in launched.schedule.chunks)
+        if any(part.sequence is parent for part in in_flight):
+            self.scheduler.add(child)  # that step may fail yet
+        else:
+            self.scheduler.fork(parent, child)
         self._enter(child)
 
     def _check_name(self, request_id: str) -> None:
@@ -134,7 +140,7 @@ class EngineCore:
         return bool(self._in_flight)
 
     def is_due(self) -> bool:
-        """Whether the device has done something that the next step waits for; quickly told."""
+        """Whether the device has done something that the next step waits for; cheap."""
         if self._in_flight and self._in_flight[0].pending.is_done():
             return True
         return any(hook.is_due() for hook in self.hooks)
@@ -255,11 +261,11 @@ class EngineCore:
             plain_tokens = list(compress(row_tokens, is_plain))
         if len(plain_tokens) != len(token_lists):
             raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
-        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop, and a quick one
-        self._plain = request_ids, plain_tokens
+        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop in C
         for sequence, token in zip(schedule.sampled, tokens, strict=True) if special else ():
             if sequence in special:
                 self._accept_one(sequence, token, lost)
+        self._plain = request_ids, plain_tokens
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
@@ -320,7 +326,7 @@ class EngineCore:
     def activate(self, sequence: Sequence, first_token: int) -> None:
         """Let a reserved sequence run on from its first token.
 
-        The token's own output has been delivered by whoever computed it; only its end is told.
+        The token's own output has been delivered by whoever computed it; only its end is reported.
         """
         self.scheduler.activate(sequence, first_token)
         self._has_news = True
@@ -340,7 +346,7 @@ class EngineCore:
 
         Args:
             sequence: reserved for KV that does not come.
-            first_token: if it was sampled elsewhere and delivered, generation goes on behind it.
+            first_token: if it was sampled elsewhere and delivered, generation goes on after it.
         """
         self.scheduler.fall_back(sequence)
         if first_token is None:
@@ -357,7 +363,8 @@ class EngineCore:
         self._others.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     def _end(self, sequence: Sequence, status: RequestStatus) -> None:
-        self.scheduler.finish(sequence, status)
+        if not sequence.is_finished:  # otherwise an error came in the middle of this
+            self.scheduler.finish(sequence, status)
         del self._sequences[sequence.request_id]
         for launched in self._in_flight:
             launched.lost.add(sequence)
@@ -379,7 +386,7 @@ class EngineCore:
 
     def _fail(self, sequence: Sequence) -> None:
         """End a sequence with an error, unless it has ended."""
-        if not sequence.is_finished:
+        if self._sequences.get(sequence.request_id) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
             self._others.append(
                 StepOutput(

@@ -1,6 +1,6 @@
 """The decode rows that go on from step to step, so that a step need not look at each of them.
 
-A sequence joins when its next input token comes to lie in its slot, and leaves when it loses its
+A sequence joins when the next step finds its input token in its slot, and leaves when it loses its
 slot or has nothing more to run. In between it runs in every step. Its computed tokens are counted
 for the whole batch at once, and the steps at which it needs attention, for a block or because it
 ends, are noted in a calendar.
@@ -43,8 +43,8 @@ NO_ROWS = DecodeRows()
 class DecodeBatch:
     """The sequences that run in every step, in the order in which they joined.
 
-    They get blocks at every `stride`-th step, those that they need until the next such step: many
-    at once cost the host less than a few at each step.
+    At every `stride`-th step they get the blocks that they need until the next such step: many at
+    once cost the host less than a few at each step.
     """
 
     block_size: int
@@ -104,9 +104,9 @@ class DecodeBatch:
         return [sequence for sequence in marked if sequence in self._members]
 
     def mark(self, sequences: Iterable[Sequence]) -> None:
-        """Have members be due when they need a block, and before their last step.
+        """Note when these members are due: before they lack a block, and before their last step.
 
-        What one was marked for earlier stays: a member that is due too early is marked again.
+        Earlier marks stay: a member that is due too early is marked again.
         """
         members, calendar, now = self._members, self._calendar, self._steps.number
         block_size, stride = self.block_size, self.stride

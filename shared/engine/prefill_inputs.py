@@ -1,4 +1,4 @@
-"""Model inputs of a step's prefill chunks: known on the host, copied in one piece."""
+"""Model inputs of a step's prefill chunks: known on the host, sent in one copy."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _lay_out(
     sizes: list[int],
     padding_slot: int,
 ) -> _Integers:
-    """Return the buffer; what the chunks leave of its parts is padding."""
+    """Return the buffer; what the chunks do not fill of its parts is padding."""
     flat = np.zeros(sum(sizes), np.int64)
     parts = [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     ids, positions, mapping, slots, lengths, cumulative, rows, sample_slots, sampled = parts

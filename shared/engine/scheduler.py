@@ -104,7 +104,7 @@ class Scheduler(SequenceTable):
         return due
 
     def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
-        """Give each row the one block that it lacks; quickly."""
+        """Give each row the one block that it lacks, all in one allocation."""
         decision.touched += growing
         slots = [slot_of(sequence) for sequence in growing]
         blocks, entries = self.pool.allocate(len(growing)), self._draft.blocks
@@ -198,6 +198,8 @@ class Scheduler(SequenceTable):
         sequence = self.waiting[0]
         if sequence.num_late_tokens > 0:
             return None  # preempted in mid-step; its newest token is known a step later
+        if sequence.remote_prefill and self._draft.copies:
+            return None  # its KV could overwrite a free block before the plan has copied that
         decision.touched.append(sequence)
         cached = self._usable_prefix(sequence)
         missing = self._blocks_for(len(sequence.token_ids)) - len(cached)
@@ -242,8 +244,8 @@ class Scheduler(SequenceTable):
         decision.touched.append(victim)
         decision.preempted.append(victim)
         victim.transition(RequestStatus.PREEMPTED)
+        self.waiting.appendleft(victim)
         self._give_up_slot(victim)
         self._give_up_blocks(victim)
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
         return victim

@@ -41,7 +41,7 @@ class Sequence:
         num_exported_blocks: of this life, reported as final to the KV side.
         slot: row of the device state while it runs.
         decodes_from_slot: the slot holds the next input token.
-        run_until: the position at which its last token is known to lie, whatever it is.
+        run_until: position of its last token, unless a stop token ends it earlier.
         has_known_token: the host knows a token that was sampled in this life.
     """
 

@@ -1,4 +1,4 @@
-"""What a step gave its sequences, for whoever asked for them."""
+"""What a step gave its sequences, for those who asked for them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):
     """What one step gave all its sequences.
 
-    Most sequences get a token and nothing else. They are in the columns, an entry a token in each,
-    and cost no object each. First and last tokens and errors are in `others`; a sequence is in one
-    of both. The columns belong to the engine, too: read them and do not change them. Iterating
-    gives everything as `StepOutput`, which is simple and slow.
+    Most sequences get one token and nothing else. They are in the columns, which need no object for
+    each sequence. First and last tokens and errors are in `others`; no sequence is in both. The
+    engine uses the columns, too: do not change them. Iterating gives everything as `StepOutput`,
+    which is simple and slow.
 
     Attributes:
         request_ids: whose token it is.
         token_ids: the token.
-        others: of which there is more to say.
+        others: outputs that have more than a token.
     """
 
     request_ids: list[str] = []

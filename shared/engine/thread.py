@@ -69,7 +69,6 @@ class EngineThread:
         self._lock = threading.Lock()
         self._waker = Waker()
         self._is_woken = False
-        self._is_kept_awake = False
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
@@ -111,12 +110,6 @@ class EngineThread:
         self._is_woken = True
         self._waker.wake()
 
-    def keep_awake(self, on: bool) -> None:
-        """Have the thread nap instead of sleep, work or no work, because some is about to come."""
-        self._is_kept_awake = on
-        if on:
-            self.wake()
-
     def watch(self, fd: int) -> None:
         """Wake up when a file descriptor becomes readable: a hook has something to do then."""
         self._waker.watch(fd)
@@ -146,7 +139,7 @@ class EngineThread:
         self._observe(idle=not self.core.has_work)
         if worked:
             return
-        if self._is_kept_awake or self.core.awaits_step or self.core.hooks_busy:
+        if self.core.awaits_step or self.core.hooks_busy:
             self._watch()
         else:
             self._idle()

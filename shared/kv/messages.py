@@ -5,7 +5,7 @@
 A credit is a staging slot of the receiver that the sender may write to. A use is one segment in a
 slot; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
 the sender's again. To `Reclaim` the answer is `Return`, or the `Segment` that is under way: then
-its `Ack` does not give the credit back. `LinkHello` and `LinkWelcome`, which come before, are
+its `Ack` does not give the credit back. `KvHello` and `KvWelcome`, which come before, are
 control messages (shared/protocol.py).
 
 Segments are announced once they are packed, so that none is ever taken back.

@@ -85,7 +85,7 @@ class ReceiverLink:
 
 @dataclass(frozen=True, slots=True)
 class LinkOffer:
-    """What a sender needs to come by a link: a part of `LinkHello`."""
+    """What a sender needs to come by a link: a part of `KvHello`."""
 
     link: int
     token: bytes

@@ -31,7 +31,7 @@ from pagewire.shared.kv.sockets import KvSockets, SenderSocket
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import LinkHello
+from pagewire.shared.protocol import KvHello
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class KvSender:
 
     # Verbs
 
-    def connect(self, hello: LinkHello) -> SenderLink:
+    def connect(self, hello: KvHello) -> SenderLink:
         """Open a link to a receiver; it is tested as soon as the receiver grants credits.
 
         Args:
@@ -186,7 +186,7 @@ class KvSender:
         self.watch.add(socket.fd)
         return link
 
-    def _choose(self, hello: LinkHello, socket: SenderSocket) -> tuple[str, Outbound]:
+    def _choose(self, hello: KvHello, socket: SenderSocket) -> tuple[str, Outbound]:
         """Return the first carrier of the receiver's that works from here, and its half."""
         problems = []
         for name, offer in hello.carriers.items():

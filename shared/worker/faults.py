@@ -1,12 +1,12 @@
 """What goes wrong around a worker's engine, as Prometheus counters.
 
-Sockets, transports and publishers count in their attributes; the collectors here read these for
+Sockets and publishers count in their attributes; the collectors here read these for
 `/metrics`. All labels of a family are there from the start, with 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
@@ -14,7 +14,6 @@ from pagewire.shared.channel import ControlServer
 from pagewire.shared.fault_metrics import ignored_records, labelled
 from pagewire.shared.prefix_index import IndexPublisher
 from pagewire.shared.registry import CardPublisher, Registry
-from pagewire.shared.transfer.base import KvTransport
 
 
 class WorkerFaults:
@@ -62,24 +61,3 @@ class WorkerFaults:
             ),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
-
-
-class TransportFaults:
-    """Reads what went wrong on a worker's KV transports."""
-
-    def __init__(self, transports: Iterable[KvTransport]) -> None:
-        self._transports = list(transports)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the one family."""
-        family = CounterMetricFamily(
-            "pagewire_kv_transport_faults",
-            "What went wrong on a KV transport: connections broken off, granted slots that expired "
-            "before their payload came, malformed messages, strays that nothing waited for, "
-            "clients denied",
-            labels=["transport", "kind"],
-        )
-        for transport in self._transports:
-            for kind, count in transport.fault_counts().items():
-                family.add_metric([transport.name, kind], count)
-        yield family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from importlib.util import find_spec
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.executor import BlockMoves
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.errors import ConfigError, TransferError
 from pagewire.shared.installing import install_command
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
@@ -22,6 +23,8 @@ from pagewire.shared.kv.staging import Staging
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.protocol import Role
 from pagewire.shared.worker.engine_handle import EngineHandle
+
+logger = logging.getLogger(__name__)
 
 
 def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
@@ -90,7 +93,13 @@ async def open_endpoint(
     carriers: dict[str, Carrier] = {}
     own_host = advertise_host if settings.host in WILDCARDS else settings.host
     for name in carriers_to_open(settings, staging.memory.device):
-        carrier = await asyncio.to_thread(open_carrier, name, staging, engine.moves, own_host)
+        try:
+            carrier = await asyncio.to_thread(open_carrier, name, staging, engine.moves, own_host)
+        except (ConfigError, TransferError) as exc:
+            if settings.kv_transport != "auto":
+                raise ConfigError(f"KV transport {name!r} cannot be opened: {exc}") from exc
+            logger.warning("KV blocks do not cross by %s: %s", name, exc)
+            continue
         stack.callback(carrier.close)
         for fd in carrier.fds():
             watch.add(fd)

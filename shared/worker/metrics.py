@@ -26,47 +26,21 @@ from pagewire.shared.worker_card import WorkerLoad
 
 STOP_TIMEOUT_S = 5.0
 
-SentFate = Literal["acknowledged", "unacknowledged", "damaged", "failed"]
 LocalPrefill = Literal["short", "no_worker", "no_link", "failed"]
 
 
-class TransferMetrics:
-    """What crossed between this worker and its peers."""
-
-    def __init__(self, registry: CollectorRegistry, *, show_pieces: bool = True) -> None:
-        everywhere, registry = registry, registry if show_pieces else CollectorRegistry()
-        self.bytes = Counter(
-            "pagewire_kv_transfer_bytes",
-            "KV bytes sent and received, by transport and peer",
-            ["direction", "transport", "peer"],
-            registry=registry,
-        )
-        self.pieces = Counter(
-            "pagewire_kv_transfer_pieces",
-            "KV pieces sent and received, by what became of them",
-            ["direction", "fate"],
-            registry=registry,
-        )
-        self.resends = Counter(
-            "pagewire_kv_transfer_resends", "KV pieces that were sent again", registry=registry
-        )
-        self.local_prefills = Counter(
-            "pagewire_local_prefills",
-            "Prompts that a decode worker computed itself: they were short, the router knew no "
-            "prefill worker, this worker was linked to none, or those that it asked failed",
-            ["reason"],
-            registry=everywhere,
-        )
-
-    def show_local_prefills(self) -> None:
-        """Show all reasons for local prefills from the start, with 0."""
-        for reason in get_args(LocalPrefill):
-            self.local_prefills.labels(reason)
-
-    def show_sent(self) -> None:
-        """Show all that can become of a piece that is sent from the start, with 0."""
-        for fate in get_args(SentFate):
-            self.pieces.labels("sent", fate)
+def local_prefill_counter(registry: CollectorRegistry) -> Counter:
+    """Return the counter of prompts computed by a decode worker, with all its reasons at 0."""
+    counter = Counter(
+        "pagewire_local_prefills",
+        "Prompts that a decode worker computed itself: they were short, the router knew no "
+        "prefill worker, this worker was linked to none, or those that it asked failed",
+        ["reason"],
+        registry=registry,
+    )
+    for reason in get_args(LocalPrefill):
+        counter.labels(reason)
+    return counter
 
 
 class EngineCollector:

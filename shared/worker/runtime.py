@@ -1,8 +1,8 @@
-"""A worker's surroundings: engine thread, control server, KV transports, Redis, metrics.
+"""A worker's surroundings: engine thread, control server, KV endpoint, Redis, metrics.
 
-    start:  Redis -> model -> transports -> server -> engine -> service -> card in Redis
+    start:  Redis -> model -> KV endpoint -> server -> engine -> service -> card in Redis
     stop:   draining card -> running work ends -> card withdrawn -> service -> engine
-            -> background tasks -> server -> transports -> Redis
+            -> background tasks -> server -> KV endpoint -> Redis
 
 A service (prefill or decode) plugs its handlers in. A worker whose engine's loop is silent has a
 draining card, and soon after ends without waiting for its work, so that it is started anew.
@@ -45,36 +45,24 @@ from pagewire.shared.registry import (
     WorkerCard,
     WorkerDirectory,
 )
-from pagewire.shared.transfer import create_transport, transports_to_open
-from pagewire.shared.transfer.base import KvTransport
-from pagewire.shared.transfer.staging import StagingPool
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
-from pagewire.shared.worker.faults import TransportFaults, WorkerFaults
+from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector
-from pagewire.shared.worker.metrics import (
-    EngineCollector,
-    MetricsServer,
-    TransferMetrics,
-    load_of,
-)
+from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, load_of
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
-from pagewire.shared.worker.vigil import Vigil
 
 logger = logging.getLogger(__name__)
 
 ENGINE_SILENCE_S = 5.0
 ENGINE_STOP_S = 10.0
-TRANSPORT_START_S = 30.0
 DRAIN_POLL_S = 0.05
 # The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
 # own interval the event loop's messages would wait for 5 ms at a time.
 SWITCH_INTERVAL_S = 0.0005
-# So many pieces of a peer wait for no grant, which over NVLink takes longer than they do.
-SLOTS_HELD_PER_PEER = 2
 
 
 class Service(Protocol):
@@ -111,15 +99,12 @@ class WorkerRuntime:
 
     Attributes:
         built: the engine and its facts, from `open` on.
-        links: measured KV ways, for the card.
-        addresses: transport name -> this worker's address on it, in order of preference.
+        kv: the half of the KV endpoint that the role has.
     """
 
     built: BuiltEngine
     engine: EngineThread
     server: ControlServer
-    send_staging: StagingPool
-    receive_staging: StagingPool
     directory: WorkerDirectory
 
     def __init__(self, settings: WorkerSettings, role: Role) -> None:
@@ -128,30 +113,16 @@ class WorkerRuntime:
         self.worker_id = settings.worker_id
         self.epoch = 0
         self.keys = ClusterKeys.derive(settings.cluster_secret.get_secret_value())
-        self.links: dict[str, LinkInfo] = {}
-        self.transports: dict[str, KvTransport] = {}
-        self.addresses: dict[str, bytes] = {}
         self.kv: KvSender | KvReceiver | None = None
         self.is_draining = False
         self.tasks = TaskSet()
         self.metrics_registry = CollectorRegistry()
-        is_old = settings.kv_path == "pieces"
-        self.transfer_metrics = TransferMetrics(self.metrics_registry, show_pieces=is_old)
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._service: Service | None = None
         self._advertised = settings.host
         self._endpoint = ""
         self._metrics_endpoint = ""
-
-    def vigil(self, is_needed: Callable[[], bool]) -> Vigil:
-        """Return what keeps the threads awake while blocks are about to cross; never on the CPU.
-
-        Args:
-            is_needed: whether any are, asked in the event loop.
-        """
-        on_gpu = self.built.device.type == "cuda"
-        return Vigil(self.engine, self.tasks, is_needed if on_gpu else lambda: False)
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -218,10 +189,7 @@ class WorkerRuntime:
         self.engine = EngineThread(self.built.core, self.in_loop(self._on_outputs))
         self._engine_watch = EngineWatch(self.engine)
         self.metrics_registry.register(EngineCollector(self.engine))
-        if settings.kv_path == "endpoint":
-            await self._open_kv(stack)
-        else:
-            await self._open_transports(stack)
+        await self._open_kv(stack)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(self._registry, settings.heartbeat_s)
         await self.directory.start()
@@ -239,8 +207,6 @@ class WorkerRuntime:
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
-        if self.transports:
-            self.metrics_registry.register(TransportFaults(self.transports.values()))
         self.metrics_registry.register(
             WorkerFaults(self.server, self._registry, self._publisher, index)
         )
@@ -260,38 +226,12 @@ class WorkerRuntime:
 
     def _staging_bytes(self, parts: BlockParts, total_bytes: int) -> int:
         """What this worker's staging takes of a device's memory."""
-        return (self.settings.staging_slots + 1) * self._slot_bytes(parts, total_bytes)
+        return self.settings.staging_slots * self._slot_bytes(parts, total_bytes)
 
     def _slot_bytes(self, parts: BlockParts, total_bytes: int) -> int:
         settings = self.settings
         share = slot_share(total_bytes, settings.staging_slots)
         return slot_size(settings.staging_slot_bytes, parts, share)
-
-    async def _open_transports(self, stack: contextlib.AsyncExitStack) -> None:
-        settings, parts = self.settings, BlockParts.of_layout(self.built.layout)
-        slots, device = settings.staging_slots, self.built.device
-        slot_bytes = self._slot_bytes(parts, device_memory(device))
-        sends, receives = (slots, 1) if self.role == "prefill" else (1, slots)
-        self.send_staging = StagingPool(sends, slot_bytes, device)
-        self.send_staging.watch(self.engine.wake)
-        self.receive_staging = StagingPool(receives, slot_bytes, device)
-        if settings.cuda_graphs:
-            await asyncio.to_thread(self._capture_moves)
-        where = settings.host, self._advertised
-        names = await asyncio.to_thread(transports_to_open, settings.kv_transport, device, *where)
-        for name in names:
-            transport = create_transport(
-                name,
-                self.worker_id,
-                self.receive_staging,
-                host=settings.host,
-                advertise_host=self._advertised,
-                keys=self.keys,
-            )
-            stack.push_async_callback(transport.close)
-            transport.hold_slots(SLOTS_HELD_PER_PEER)
-            self.addresses[name] = await transport.start(TRANSPORT_START_S)
-            self.transports[name] = transport
 
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
@@ -307,25 +247,17 @@ class WorkerRuntime:
             self._advertised,
         )
         if settings.cuda_graphs:
-            await asyncio.to_thread(self._capture_moves_to, self.kv.staging.buffers)
+            await asyncio.to_thread(self._capture_moves, self.kv.staging.buffers)
         self.built.core.hooks.append(self.kv)
         self.metrics_registry.register(KvCollector(self.kv))
 
-    def _capture_moves_to(self, slots: list[torch.Tensor]) -> None:
+    def _capture_moves(self, slots: list[torch.Tensor]) -> None:
         """Make moves between the KV pool and staging quick to launch, before the engine runs."""
         mover = self.built.runner.mover
         if self.role == "prefill":
             mover.capture_packing(slots)
         else:
             mover.capture_unpacking(slots)
-
-    def _capture_moves(self) -> None:
-        """Make moves between the KV pool and staging quick to launch, before the engine runs."""
-        mover = self.built.runner.mover
-        if self.role == "prefill":
-            mover.capture_packing(self.send_staging.buffers)
-        else:
-            mover.capture_unpacking(self.receive_staging.buffers)
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
@@ -427,9 +359,9 @@ class WorkerRuntime:
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",
-            kv_transports=list(self.transports if self.kv is None else self.kv.carriers),
+            kv_transports=[] if self.kv is None else list(self.kv.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
-            links=[*self.links.values(), *self._kv_links()],
+            links=self._kv_links(),
         )
 
 

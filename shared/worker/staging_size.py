@@ -8,9 +8,9 @@ import torch
 
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import MAX_POSITIONS
+from pagewire.shared.protocol import MAX_BLOCKS_PER_SLOT
 
-# Unless one is asked for, or a single block is larger. A piece costs each side a fraction of a
+# Unless one is asked for, or a single block is larger. A segment costs each side a fraction of a
 # millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots
 # together are to take a small share of a GPU's memory.
 LARGEST_SLOT_BYTES = 256 << 20
@@ -41,17 +41,17 @@ def slot_size(asked: int | None, parts: BlockParts, share: int = LARGEST_SLOT_BY
             block is larger.
 
     Raises:
-        ConfigError: what was asked for holds no block, or more than a piece can name.
+        ConfigError: what was asked for holds no block, or more than a slot may.
     """
     block_bytes = parts.block_bytes
     if asked is None:
         largest = min(LARGEST_SLOT_BYTES, share)
         asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
     blocks = asked // block_bytes
-    if not 1 <= blocks <= MAX_POSITIONS:
+    if not 1 <= blocks <= MAX_BLOCKS_PER_SLOT:
         raise ConfigError(
             f"setting staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES) cannot be {asked}: a slot "
-            f"holds 1 to {MAX_POSITIONS} KV blocks, here {block_bytes} to "
-            f"{MAX_POSITIONS * block_bytes} bytes"
+            f"holds 1 to {MAX_BLOCKS_PER_SLOT} KV blocks, here {block_bytes} to "
+            f"{MAX_BLOCKS_PER_SLOT * block_bytes} bytes"
         )
     return parts.packed_bytes(blocks)

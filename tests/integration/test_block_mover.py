@@ -1,4 +1,4 @@
-"""Blocks moved through staging slots: launched piece by piece, and as CUDA graphs."""
+"""Blocks moved through staging slots: launched one by one, and as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.shared.engine.block_mover import BlockMover
-from pagewire.shared.transfer.staging import StagingPool
+from pagewire.shared.kv.staging import make_staging
 
 CAPACITY = 5
 SHAPE = (12, 16, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]
@@ -26,7 +26,7 @@ class Side:
         self.pool = torch.randn(SHAPE, device=device)
         self.mover = BlockMover(load_ops("auto", device), self.pool)
         slot_bytes = self.mover.parts.packed_bytes(CAPACITY)
-        self.staging = StagingPool(2, slot_bytes, torch.device(device))
+        self.staging = make_staging(2, slot_bytes, torch.device(device))
         if captured:
             self.mover.capture_packing(self.staging.buffers)
             self.mover.capture_unpacking(self.staging.buffers)

@@ -1,5 +1,4 @@
 import asyncio
-import os
 import socket
 import time
 
@@ -11,7 +10,6 @@ from pagewire.shared.channel import ClusterKeys, ControlServer, make_client_id
 from pagewire.shared.errors import ChannelError, ConfigError
 from pagewire.shared.protocol import (
     Cancel,
-    KvWelcome,
 )
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
@@ -20,6 +18,7 @@ from pagewire.tests.support.control import (
     ack,
     check_service,
     connected,
+    large_message,
     lone_client,
     serving,
 )
@@ -73,7 +72,7 @@ def test_large_messages_cross() -> None:
     async def scenario() -> None:
         async with serving() as server, connected(server.endpoint) as client:
             server.handler = lambda peer, message: server.control.post(peer, message)
-            message = KvWelcome(worker_id="w", epoch=1, address=os.urandom(1 << 16))
+            message = large_message(1 << 16)
             client.control.post(message)
             await eventually(lambda: client.received == [message])
 

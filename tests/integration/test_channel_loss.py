@@ -10,7 +10,6 @@ from pagewire.shared.errors import ChannelError
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
-    KvWelcome,
     Ping,
     decode,
     encode,
@@ -21,6 +20,7 @@ from pagewire.tests.support.control import (
     ack,
     check_service,
     connected,
+    large_message,
     lone_client,
     raw_peer,
     serving,
@@ -202,7 +202,7 @@ def test_a_forgotten_client_that_goes_on_talking_is_told_and_not_served() -> Non
 
 
 def test_a_client_that_does_not_read_is_lost_with_bounded_memory() -> None:
-    message = KvWelcome(worker_id="w", epoch=1, address=bytes(1 << 14))
+    message = large_message(1 << 14)
 
     async def scenario() -> None:
         async with (
@@ -229,9 +229,7 @@ def test_a_client_whose_queue_is_full_says_so_and_never_blocks() -> None:
             freeze()
             with pytest.raises(ChannelError, match="full"):
                 for number in range(1_000_000):
-                    client.control.post(
-                        KvWelcome(worker_id="w", epoch=number, address=bytes(1 << 12))
-                    )
+                    client.control.post(large_message(1 << 12, str(number)))
 
     with remote_peer("server", "the cluster's secret", "3") as remote:
         run_async(scenario(remote.read_line(), remote.freeze), timeout=60)

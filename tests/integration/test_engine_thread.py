@@ -11,20 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-import torch
 
-from pagewire.services.prefill.packer import PiecePacker, StagedPiece
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
 from pagewire.shared.engine.step import StepPlan, StepResult
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import OverloadedError
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.transfer.staging import StagingPool
 from pagewire.tests.support.fake_device import (
-    BYTES_PER_TOKEN,
-    NUM_PARTS,
     FakeDevice,
     FakePending,
     generate,
@@ -244,33 +238,6 @@ def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
     engine.start()
     until(lambda: hook.turns == 6)
     assert engine.stop(5.0)
-
-
-# Over a pipe there is nothing to pack from: see `PipeDevice`.
-@pytest.mark.parametrize("each_executor", ["here"], indirect=True)
-def test_job_that_waits_for_a_slot_goes_on_as_soon_as_one_is_free(sleepy: None) -> None:
-    core, device = make_core(block_size=4)
-    pieces: list[StagedPiece] = []
-    parts = BlockParts.of(NUM_PARTS, 4 * BYTES_PER_TOKEN)
-    staging = StagingPool(1, parts.packed_bytes(1), torch.device("cpu"))
-    packer = PiecePacker(device, staging, 4, parts, pieces.append)
-    core.hooks.append(packer)
-    job = make_sequence("job", [1] * 14, prefill_only=True)
-
-    def start(core: EngineCore) -> None:
-        core.add(job)
-        packer.start("job", 0, staging.slot_bytes)
-
-    with started(core) as engine:
-        staging.watch(engine.wake)
-        engine.submit(start)
-        taken: list[StagedPiece] = []
-        while len(taken) < 4:
-            until(lambda: len(pieces) > len(taken))
-            taken.append(pieces[len(taken)])
-            taken[-1].slot.release()
-        until(lambda: job.is_finished)
-    assert [list(piece.span.positions) for piece in taken] == [[0], [1], [2], [3]]
 
 
 def test_snapshot_follows_the_engine() -> None:

@@ -10,26 +10,21 @@ import httpx
 import msgspec
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.decode.service import DecodeService
+from pagewire.services.decode.main import make_service
 from pagewire.shared.channel import ClusterKeys
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.errors import TransferTimeoutError
+from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import PROTOCOL_VERSION
 from pagewire.shared.redis_client import cluster_tag
-from pagewire.shared.transfer.loopback import Fault
-from pagewire.shared.transfer.wire import decode_address
-from pagewire.shared.worker.faults import TransportFaults
 from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.cards import card
 from pagewire.tests.support.control import raw_peer
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import SECRET, live_router
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.transports import network
 
 KEYS = ClusterKeys.derive(SECRET)
 OF_WORKER = {"worker": "decode-0", "role": "decode"}
@@ -41,10 +36,8 @@ def sample(name: str, **labels: str) -> Sample:
 
 
 CONTROL = [sample("control_faults", kind=k) for k in ("malformed", "other_version", "denied")]
-KV = [sample("kv_transport_faults", transport="zmq", kind=k) for k in ("malformed", "denied")]
-UNSEEN_KV = [
-    sample("kv_transport_faults", transport="zmq", kind=k) for k in ("broken", "expired", "strays")
-]
+KV = [sample("kv_link_faults", kind=k) for k in ("malformed", "denied")]
+UNSEEN_KV = [sample("kv_link_faults", kind="lost")]
 RECORDS = [sample("ignored_worker_records", reason=r) for r in ("malformed", "other_version")]
 REDIS = [sample("worker_record_failed_renewals"), sample("index_failed_flushes")]
 
@@ -83,7 +76,7 @@ async def decode_worker(redis: RedisServer) -> AsyncIterator[WorkerRuntime]:
         "lease_s": 1.0,
     }
     runtime = WorkerRuntime(load_settings(WorkerSettings, fields), "decode")
-    life = asyncio.create_task(runtime.run(lambda each: DecodeService(each, each.engine_handle)))
+    life = asyncio.create_task(runtime.run(make_service))
     try:
         yield runtime
     finally:
@@ -129,7 +122,8 @@ def test_a_workers_faults_are_on_its_page_and_on_the_routers(redis_server: Redis
         ):
             await router.ready()
             record = router.service.directory.get("decode-0")
-            kv_endpoint = decode_address(worker.addresses["zmq"], "zmq").endpoint.decode()
+            assert isinstance(worker.kv, KvReceiver)
+            kv_endpoint = worker.kv.socket.endpoint
             shown = await page(http, record.metrics_endpoint)
             everything = [*CONTROL, *KV, *UNSEEN_KV, *RECORDS, *REDIS]
             assert {each: shown.get(each) for each in everything} == dict.fromkeys(everything, 0)
@@ -167,33 +161,5 @@ def test_a_routers_faults_are_on_its_page(redis_server: RedisServer) -> None:
             assert answer.status_code == 200
             await wait_for(router.http, router.url, [lookups])
             redis_server.thaw()
-
-    run_async(scenario())
-
-
-def test_lost_and_late_payloads_are_counted_by_transport() -> None:
-    registry = CollectorRegistry()
-
-    def count(kind: str) -> float | None:
-        labels = {"transport": "loopback", "kind": kind}
-        return registry.get_sample_value("pagewire_kv_transport_faults_total", labels)
-
-    async def scenario() -> None:
-        async with network("loopback") as net:
-            a, b = await net.pair(2)
-            registry.register(TransportFaults([b.transport]))
-            assert [count(kind) for kind in ("expired", "strays", "broken")] == [0, 0, 0]
-            net.hub.faults[0] = Fault(drop=True)
-            net.hub.faults[1] = Fault(copies=2)
-            await a.send("b", 0, 1000, timeout=0.2)  # as far as the sender knows, it has left
-            await a.send("b", 1, 1000)
-            await b.take_all(1)
-            await eventually(lambda: count("expired") == 1)
-            net.hub.faults[net.hub.num_payloads] = Fault(delay_s=60)
-            with pytest.raises(TransferTimeoutError):
-                await b.send("a", 2, 1000, timeout=0.2)
-            await eventually(
-                lambda: [count(kind) for kind in ("expired", "strays", "broken")] == [1, 1, 1]
-            )
 
     run_async(scenario())

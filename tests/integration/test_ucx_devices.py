@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
-from pagewire.shared import transfer
+from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.transfer import (
-    StagingPool,
-    available_transports,
-    create_transport,
-    transports_to_open,
-)
+from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
-from pagewire.tests.support.aio import run_async
+from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.worker import kv
 from pagewire.tests.support.listening import listening_sockets
-from pagewire.tests.support.transports import PATIENCE_S, network
+
+if TYPE_CHECKING:
+    from pagewire.shared.engine.executor import BlockMoves
 
 pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - what workers in containers listen on
 OURS = "cuda_ipc,cuda_copy,tcp,self lo on lo"
@@ -32,14 +33,18 @@ def listening_addresses() -> set[str]:
     return {str(address) for address, _ in listening_sockets([os.getpid()])}
 
 
-def test_ucx_listens_on_the_device_of_its_host_alone() -> None:
-    async def scenario() -> set[str]:
-        before = listening_addresses()
-        async with network("ucx") as net:
-            await net.pair()
-            return listening_addresses() - before
+def open_ucx(host: str, name: str = "ucx") -> Carrier:
+    return kv.open_carrier(name, make_staging(1, 1000, CPU), cast("BlockMoves", None), host)
 
-    assert run_async(scenario()) <= {"127.0.0.1"}
+
+def test_ucx_listens_on_the_device_of_its_host_alone() -> None:
+    before = listening_addresses()
+    carrier = open_ucx("127.0.0.1")
+    carrier.offer(1)
+    opened = listening_addresses() - before
+    carrier.withdraw(1)
+    carrier.close()
+    assert opened <= {"127.0.0.1"}
 
 
 NOT_OURS = ["", "::", EVERYWHERE, "203.0.113.1", "2001:db8::1", "no-such-host.invalid", "a" * 99]
@@ -56,63 +61,43 @@ def test_ucx_is_kept_to_the_device_of_its_host(host: str, version: str) -> None:
 
 @pytest.mark.parametrize("host", NOT_OURS)
 def test_ucx_by_name_never_listens_on_all_devices(host: str) -> None:
-    async def scenario() -> None:
-        staging = StagingPool(1, 1000, torch.device("cpu"))
-        transport = create_transport("ucx", "w", staging, host=host)
-        before = listening_addresses()
-        with pytest.raises(ConfigError, match=r"set UCX_NET_DEVICES.*or choose KV transport 'zmq'"):
-            await transport.start(PATIENCE_S)
-        assert listening_addresses() <= before
-        await transport.close()
-
-    run_async(scenario())
+    before = listening_addresses()
+    with pytest.raises(ConfigError, match=r"set UCX_NET_DEVICES.*or choose KV transport 'zmq'"):
+        open_ucx(host)
+    assert listening_addresses() <= before
 
 
-@pytest.mark.parametrize("host", [EVERYWHERE, "::", ""])
-def test_where_a_worker_listens_on_all_ucx_takes_its_own_address(
-    host: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario() -> set[str]:
-        before = listening_addresses()
-        staging = StagingPool(1, 1000, torch.device("cpu"))
-        transport = create_transport("ucx", "w", staging, host=host, advertise_host="localhost")
-        await transport.start(PATIENCE_S)
-        opened = listening_addresses() - before
-        await transport.close()
-        return opened
-
-    assert run_async(scenario()) <= {"127.0.0.1"}
+def test_ucx_says_where_it_listens(caplog: pytest.LogCaptureFixture) -> None:
+    open_ucx("localhost").close()
     assert "UCX listens on lo: anyone who reaches its TCP port there can end" in caplog.text
 
 
-def test_ucx_is_opened_between_gpus_or_by_name(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    here = "127.0.0.1"
-    assert transports_to_open("auto", cpu, here) == ("zmq",)
-    assert transports_to_open("auto", gpu, here) == ("ucx", "zmq")
-    assert transports_to_open("auto", gpu, EVERYWHERE, "localhost") == ("ucx", "zmq")
-    assert transports_to_open("ucx", cpu, here) == ("ucx",)
-    assert transports_to_open("zmq", gpu, here) == ("zmq",)
-    assert caplog.text == ""
-    assert transports_to_open("auto", gpu, EVERYWHERE, "203.0.113.1") == ("zmq",)
-    assert "KV blocks cross by ZeroMQ" in caplog.text
-    assert "set UCX_NET_DEVICES" in caplog.text
-    monkeypatch.setattr(transfer, "find_spec", lambda name: None)
-    assert transports_to_open("auto", gpu, here) == ("zmq",)
+def settings_of(transport: str, network: str = "untrusted") -> WorkerSettings:
+    return load_settings(
+        WorkerSettings,
+        {"cluster_secret": "a secret of many characters", "kv_transport": transport}
+        | {"kv_network": network},
+    )
 
 
-def test_creating_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = StagingPool(1, 1000, torch.device("cpu"))
-    assert available_transports() == ("ucx", "zmq")
-    assert [create_transport(name, "w", staging).name for name in ("ucx", "zmq")] == ["ucx", "zmq"]
-    monkeypatch.setattr(transfer, "find_spec", lambda name: None)
-    assert available_transports() == ("zmq",)
-    with pytest.raises(ConfigError, match=r"choose 'zmq'.*pip install .*ucxx-cu13"):
-        create_transport("ucx", "w", staging)
+def test_carriers_by_device_and_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert kv.carriers_to_open(settings_of("auto"), CPU) == ("zmq",)
+    assert kv.carriers_to_open(settings_of("auto", "private"), CPU) == ("zmq",)
+    assert kv.carriers_to_open(settings_of("auto"), gpu) == ("ipc", "zmq")
+    assert kv.carriers_to_open(settings_of("auto", "private"), gpu) == ("ipc", "ucx", "zmq")
+    assert kv.carriers_to_open(settings_of("ucx"), CPU) == ("ucx",)
+    assert kv.carriers_to_open(settings_of("zmq", "private"), gpu) == ("zmq",)
+    monkeypatch.setattr(kv, "find_spec", lambda name: None)
+    assert kv.carriers_to_open(settings_of("auto", "private"), gpu) == ("ipc", "zmq")
+
+
+def test_carriers_that_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="KV transport 'nixl' is unknown"):
-        create_transport("nixl", "w", staging)
+        open_ucx("127.0.0.1", "nixl")
+    monkeypatch.setattr(kv, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"choose 'zmq'.*pip install .*ucxx-cu13"):
+        open_ucx("127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +113,7 @@ def test_transports_and_devices_in_the_environment_stay(
 ) -> None:
     host = "203.0.113.1" if variable else "127.0.0.1"
     code = (
-        "import sys, pagewire.shared.transfer\n"
+        "import sys\n"
         "from pagewire.shared.kv.carriers.ucx_settings import listens_on, ucx_settings\n"
         f"settings = ucx_settings({host!r}, cuda=True)\n"
         "print(settings.get('TLS'), settings.get('NET_DEVICES'), listens_on(settings))\n"

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.worker.metrics import MetricsServer, TransferMetrics
+from pagewire.shared.worker.metrics import MetricsServer, local_prefill_counter
 from pagewire.tests.support.aio import run_async
 
 
@@ -41,7 +41,7 @@ async def get(url: str, path: str) -> httpx.Response:
 def test_metrics_are_served_on(host: str, shown: str | None, reached: list[str]) -> None:
     async def scenario() -> None:
         registry = CollectorRegistry()
-        TransferMetrics(registry)
+        local_prefill_counter(registry)
         server = MetricsServer(registry, lambda: True)
         url = await server.start(host, 0)
         try:
@@ -49,7 +49,7 @@ def test_metrics_are_served_on(host: str, shown: str | None, reached: list[str])
             assert shown in (None, name)
             for address in reached:
                 answer = await get(f"http://{address}:{port}", "/metrics")
-                assert "pagewire_kv_transfer_bytes" in answer.text
+                assert "pagewire_local_prefills" in answer.text
                 assert (await get(f"http://{address}:{port}", "/health")).json() == {"ready": True}
         finally:
             await server.close()

@@ -18,7 +18,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import MAX_POSITIONS, ControlMessage
+from pagewire.shared.protocol import MAX_BLOCKS_PER_SLOT, ControlMessage
 from pagewire.shared.worker import runtime as runtime_module
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 from pagewire.shared.worker.staging_size import slot_share, slot_size
@@ -82,19 +82,24 @@ def die(runtime: WorkerRuntime) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "blocks"),
-    [(BLOCK, 1), (3 * BLOCK, 3), (4 * BLOCK - 1, 3), (MAX_POSITIONS * BLOCK + 1, MAX_POSITIONS)],
+    [
+        (BLOCK, 1),
+        (3 * BLOCK, 3),
+        (4 * BLOCK - 1, 3),
+        (MAX_BLOCKS_PER_SLOT * BLOCK + 1, MAX_BLOCKS_PER_SLOT),
+    ],
 )
 def test_a_slot_holds_whole_blocks(asked: int, blocks: int) -> None:
     assert slot_size(asked, PARTS) == PARTS.packed_bytes(blocks)
 
 
-@pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_POSITIONS + 1) * BLOCK])
+@pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_BLOCKS_PER_SLOT + 1) * BLOCK])
 def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
     with pytest.raises(ConfigError) as caught:
         slot_size(asked, PARTS)
     message = str(caught.value)
     assert "PAGEWIRE_STAGING_SLOT_BYTES" in message
-    assert f"{BLOCK} to {MAX_POSITIONS * BLOCK}" in message
+    assert f"{BLOCK} to {MAX_BLOCKS_PER_SLOT * BLOCK}" in message
     assert "\n" not in message
 
 
@@ -112,7 +117,7 @@ def test_the_default_slot_holds_whole_blocks(block_bytes: int, num_layers: int) 
     size = slot_size(None, parts)
     blocks = parts.max_blocks(size)
     assert size == parts.packed_bytes(blocks)
-    assert 1 <= blocks <= MAX_POSITIONS
+    assert 1 <= blocks <= MAX_BLOCKS_PER_SLOT
 
 
 def test_a_worker_refuses_slots_that_hold_no_block(redis_server: RedisServer) -> None:

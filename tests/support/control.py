@@ -11,8 +11,10 @@ from pagewire.shared.channel import ClusterKeys, ControlClient, ControlServer, m
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
-    PieceAck,
+    Prefill,
+    PrefillDone,
 )
+from pagewire.shared.sampling import ResolvedSampling
 from pagewire.tests.support.aio import eventually
 
 KEYS = ClusterKeys.derive("the cluster's secret")
@@ -118,5 +120,18 @@ async def check_service(server: Server) -> None:
         await eventually(lambda: len(server.received) > count)
 
 
-def ack(number: int) -> PieceAck:
-    return PieceAck(job_id="job", piece=number)
+def large_message(nbytes: int, job_id: str = "job") -> Prefill:
+    """Return a message whose frame has about so many bytes."""
+    return Prefill(
+        job_id=job_id,
+        decode_id="decode-0",
+        decode_epoch=1,
+        prefill_epoch=1,
+        token_ids=[2**31 - 1] * (nbytes // 5),
+        sampling=ResolvedSampling(),
+        first_block=0,
+    )
+
+
+def ack(number: int) -> PrefillDone:
+    return PrefillDone(job_id="job", first_token=number, cached_tokens=0)

@@ -124,7 +124,7 @@ class Pending:
 
 
 class Pipe:
-    """Every command has one reply, in order; the one of a plan that awaits comes when it does."""
+    """Each command has one reply, in order; a plan that awaits a supply has it after the supply."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None

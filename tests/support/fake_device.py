@@ -272,8 +272,9 @@ class FakeDevice:
 
     def _apply(self, plan: StepPlan) -> None:
         copied = [list(self.cells[source]) for source, _target in plan.copies]
+        expected = {b for work in plan.kv if isinstance(work, Expect) for b in work.block_ids}
+        assert expected.isdisjoint(b for pair in plan.copies for b in pair), "written meanwhile"
         for (_source, target), cells in zip(plan.copies, copied, strict=True):
-            assert not any(isinstance(w, Expect) and target in w.block_ids for w in plan.kv)
             self.cells[target] = cells
             self._written[target] = plan.number
         for slot in plan.freed:

@@ -13,8 +13,8 @@ from pagewire.shared.kv.link_test import TEST_JOB
 from pagewire.shared.kv.messages import Ack, Grant, Open, Segment, decode_for_sender, encode
 from pagewire.shared.protocol import (
     ControlMessage,
-    LinkHello,
-    LinkWelcome,
+    KvHello,
+    KvWelcome,
     Prefill,
     PrefillDone,
     PrefillFailed,
@@ -38,7 +38,7 @@ class PrefillByHand:
 
     def __init__(self, worker_id: str, epoch: int) -> None:
         self.worker_id, self.epoch = worker_id, epoch
-        self.hellos: list[tuple[str, LinkHello]] = []
+        self.hellos: list[tuple[str, KvHello]] = []
         self.received: list[ControlMessage] = []
         self.lost: list[str] = []
         self.endpoint = ""
@@ -47,7 +47,7 @@ class PrefillByHand:
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
         """Keep it."""
         self.received.append(message)
-        if isinstance(message, LinkHello):
+        if isinstance(message, KvHello):
             self.hellos.append((peer_id, message))
 
     def card(self, **changes: Any) -> WorkerCard:
@@ -61,7 +61,7 @@ class PrefillByHand:
 
     def welcome(self, carrier: str = "zmq", error: str | None = None) -> None:
         """Answer the newest hello."""
-        self.post(LinkWelcome(link=self.hellos[-1][1].link, carrier=carrier, error=error))
+        self.post(KvWelcome(link=self.hellos[-1][1].link, carrier=carrier, error=error))
 
     def tickets(self) -> list[Prefill]:
         """The jobs that it was asked for."""
@@ -103,7 +103,7 @@ async def prefill_by_hand(
 class KvLinkByHand:
     """A sender's end of a link; its calls block the event loop, but `granted`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], hello: LinkHello) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], hello: KvHello) -> None:
         self._socket, self._hello = socket, hello
         self._credits: list[int] = []
         self._uses = 0
@@ -156,7 +156,7 @@ def payload_of_test(seed: int, nbytes: int) -> bytes:
 
 
 @contextmanager
-def kv_link_by_hand(hello: LinkHello) -> Iterator[KvLinkByHand]:
+def kv_link_by_hand(hello: KvHello) -> Iterator[KvLinkByHand]:
     """Come by the link that a hello offers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -174,7 +174,7 @@ class DecodeByHand:
         self.lost: list[str] = []
         self.client: ControlClient
 
-    def hello(self, **changes: Any) -> LinkHello:
+    def hello(self, **changes: Any) -> KvHello:
         """A hello of a worker at whose endpoint nobody listens."""
         fields: dict[str, Any] = {
             "worker_id": "decode-0",
@@ -186,13 +186,13 @@ class DecodeByHand:
             "carriers": {"zmq": b""},
             "slot_bytes": 1 << 16,
         }
-        return LinkHello(**(fields | changes))
+        return KvHello(**(fields | changes))
 
-    def welcomes(self) -> list[LinkWelcome]:
+    def welcomes(self) -> list[KvWelcome]:
         """Answers to hellos."""
-        return [message for message in self.received if isinstance(message, LinkWelcome)]
+        return [message for message in self.received if isinstance(message, KvWelcome)]
 
-    async def say_hello(self, **changes: Any) -> LinkWelcome:
+    async def say_hello(self, **changes: Any) -> KvWelcome:
         """Post a hello and wait for the answer."""
         count = len(self.welcomes())
         self.client.post(self.hello(**changes))

@@ -22,7 +22,7 @@ from pagewire.shared.kv.messages import (
 )
 from pagewire.shared.kv.receiver import ReceiverLink
 from pagewire.shared.kv.sender import SenderLink
-from pagewire.shared.protocol import LinkHello
+from pagewire.shared.protocol import KvHello
 from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import LAYOUT, PARTS, DecodeSide, PrefillSide
@@ -129,7 +129,7 @@ def raw_receiver(
     socket = context.socket(zmq.ROUTER)
     socket.router_mandatory = True
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    hello = LinkHello(
+    hello = KvHello(
         worker_id="raw",
         epoch=1,
         layout=LAYOUT,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -42,8 +42,7 @@ from pagewire.shared.registry import WorkerCard
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv_metrics import KvCollector
-from pagewire.shared.worker.metrics import TransferMetrics
-from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.cards import LAYOUT as DEMO_LAYOUT
@@ -100,7 +99,7 @@ class Worker:
     engine: EngineHandle = field(init=False)
 
     def __post_init__(self) -> None:
-        self.transfer_metrics = TransferMetrics(self.registry, show_pieces=False)
+        self.prefill_counter = local_prefill_counter(self.registry)
         self._loop = asyncio.get_running_loop()
         thread = EngineThread(self.core, self.in_loop(self._on_outputs))
         self.engine = EngineHandle(
@@ -371,9 +370,15 @@ async def decode_worker(
             worker.engine,
             receiver,
             worker.links,
-            worker.transfer_metrics.local_prefills,
+            worker.prefill_counter,
             times.prefill_s,
         )
-        worker.service = DecodeService(cast("WorkerRuntime", worker), worker.engine, jobs)
+        worker.service = DecodeService(
+            worker.engine,
+            jobs,
+            worker.server.post,
+            lambda: worker.is_draining,
+            worker.prefill_counter,
+        )
         async with _serving(worker, receiver):
             yield worker

@@ -19,7 +19,7 @@ from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import BlockLayout, LinkHello
+from pagewire.shared.protocol import BlockLayout, KvHello
 from pagewire.tests.support.fake_device import (
     BYTES_PER_TOKEN,
     NUM_PARTS,
@@ -207,9 +207,9 @@ class DecodeSide(Side):
         return held
 
 
-def hello_of(decode: DecodeSide, offer: LinkOffer) -> LinkHello:
+def hello_of(decode: DecodeSide, offer: LinkOffer) -> KvHello:
     """The message by which a decode worker opens a link."""
-    return LinkHello(
+    return KvHello(
         worker_id=decode.name,
         epoch=1,
         layout=LAYOUT,

@@ -107,7 +107,9 @@ def test_sampling_defaults_out_of_range(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
     done = pagewire("up", "--model", str(tmp_path))
-    assert_one_line(done, "generation_config.json: temperature must be between 0 and 100, not -1")
+    assert_one_line(
+        done, "generation_config.json: temperature must be a number between 0 and 100, not -1"
+    )
 
 
 def test_router_setting_out_of_range() -> None:

@@ -102,6 +102,30 @@ def test_error_in_postprocessing_fails_the_requests_of_its_step(
     assert_idle(core)
 
 
+@BOTH
+def test_row_that_fails_in_postprocessing_gets_an_error_and_no_token(overlap: bool) -> None:
+    core, _ = make_core(overlap=overlap, listener=FailingListener())
+    core.add(make_sequence("ends", [1], max_tokens=6))  # its answer is the first to be cached
+    core.add(make_sequence("goes on", [0], max_tokens=20))
+    for _ in range(20):
+        outputs, _worked = core.step()
+        if outputs.others and outputs.others[-1].finish_reason == "error":
+            break
+    assert ends_of(list(outputs)) == {"ends": "error", "goes on": "error"}
+    assert outputs.request_ids == []
+    drain(core)
+    assert_idle(core)
+
+
+@BOTH
+def test_error_in_preemption_fails_what_was_preempted(overlap: bool) -> None:
+    core, _ = make_core(num_blocks=4, overlap=overlap, listener=FailingListener())
+    for name, token in (("a", 0), ("b", 1)):
+        core.add(make_sequence(name, [token], max_tokens=11))
+    assert ends_of(drain(core)) == {"a": "error", "b": "error"}
+    assert_idle(core)
+
+
 def test_loop_ends_if_the_accounting_is_wrong_after_an_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import (
+    Expect,
     NewSlot,
     PrefillChunk,
     StepPlan,
@@ -14,6 +15,7 @@ from pagewire.shared.engine.step import (
     TableEntries,
 )
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import ResolvedSampling
 from pagewire.tests.support.engine_turns import (
     BOTH,
@@ -92,6 +94,21 @@ def test_fork_of_the_prompt_samples_a_first_token_of_its_own(overlap: bool, leng
     assert_idle(core)
 
 
+def test_fork_of_a_prompt_under_way_outlives_the_failure_of_its_step() -> None:
+    core, device = make_core(overlap=True)
+    parent, child = make_sequence("parent", [1] * 9), make_sequence("child", [1] * 9, seed=1)
+    expected = generate(child, LIMIT)
+    core.add(parent)
+    device.fail("fail_wait", "device on fire")
+    core.step()
+    core.fork(parent, child)
+    outputs = drain(core)
+    assert ends_of(outputs) == {"parent": "error", "child": "length"}
+    assert tokens_of(outputs, "child") == expected
+    assert device.batches[:2] == [(9, 1), (9 + 1, 2)]  # the child computes all of its prompt
+    assert_idle(core)
+
+
 def test_fork_of_a_fork_copies_from_the_first() -> None:
     core, _ = make_core(caching=False)
     parent = make_sequence("parent", [1] * 6)
@@ -117,6 +134,29 @@ def test_fork_that_ends_at_once_copies_nothing() -> None:
     core.abort("child")
     drain(core)
     assert not any(plan.copies for plan in plans.all)
+    assert_idle(core)
+
+
+def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
+    core, _ = make_core(num_blocks=4, caching=False)
+    plans = Plans(core)
+    parent = make_sequence("parent", [1] * 6)
+    core.add(parent)
+    core.step()
+    child = child_of(parent, max_tokens=3)
+    wanted = generate(child, core.scheduler.limits.max_model_len)[child.num_resumed_tokens :]
+    core.fork(parent, child)
+    core.abort("parent")
+    remote = make_sequence("remote", [0] * 8, remote_prefill=True)
+    core.add(remote)  # its KV may be written as soon as the steps before its plan are done
+    outputs, _ = core.step()
+    outputs = [*outputs, *core.step()[0]]
+    assert remote.status is RequestStatus.RESERVED
+    for plan in plans.all:
+        expected = {b for work in plan.kv if isinstance(work, Expect) for b in work.block_ids}
+        assert expected.isdisjoint(block for pair in plan.copies for block in pair)
+    core.abort("remote")
+    assert tokens_of([*outputs, *drain(core)], "child") == wanted
     assert_idle(core)
 
 

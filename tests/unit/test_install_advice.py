@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -24,10 +24,13 @@ from pagewire.services.cli.doctor_checks import (
     judge_ucx,
 )
 from pagewire.services.cli.errors import needs_worker_extra
-from pagewire.shared import transfer
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.installing import install_command
-from pagewire.shared.transfer import StagingPool, create_transport
+from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.worker import kv
+
+if TYPE_CHECKING:
+    from pagewire.shared.engine.executor import BlockMoves
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -112,9 +115,10 @@ def test_pip_takes_the_command(extra: str) -> None:
 
 
 def missing_ucx(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(transfer, "find_spec", lambda name: None)
+    monkeypatch.setattr(kv, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        create_transport("ucx", "w", StagingPool(1, 1000, torch.device("cpu")))
+        staging = make_staging(1, 1000, torch.device("cpu"))
+        kv.open_carrier("ucx", staging, cast("BlockMoves", None), "127.0.0.1")
     return str(caught.value)
 
 

@@ -28,7 +28,7 @@ MAY_TOUCH_THE_ENVIRONMENT = {
     "shared/config.py": "the one reader of settings",
     "services/cli/processes.py": "children inherit it",
     "services/cli/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
-    "shared/transfer/ucx_settings.py": "UCX is configured through it",
+    "shared/kv/carriers/ucx_settings.py": "UCX is configured through it",
 }
 
 

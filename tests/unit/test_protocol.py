@@ -10,22 +10,16 @@ from hypothesis import strategies as st
 from pagewire.shared.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.protocol import (
     MAX_FRAME_BYTES,
-    MAX_HEADER_BYTES,
-    MAX_PARTS,
-    MAX_POSITIONS,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Cancel,
     ControlMessage,
     Generate,
-    PieceHeader,
     Ping,
     Refused,
     clip_text,
     decode,
-    decode_header,
     encode,
-    encode_header,
 )
 from pagewire.shared.sampling import ResolvedSampling
 
@@ -68,7 +62,6 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 MESSAGES = st.one_of([values_of(msgspec.inspect.type_info(kind)) for kind in MESSAGE_TYPES])
-HEADERS = values_of(msgspec.inspect.type_info(PieceHeader))
 
 
 @st.composite
@@ -97,17 +90,12 @@ def test_every_message_survives_the_wire(message: ControlMessage) -> None:
     assert decode(memoryview(encode(message))) == message
 
 
-@given(header=HEADERS)
-def test_every_piece_header_survives_the_wire(header: PieceHeader) -> None:
-    assert decode_header(encode_header(header)) == header
-
-
 @settings(max_examples=1000)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_raise_protocol_errors_only(data: bytes) -> None:
-    for function, frame in ((decode, data), (decode, VERSION + data), (decode_header, data)):
+    for frame in (data, VERSION + data):
         try:
-            function(frame)
+            decode(frame)
         except ProtocolError as exc:
             assert len(str(exc)) < 1000
 
@@ -121,17 +109,6 @@ def test_mutated_frames_raise_protocol_errors_or_are_messages(frame: bytes) -> N
         return
     frame = encode(message)  # compared as bytes: a NaN does not equal itself
     assert encode(decode(frame)) == frame
-
-
-@settings(max_examples=1000)
-@given(data=mutated(HEADERS.map(encode_header)))
-def test_mutated_headers_raise_protocol_errors_or_are_headers(data: bytes) -> None:
-    try:
-        header = decode_header(data)
-    except ProtocolError:
-        return
-    data = encode_header(header)
-    assert encode_header(decode_header(data)) == data
 
 
 def with_fields(message: ControlMessage, /, **changes: Any) -> bytes:
@@ -197,65 +174,9 @@ def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
         encode(message)
     with pytest.raises(ProtocolError, match=str(MAX_FRAME_BYTES)):
         decode(VERSION + bytes(MAX_FRAME_BYTES))
-    with pytest.raises(ProtocolError, match=str(MAX_HEADER_BYTES)):
-        decode_header(bytes(MAX_HEADER_BYTES + 1))
 
 
-def test_the_largest_header_a_piece_can_have_fits() -> None:
-    header = PieceHeader(
-        job_id="j" * 64,
-        decode_epoch=2**63 - 1,
-        prefill_epoch=2**63 - 1,
-        piece=2**40 - 1,
-        positions=[2**40 - 1] * MAX_POSITIONS,
-        first_part=MAX_PARTS - 1,
-        num_parts=MAX_PARTS,
-        seed=-(2**63),
-        nbytes=2**40 - 1,
-    )
-    assert decode_header(encode_header(header)) == header
-
-
-SMALL_HEADER = PieceHeader(
-    job_id="j",
-    decode_epoch=1,
-    prefill_epoch=1,
-    piece=0,
-    positions=[0],
-    first_part=0,
-    num_parts=1,
-    seed=0,
-    nbytes=1,
-)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 2**63},
-        {"first_part": -1},
-        {"first_part": MAX_PARTS},
-        {"num_parts": -1},
-        {"num_parts": MAX_PARTS + 1},
-        {"num_parts": "1"},
-    ],
-    ids=str,
-)
-def test_a_header_whose_numbers_are_out_of_bounds_is_refused(change: dict[str, Any]) -> None:
-    header = msgspec.to_builtins(SMALL_HEADER)
-    with pytest.raises(ProtocolError):
-        decode_header(PACK(header | change))
-
-
-@pytest.mark.parametrize("name", ["first_part", "num_parts"])
-def test_a_header_says_which_parts_it_has(name: str) -> None:
-    header = msgspec.to_builtins(SMALL_HEADER)
-    del header[name]
-    with pytest.raises(ProtocolError, match=name):
-        decode_header(PACK(header))
-
-
-def test_a_hello_names_a_bounded_number_of_addresses() -> None:
+def test_a_hello_names_a_bounded_number_of_carriers() -> None:
     hello = {
         "type": "KvHello",
         "worker_id": "w",
@@ -270,9 +191,12 @@ def test_a_hello_names_a_bounded_number_of_addresses() -> None:
             "block_bytes": 1,
         },
         "slot_bytes": 1,
-        "addresses": {f"transport-{n}": b"" for n in range(9)},
+        "link": 1,
+        "token": bytes(16),
+        "endpoint": "tcp://127.0.0.1:1",
+        "carriers": {f"carrier-{n}": b"" for n in range(9)},
     }
-    with pytest.raises(ProtocolError, match="addresses"):
+    with pytest.raises(ProtocolError, match="carriers"):
         decode(VERSION + PACK(hello))
 
 

@@ -111,6 +111,11 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
         assert len(error.message) < 300
 
 
+def test_a_max_tokens_of_as_many_digits_as_python_prints_is_refused():
+    for call in (completion, chat):
+        assert refusal(call, max_tokens=10**4300 - 1).param == "max_tokens"
+
+
 @pytest.mark.parametrize("field", SamplingFields.__struct_fields__)
 def test_every_field_of_sampling_is_read_and_checked(field):
     for call in (completion, chat):
@@ -124,7 +129,7 @@ def test_sampling_itself_is_a_field_that_nobody_knows():
     assert completion(sampling={"temperature": 1.0}).prompts == completion().prompts
 
 
-@pytest.mark.parametrize("value", [0, -1, -(2**63), "5", 1.5])
+@pytest.mark.parametrize("value", [0, -1, -(2**63), 2**63, "5", 1.5])
 def test_the_newer_name_of_max_tokens_is_named_by_itself(value):
     error = refusal(chat, max_completion_tokens=value)
     assert error.param == "max_completion_tokens"

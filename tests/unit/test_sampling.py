@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import pytest
@@ -135,6 +136,22 @@ def test_what_is_asked_for_wrongly_is_named(field: str, value: Any) -> None:
         SamplingParams(**{field: value}).resolve(SamplingDefaults(), 16)
     assert caught.value.param == field
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("token", ["a", None, True, 1.0, -1, 2**31, 10**400, [1]], ids=reprlib.repr)
+def test_a_stop_token_that_is_wrong_is_named_among_those_that_are_right(token: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(stop_token_ids=[*range(20), token]).resolve(SamplingDefaults(), 16)
+    expected = f"stop_token_ids[20] must be an integer from 0 to 2**31 - 1, not {token!r:.15}"
+    assert caught.value.message.startswith(expected)
+    assert caught.value.param == "stop_token_ids"
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p"])
+def test_a_number_in_quotes_is_refused_as_no_number(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} must be a number .* not '1'"):
+        SamplingParams(**{field: "1"}).resolve(SamplingDefaults(), 16)
 
 
 def test_stop_strings_come_one_or_several() -> None:

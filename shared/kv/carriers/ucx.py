@@ -22,6 +22,8 @@ import zmq
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.ucx_lane import name_lane
+from pagewire.shared.kv.carriers.ucx_settings import listens_on
 from pagewire.shared.kv.carriers.ucx_worker import (
     MAX_ABANDONED,
     UcxLibrary,
@@ -29,8 +31,6 @@ from pagewire.shared.kv.carriers.ucx_worker import (
 )
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
-from pagewire.shared.kv.carriers.ucx_lane import name_lane
-from pagewire.shared.kv.carriers.ucx_settings import listens_on
 
 logger = logging.getLogger(__name__)
 
