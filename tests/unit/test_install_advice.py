@@ -139,15 +139,15 @@ GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
     ("say", "expected", "options"),
     [
         (missing_ucx, {"ucxx-cu13"}, set()),
-        (missing_torch, {"numpy", "safetensors", "torch", "triton"}, set()),
-        (advice(judge_packages(["torch"])), {"numpy", "safetensors", "torch", "triton"}, set()),
+        (missing_torch, {"cuda-bindings", "numpy", "safetensors", "torch", "triton"}, set()),
+        (advice(judge_packages(["torch"])), {"cuda-bindings", "numpy", "safetensors", "torch", "triton"}, set()),
         (advice(judge_torch({"error": "ImportError"})), {"torch"}, {"--force-reinstall"}),
         (
             advice(judge_cuda(GPU_UNUSED, 1)),
             {"torch"},
             {"--force-reinstall", "--index-url"},
         ),
-        (advice(judge_ucx({"error": "no ucxx"}, "ucx")), {"ucxx-cu13"}, set()),
+        (advice(judge_ucx({"error": "no ucxx"}, None)), {"ucxx-cu13"}, set()),
     ],
     ids=["transport", "worker-command", "packages", "broken-torch", "cpu-build", "doctor-ucx"],
 )
