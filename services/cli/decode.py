@@ -28,6 +28,7 @@ def decode(
     enable_prefix_caching: options.EnablePrefixCaching = None,
     cuda_graphs: options.CudaGraphs = None,
     kv_transport: options.KvTransport = None,
+    kv_network: options.KvNetwork = None,
     staging_slots: options.StagingSlots = None,
     staging_slot_bytes: options.StagingSlotBytes = None,
     host: options.Host = None,

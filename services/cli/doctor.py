@@ -20,12 +20,14 @@ from pagewire.services.cli.doctor_checks import (
     Finding,
     exit_code,
     judge_cuda,
+    judge_ipc,
     judge_memory,
     judge_packages,
     judge_python,
     judge_torch,
     judge_triton,
     judge_ucx,
+    why_unused,
 )
 from pagewire.services.cli.doctor_memory import available_memory
 from pagewire.services.cli.errors import one_line_errors
@@ -121,18 +123,12 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         yield judge_torch(found)
         yield judge_cuda(found, len(machine.gpus))
         yield judge_triton(found)
-        yield await _check_ucx(worker, has_gpu=bool(found.get("gpus")))
+        unused = why_unused(worker or WorkerSettings.model_construct(), bool(found.get("gpus")))
+        yield judge_ipc(found, unused["ipc"])
+        yield judge_ucx(None if unused["ucx"] else await _probe("ucx"), unused["ucx"])
     finally:
         torch_probe.cancel()
         await asyncio.gather(torch_probe, return_exceptions=True)
-
-
-async def _check_ucx(settings: WorkerSettings | None, *, has_gpu: bool) -> Finding:
-    """Check UCX where workers start it; wrong settings count as the defaults."""
-    chosen = "auto" if settings is None else settings.kv_transport
-    on_gpu = has_gpu and (settings is None or settings.device != "cpu")
-    is_used = chosen == "ucx" or (chosen == "auto" and on_gpu)
-    return judge_ucx(await _probe("ucx") if is_used else None, chosen)
 
 
 async def _probe(what: str) -> dict[str, Any]:

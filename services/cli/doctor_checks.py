@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagewire.services.cli.program import own_command
+from pagewire.shared.config import WorkerSettings
 from pagewire.shared.installing import install_command
 
 Level = Literal["ok", "warn", "fail"]
@@ -105,16 +106,46 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
     )
 
 
-def judge_ucx(probe: Mapping[str, Any] | None, chosen: str) -> Finding:
+def why_unused(settings: WorkerSettings, has_gpu: bool) -> dict[str, str | None]:
+    """Return why workers with these settings do not open CUDA IPC and UCX; None if they do."""
+    chosen = settings.kv_transport
+    if chosen != "auto":
+        why = f"KV_TRANSPORT is {chosen}"
+        return {name: None if name == chosen else why for name in ("ipc", "ucx")}
+    if settings.device == "cpu" or not has_gpu:
+        why = "workers do not run on a GPU: KV blocks cross over ZeroMQ"
+        return {"ipc": why, "ucx": why}
+    if settings.kv_network == "private":
+        return {"ipc": None, "ucx": None}
+    return {"ipc": None, "ucx": "KV_NETWORK is untrusted: what CUDA IPC cannot carry takes ZeroMQ"}
+
+
+def judge_ipc(probe: Mapping[str, Any], unused: str | None) -> Finding:
+    """Judge whether KV blocks can cross by CUDA IPC between the GPUs here.
+
+    Args:
+        probe: of torch.
+        unused: why workers do not use it; None if they do.
+    """
+    if unused is not None:
+        return Finding("ok", "CUDA IPC", f"not used, since {unused}")
+    error = probe.get("ipc_error")
+    if error is None:
+        detail = "between all workers of this host; containers must share IPC and PID namespaces"
+        return Finding("ok", "CUDA IPC", detail)
+    advice = install_command("worker") if "cuda-bindings" in error else "see nvidia-smi topo -p2p r"
+    return Finding("warn", "CUDA IPC", error, advice)
+
+
+def judge_ucx(probe: Mapping[str, Any] | None, unused: str | None) -> Finding:
     """Judge whether KV blocks can cross over UCX, how fast, and at what risk.
 
     Args:
         probe: of UCX; None where workers do not start it.
-        chosen: the KV transport of the settings.
+        unused: why they do not; None if they do.
     """
     if probe is None:
-        why = "KV_TRANSPORT is zmq" if chosen == "zmq" else "workers do not run on a GPU"
-        return Finding("ok", "UCX", f"not used, since {why}: KV blocks cross over ZeroMQ")
+        return Finding("ok", "UCX", f"not used, since {unused}")
     if "error" in probe:
         advice = f"for ZeroMQ: --kv-transport zmq; for UCX: {install_command('ucx')}"
         return Finding("warn", "UCX", f"does not work: {probe['error']}", advice)
@@ -124,14 +155,14 @@ def judge_ucx(probe: Mapping[str, Any] | None, chosen: str) -> Finding:
     detail = f"{probe['ucx']} (ucxx {probe['ucxx']}), {lanes}"
     if not probe["crossed"]:
         advice = "start with --kv-transport zmq, and look at the UCX_ variables of the environment"
-        return Finding("warn", "UCX", f"{detail}, but no message crosses", advice)
+        return Finding("warn", "UCX", f"{detail}, but no payload crosses", advice)
     if "gpu" in probe["lanes"] and probe["lanes"]["gpu"] not in CUDA_LANES:
         advice = (
             "GPU memory does not cross directly: unset UCX_TLS; in containers, share the host's "
             "IPC and PID namespaces"
         )
         return Finding("warn", "UCX", detail, advice)
-    return Finding("ok", "UCX", f"{detail}; a message has crossed; {UCX_STRANGERS}")
+    return Finding("ok", "UCX", f"{detail}; a payload has crossed; {UCX_STRANGERS}")
 
 
 def judge_memory(available: int | None, cores: int) -> Finding:

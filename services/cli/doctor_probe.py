@@ -7,17 +7,22 @@ Prints one JSON object. At its top it imports nothing that may be missing.
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 import subprocess
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from pagewire.shared.errors import TransferError
 
+if TYPE_CHECKING:
+    from pagewire.shared.kv.carriers.ucx_worker import UcxRequest, UcxWorker
+
 PEER_TIMEOUT_S = 60.0
-MESSAGE_BYTES = 1 << 20
-MESSAGE_TAG = 7
+POLL_INTERVAL_S = 0.0005
+PAYLOAD_BYTES = 1 << 20
+TAG = 7
 LOOPBACK = "127.0.0.1"
 ARRIVED = "arrived"
 
@@ -32,6 +37,7 @@ def probe_torch() -> dict[str, Any]:
         "gpus": [],
         "triton": None,
         "kernel_error": None,
+        "ipc_error": None,
     }
     try:
         import triton
@@ -42,6 +48,7 @@ def probe_torch() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
         found["kernel_error"] = found["kernel_error"] or _kernel_error()
+        found["ipc_error"] = _ipc_error()
     return found
 
 
@@ -68,41 +75,69 @@ def _kernel_error() -> str | None:
     return None
 
 
-async def probe_ucx() -> dict[str, Any]:
-    """Return UCX's version and the lane to another process, after a message has crossed there."""
+def _ipc_error() -> str | None:
+    """Return why CUDA IPC cannot join all GPUs that are visible here, if it cannot."""
+    import torch
+
+    try:
+        import cuda.bindings.runtime  # noqa: F401 - whether it loads is the question
+    except ImportError as exc:
+        return f"cuda-bindings does not load: {exc}"
+    for writer, owner in itertools.permutations(range(torch.cuda.device_count()), 2):
+        if not torch.cuda.can_device_access_peer(writer, owner):
+            return f"GPU {writer} has no peer access to GPU {owner}"
+    return None
+
+
+def probe_ucx() -> dict[str, Any]:
+    """Return UCX's version and its lanes to another process, after a payload has crossed there."""
     # First: it must see the environment as it is before ucxx changes it.
     from pagewire.shared.kv.carriers.ucx_settings import ucx_settings  # isort: split
 
-    import ucxx
+    import torch
 
     from pagewire.shared.kv.carriers.ucx_lane import name_lane
-    from pagewire.shared.kv.carriers.ucx_port import UcxPort
+    from pagewire.shared.kv.carriers.ucx_worker import UcxLibrary
 
     cuda = _enter_cuda()
-    port = UcxPort(lambda tag, nbytes: port.discard(tag), ucx_settings(LOOPBACK, cuda=cuda))
+    worker = UcxLibrary(ucx_settings(LOOPBACK, cuda=cuda)).new_worker()
     command = [sys.executable, "-P", "-m", "pagewire.services.cli.doctor_probe", "ucx-peer"]
-    peer = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs in this loop
-        command, stdout=subprocess.PIPE, text=True
-    )
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        said = await asyncio.to_thread(_line, peer)
-        if not said:
+        address = _line(peer)
+        if not address:
             raise TransferError("UCX does not start in a second process; is the GPU's memory full?")
-        address = bytes.fromhex(said)
-        endpoint = port.open_endpoint(address, lambda: None)
-        data = bytearray(MESSAGE_BYTES)
-        port.send(endpoint, peer, data, MESSAGE_TAG, lambda error: None)
-        said = await asyncio.to_thread(_line, peer)
-        lanes = {"host": name_lane(endpoint.handle, cuda=False)}
-        if cuda:
-            lanes["gpu"] = name_lane(endpoint.handle, cuda=True)
-        port.close_endpoint(endpoint, peer)
+        worker.connect(bytes.fromhex(address))
+        sent = worker.send(torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8), PAYLOAD_BYTES, TAG)
+        has_crossed = _poll_until_done(worker, sent) and _line(peer) == ARRIVED
+        kinds = {"host": False, "gpu": True} if cuda else {"host": False}
+        lanes = {name: name_lane(worker.endpoint, cuda=on_gpu) for name, on_gpu in kinds.items()}
     finally:
         peer.kill()
         peer.communicate()
-        port.close()
-    version = ".".join(map(str, ucxx.get_ucx_version()))
-    return {"ucx": version, "ucxx": ucxx.__version__, "lanes": lanes, "crossed": said == ARRIVED}
+        worker.close()
+    return {**_ucx_versions(), "lanes": lanes, "crossed": has_crossed}
+
+
+def _ucx_versions() -> dict[str, str]:
+    import ucxx
+
+    return {"ucx": ".".join(map(str, ucxx.get_ucx_version())), "ucxx": ucxx.__version__}
+
+
+def _poll_until_done(worker: UcxWorker, request: UcxRequest) -> bool:
+    """Progress UCX; returns whether the request has ended in time.
+
+    Raises:
+        TransferError: it has failed.
+    """
+    deadline = time.monotonic() + PEER_TIMEOUT_S
+    while not request.is_done():
+        if time.monotonic() >= deadline:
+            return False
+        worker.poll()
+        time.sleep(POLL_INTERVAL_S)
+    return True
 
 
 def _enter_cuda() -> bool:
@@ -120,40 +155,31 @@ def _line(peer: subprocess.Popen[str]) -> str:
     return "" if peer.stdout is None else peer.stdout.readline().strip()
 
 
-async def ucx_peer() -> None:
-    """Be the other process: print an address, wait for the message, say that it came."""
-    from pagewire.shared.kv.carriers.ucx_port import UcxPort
-    from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
+def ucx_peer() -> None:
+    """Be the other process: print an address, wait for the payload, report that it came."""
+    from pagewire.shared.kv.carriers.ucx_settings import ucx_settings  # isort: split
 
-    arrived = asyncio.Event()
-    buffer = bytearray(MESSAGE_BYTES)
+    import torch
 
-    def done(error: TransferError | None) -> None:
-        if error is None:
-            arrived.set()
+    from pagewire.shared.kv.carriers.ucx_worker import UcxLibrary
 
-    def on_arrival(tag: int, nbytes: int) -> None:
-        if tag == MESSAGE_TAG and nbytes == MESSAGE_BYTES:
-            port.receive(None, buffer, nbytes, tag, done)
-        else:
-            port.discard(tag)
-
-    port = UcxPort(on_arrival, ucx_settings(LOOPBACK, cuda=_enter_cuda()))
-    print(port.address.hex(), flush=True)
-    async with asyncio.timeout(PEER_TIMEOUT_S):
-        await arrived.wait()
-    print(ARRIVED, flush=True)
-    await asyncio.sleep(PEER_TIMEOUT_S)  # the one who asked ends this
+    worker = UcxLibrary(ucx_settings(LOOPBACK, cuda=_enter_cuda())).new_worker()
+    payload = torch.empty(PAYLOAD_BYTES, dtype=torch.uint8)
+    request = worker.receive(payload, PAYLOAD_BYTES, TAG)
+    print(worker.address.hex(), flush=True)
+    if _poll_until_done(worker, request):
+        print(ARRIVED, flush=True)
+        time.sleep(PEER_TIMEOUT_S)  # the one who asked ends this
 
 
 def main() -> None:
     """Do what the argument says; a failure is part of what is found."""
     what = sys.argv[1]
     if what == "ucx-peer":
-        asyncio.run(ucx_peer())
+        ucx_peer()
         return
     try:
-        found = probe_torch() if what == "torch" else asyncio.run(probe_ucx())
+        found = probe_torch() if what == "torch" else probe_ucx()
     except Exception as exc:  # noqa: BLE001 - finding out what breaks is this process's purpose
         found = {"error": " ".join(f"{type(exc).__name__}: {exc}".split())}
     print(json.dumps(found))

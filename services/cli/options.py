@@ -134,11 +134,18 @@ CudaGraphs = Annotated[
     ),
 ]
 KvTransport = Annotated[
-    Literal["auto", "ucx", "zmq"] | None,
+    Literal["auto", "ipc", "ucx", "zmq"] | None,
     _worker(
         "kv_transport",
-        "auto takes UCX between GPUs, else ZeroMQ. Anyone who reaches a UCX port can end the "
-        "worker: use it on loopback or a private network only.",
+        "auto: between GPUs CUDA IPC, then UCX if the KV network is private; else ZeroMQ, which is "
+        "encrypted.",
+    ),
+]
+KvNetwork = Annotated[
+    Literal["untrusted", "private"] | None,
+    _worker(
+        "kv_network",
+        "private: auto may take UCX. Anyone who reaches a UCX port can end the worker.",
     ),
 ]
 LocalPrefillTokens = Annotated[
@@ -150,10 +157,10 @@ LocalPrefillTokens = Annotated[
         ENGINE,
     ),
 ]
-StagingSlots = Annotated[int | None, _worker("staging_slots", "KV pieces under way at once.")]
+StagingSlots = Annotated[int | None, _worker("staging_slots", "KV segments under way at once.")]
 StagingSlotBytes = Annotated[
     int | None,
-    _worker("staging_slot_bytes", "Largest KV piece, in bytes.", "by the block's size"),
+    _worker("staging_slot_bytes", "Largest KV segment, in bytes.", "by the block's size"),
 ]
 WorkerId = Annotated[
     str | None, _worker("worker_id", "Stable name of this worker.", "a random one")

@@ -69,6 +69,7 @@ def up(
     enable_prefix_caching: options.EnablePrefixCaching = None,
     cuda_graphs: options.CudaGraphs = None,
     kv_transport: options.KvTransport = None,
+    kv_network: options.KvNetwork = None,
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
     redis_url: options.OwnRedisUrl = None,

@@ -37,9 +37,11 @@ def test_doctor_is_right_about_this_machine(redis_server: RedisServer, chosen: s
     lines = {line[5:15].strip(): line for line in done.stdout.splitlines()}
     assert torch.__version__ in lines["torch"]
     assert ("no GPU here" in lines["CUDA"]) is not torch.cuda.is_available()
-    is_used = chosen == "ucx" or torch.cuda.is_available()
-    assert ("a message has crossed" in lines["UCX"]) is is_used
+    is_used = chosen == "ucx"
+    assert ("a payload has crossed" in lines["UCX"]) is is_used
     assert ("not used" in lines["UCX"]) is not is_used
+    by_ipc = torch.cuda.is_available() and chosen == "auto"
+    assert ("not used" in lines["CUDA IPC"]) is not by_ipc
     assert f"answers at {redis_server.url}" in lines["Redis"]
     assert all(line.startswith("ok ") for name, line in lines.items() if name in ("UCX", "Redis"))
     assert "can run the demo" in done.stdout

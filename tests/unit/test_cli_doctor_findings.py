@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagewire.services.cli.doctor import CUT_AT
 from pagewire.services.cli.doctor_checks import (
@@ -11,21 +12,25 @@ from pagewire.services.cli.doctor_checks import (
     Finding,
     exit_code,
     judge_cuda,
+    judge_ipc,
     judge_memory,
     judge_packages,
     judge_python,
     judge_torch,
     judge_triton,
     judge_ucx,
+    why_unused,
 )
 from pagewire.services.cli.doctor_memory import _CGROUP_FILES, _of_cgroup, _of_machine
+from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.worker.kv import carriers_to_open
 
 GPU = {"name": "H100", "bytes": 80 * GIB}
 
 
 def torch_probe(**changes: Any) -> dict[str, Any]:
     found = {"torch": "2.13.0", "cuda_build": "13.0", "gpus": [], "triton": "3.9.0"}
-    return {**found, "kernel_error": None, **changes}
+    return {**found, "kernel_error": None, "ipc_error": None, **changes}
 
 
 def ucx_probe(crossed: bool = True, **lanes: str | None) -> dict[str, Any]:
@@ -78,22 +83,50 @@ def test_triton() -> None:
     assert_finding(judge_triton(broken), "warn", "no C compiler", "gcc", "--kernels torch")
 
 
-def test_ucx_on_a_gpu() -> None:
+def test_cuda_ipc() -> None:
+    assert_finding(judge_ipc(torch_probe(gpus=[GPU]), None), "ok", "IPC and PID namespaces")
+    assert_finding(judge_ipc(torch_probe(), "no GPU"), "ok", "not used, since no GPU")
+    apart = torch_probe(gpus=[GPU, GPU], ipc_error="GPU 0 has no peer access to GPU 1")
+    assert_finding(judge_ipc(apart, None), "warn", "no peer access", "nvidia-smi topo")
+    bare = torch_probe(gpus=[GPU], ipc_error="cuda-bindings does not load: No module named 'cuda'")
+    assert_finding(judge_ipc(bare, None), "warn", "cuda-bindings", "pip install")
+
+
+def test_ucx() -> None:
     risks = ("can end that worker", "unencrypted", "--kv-transport zmq")
-    assert_finding(judge_ucx(ucx_probe(), "ucx"), "ok", "1.21.0", "host memory by tcp", *risks)
+    assert_finding(judge_ucx(ucx_probe(), None), "ok", "1.21.0", "host memory by tcp", *risks)
     direct = ucx_probe(gpu="cuda_ipc")
-    assert_finding(judge_ucx(direct, "auto"), "ok", "gpu memory by cuda_ipc", *risks)
-    assert_finding(judge_ucx(ucx_probe(gpu="tcp"), "auto"), "warn", "gpu memory by tcp", "IPC")
-    assert_finding(judge_ucx(ucx_probe(gpu=None), "auto"), "warn", "unknown lane")
-    assert_finding(judge_ucx(ucx_probe(crossed=False), "auto"), "warn", "no message", "zmq")
+    assert_finding(judge_ucx(direct, None), "ok", "gpu memory by cuda_ipc", *risks)
+    assert_finding(judge_ucx(ucx_probe(gpu="tcp"), None), "warn", "gpu memory by tcp", "IPC")
+    assert_finding(judge_ucx(ucx_probe(gpu=None), None), "warn", "unknown lane")
+    assert_finding(judge_ucx(ucx_probe(crossed=False), None), "warn", "no payload", "zmq")
     missing = {"error": "No module named 'ucxx'"}
-    assert len(judge_ucx(direct, "auto").detail) < CUT_AT
-    assert_finding(judge_ucx(missing, "auto"), "warn", "ZeroMQ", "ucxx-cu13")
+    assert len(judge_ucx(direct, None).detail) < CUT_AT
+    assert_finding(judge_ucx(missing, None), "warn", "ZeroMQ", "ucxx-cu13")
+    assert_finding(judge_ucx(None, "no GPU"), "ok", "not used, since no GPU")
 
 
-@pytest.mark.parametrize(("chosen", "why"), [("auto", "GPU"), ("zmq", "KV_TRANSPORT is zmq")])
-def test_ucx_where_workers_do_not_start_it(chosen: str, why: str) -> None:
-    assert_finding(judge_ucx(None, chosen), "ok", "not used", why)
+@pytest.mark.parametrize(
+    ("chosen", "ipc", "ucx"),
+    [
+        ({}, None, "KV_NETWORK is untrusted"),
+        ({"kv_network": "private"}, None, None),
+        ({"device": "cpu"}, "do not run on a GPU", "do not run on a GPU"),
+        ({"kv_transport": "zmq"}, "KV_TRANSPORT is zmq", "KV_TRANSPORT is zmq"),
+        ({"kv_transport": "ucx"}, "KV_TRANSPORT is ucx", None),
+        ({"kv_transport": "ipc", "kv_network": "private"}, None, "KV_TRANSPORT is ipc"),
+    ],
+    ids=["auto", "private", "cpu", "zmq", "ucx", "ipc"],
+)
+def test_what_workers_do_not_open(chosen: dict[str, str], ipc: str | None, ucx: str | None) -> None:
+    settings = load_settings(WorkerSettings, dict(chosen))
+    why = why_unused(settings, has_gpu=True)
+    for name, expected in (("ipc", ipc), ("ucx", ucx)):
+        found = why[name]
+        assert found is None if expected is None else expected in (found or ""), name
+    opened = carriers_to_open(settings, torch.device(chosen.get("device", "cuda")))
+    for name, reason in why.items():
+        assert reason is None or name not in opened, "doctor and the workers agree"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
             {"torch"},
             {"--force-reinstall", "--index-url"},
         ),
-        (advice(judge_ucx({"error": "no ucxx"}, "ucx")), {"ucxx-cu13"}, set()),
+        (advice(judge_ucx({"error": "no ucxx"}, None)), {"ucxx-cu13"}, set()),
     ],
     ids=["transport", "worker-command", "packages", "broken-torch", "cpu-build", "doctor-ucx"],
 )
