@@ -132,6 +132,7 @@ def advice(finding: Finding) -> Callable[[pytest.MonkeyPatch], str]:
     return lambda _: finding.advice
 
 
+WORKER = {"cuda-bindings", "numpy", "safetensors", "torch", "triton"}
 GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
 
 
@@ -139,8 +140,8 @@ GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
     ("say", "expected", "options"),
     [
         (missing_ucx, {"ucxx-cu13"}, set()),
-        (missing_torch, {"cuda-bindings", "numpy", "safetensors", "torch", "triton"}, set()),
-        (advice(judge_packages(["torch"])), {"cuda-bindings", "numpy", "safetensors", "torch", "triton"}, set()),
+        (missing_torch, WORKER, set()),
+        (advice(judge_packages(["torch"])), WORKER, set()),
         (advice(judge_torch({"error": "ImportError"})), {"torch"}, {"--force-reinstall"}),
         (
             advice(judge_cuda(GPU_UNUSED, 1)),

@@ -41,7 +41,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
         case msgspec.inspect.BytesType():
-            return st.binary(max_size=50)
+            return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 50, 50))
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.NoneType():
