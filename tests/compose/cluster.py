@@ -143,7 +143,7 @@ class ComposeCluster:
         return body
 
     def wait_for_workers(self, count: int, links: int, timeout: float = 60.0) -> None:
-        """Wait until so many workers are ready and so many KV ways between them measured."""
+        """Wait until `count` workers are ready and `links` KV links between them measured."""
         deadline = time.monotonic() + timeout
         while True:
             services = self.health()["services"]
