@@ -195,9 +195,14 @@ class KvSender:
                 problems.append(f"{name}: this worker does not have it")
                 continue
             try:
-                return name, carrier.outbound(hello.link, offer, socket)
+                outbound = carrier.outbound(hello.link, offer, socket)
             except TransferError as exc:
                 problems.append(f"{name}: {exc}")
+                continue
+            if problems:
+                text = "; ".join(problems)
+                logger.warning("KV blocks to %s cross by %s (%s)", hello.worker_id, name, text)
+            return name, outbound
         raise TransferError(
             f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
         )
