@@ -41,7 +41,9 @@ from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.kv.receiver import Completion, KvReceiver, ReceiverLink
+from pagewire.shared.kv.expectations import Completion
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.kv.sender import KvSender
 from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import make_staging
@@ -198,16 +200,16 @@ class Receiving:
         self.engine = engine
         self.receiver = KvReceiver(
             socket=socket,
-            on_reserved=self._on_reserved,
             on_link_tested=lambda _link: self.tested.set(),
             on_link_lost=self._on_link_lost,
             **parts,
         )
+        self.receiver.expected.on_reserved = self._on_reserved
         engine.core.hooks.append(self.receiver)
 
     def _on_reserved(self, request: str, job: str, _first: int, _count: int) -> None:
         done = Completion(job, 7, lambda: self.activated.put(time.monotonic_ns()))
-        self.receiver.complete(request, done)
+        self.receiver.expected.complete(request, done)
         self.reserved.put(job)
 
     def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:

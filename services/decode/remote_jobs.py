@@ -19,7 +19,8 @@ from prometheus_client import Counter
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.worker_links import PrefillLink, PrefillLinks
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.kv.receiver import Completion, KvReceiver
+from pagewire.shared.kv.expectations import Completion
+from pagewire.shared.kv.receiver import KvReceiver
 from pagewire.shared.protocol import CancelPrefill, ControlMessage, PrefillDone, PrefillFailed
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.worker.engine_handle import EngineHandle
@@ -62,7 +63,7 @@ class RemoteJobs:
         )
         self._by_job: dict[str, DecodeRequest] = {}
         self._tell_activated = engine.in_loop(self._on_activated)
-        receiver.on_reserved = engine.in_loop(self._on_reserved)
+        receiver.expected.on_reserved = engine.in_loop(self._on_reserved)
         links.on_message, links.on_lost = self._on_message, self._on_link_lost
 
     def start(self) -> None:
@@ -111,7 +112,7 @@ class RemoteJobs:
 
     def _on_deadline(self, request: DecodeRequest, remote: RemotePrefill) -> None:
         timeout_s = self._timeout_s
-        silent_s = time.monotonic() - self._receiver.heard_s(request.engine_id)
+        silent_s = time.monotonic() - self._receiver.expected.heard_s(request.engine_id)
         if silent_s < timeout_s:
             self._watch(request, remote, timeout_s - silent_s)
         else:
@@ -144,7 +145,8 @@ class RemoteJobs:
             lambda: self._tell_activated(request, remote, time.monotonic()),
         )
         self._engine.submit(
-            lambda _core: self._receiver.complete(request.engine_id, completion), admitted=True
+            lambda _core: self._receiver.expected.complete(request.engine_id, completion),
+            admitted=True,
         )
 
     def _on_activated(self, request: DecodeRequest, remote: RemotePrefill, now: float) -> None:
@@ -164,9 +166,9 @@ class RemoteJobs:
             "prefill of %s by %s failed: %s", request.engine_id, remote.link.worker_id, reason
         )
         self.cancel(request)
-        job = self._receiver.new_job(request.engine_id, len(request.tried) + 1)
+        job = self._receiver.expected.new_job(request.engine_id, len(request.tried) + 1)
         self._engine.submit(
-            lambda _core: self._receiver.retry(request.engine_id, job), admitted=True
+            lambda _core: self._receiver.expected.retry(request.engine_id, job), admitted=True
         )
         self._begin(request, job)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
-from pagewire.shared.kv.receiver import KvReceiver, LinkOffer, ReceiverLink
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome
 from pagewire.shared.registry import WorkerCard

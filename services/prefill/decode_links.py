@@ -13,7 +13,8 @@ from pagewire.shared.addresses import numeric_endpoint
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import PagewireError, TransferError
 from pagewire.shared.kv.layout import check_layout
-from pagewire.shared.kv.sender import KvSender, SenderLink
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome, clip_text
 from pagewire.shared.worker.engine_handle import EngineHandle

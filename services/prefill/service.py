@@ -18,7 +18,8 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
-from pagewire.shared.kv.sender import KvSender, SenderLink
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.protocol import (
     CancelPrefill,
     ControlMessage,

@@ -15,7 +15,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,116 +24,23 @@ import zmq
 from pagewire.shared.engine.block_mover import PendingCheck
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
-from pagewire.shared.engine.sequence import Sequence as EngineSequence
 from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Inbound, Pending
+from pagewire.shared.kv.carriers.base import Carrier, Pending
 from pagewire.shared.kv.credits import MIN_CREDITS, ReceiverCredits
+from pagewire.shared.kv.expectations import Attempt, Expectations, Expected
 from pagewire.shared.kv.link_test import TEST_JOB, TestCheck, check_test
 from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToReceiver, ToSender
-from pagewire.shared.kv.segments import Coverage
+from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink, ReceiverStats
 from pagewire.shared.kv.sockets import TOKEN_BYTES, ReceiverSocket
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.request import RequestStatus
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_POLL = 64
 DEADLINE_INTERVAL_S = 0.1
-
-
-@dataclass(slots=True)
-class ReceiverStats:
-    """Counters since the start.
-
-    Attributes:
-        outcomes: segments by outcome.
-        bytes: received, by (peer, carrier).
-        lost_links: that ended by themselves.
-    """
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost_links: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class ReceiverLink:
-    """A link to one life of one prefill worker.
-
-    Attributes:
-        number: counts up; never used again in this process.
-        peer: its name.
-        token: names the link on the socket.
-        offered: names of carriers.
-        carrier: name of the carrier; empty until the sender has chosen.
-        is_tested: the first segment has come as it was sent.
-        has_opened: its sender has come.
-    """
-
-    number: int
-    peer: str
-    token: bytes
-    offered: frozenset[str] = frozenset()
-    carrier: str = ""
-    inbound: Inbound | None = None
-    is_tested: bool = False
-    has_opened: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LinkOffer:
-    """What a sender needs to come by a link: a part of `KvHello`."""
-
-    link: int
-    token: bytes
-    endpoint: str
-    carriers: dict[str, bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """One prefill job for a request."""
-
-    job: str
-    coverage: Coverage
-    num_unpacking: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What a reserved sequence runs on from.
-
-    Attributes:
-        job: whose blocks count.
-        first_token: sampled by the prefill worker.
-        on_activated: called in the engine's thread.
-    """
-
-    job: str
-    first_token: int
-    on_activated: Callable[[], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Expected:
-    """A sequence's reserved blocks.
-
-    Attributes:
-        block_ids: of the whole sequence.
-        after: the last plan whose work may touch them.
-        attempt: the job that computes them now.
-        heard_s: when something of it came.
-    """
-
-    request_id: str
-    block_ids: list[int]
-    after: int
-    attempt: _Attempt
-    heard_s: float
-    completion: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +55,8 @@ class _Receiving:
 class _Unpacking:
     link: ReceiverLink
     segment: Segment
-    expected: _Expected | None  # None: a test of the link
-    attempt: _Attempt | None
+    expected: Expected | None  # None: a test of the link
+    attempt: Attempt | None
     blocks: list[int]
     check: PendingCheck | TestCheck
 
@@ -164,9 +71,9 @@ class KvReceiver:
         staging: its slots are the senders' credits.
         socket: that all links come over.
         carriers: that are open in this process, by name, the preferred one first.
+        credits: whose slots are.
+        expected: what is to come.
         timeout_s: for an announced payload; after it the link is lost.
-        on_reserved: called with a request, its job's name, the position of the first block that is
-            expected, and the number of its blocks.
         on_link_tested: called with a link by which payloads come.
         on_link_lost: called with a link that has ended by itself, and why.
         watch: for whose file descriptors the engine's thread wakes up.
@@ -179,27 +86,25 @@ class KvReceiver:
     socket: ReceiverSocket
     carriers: Mapping[str, Carrier]
     timeout_s: float
-    on_reserved: Callable[[str, str, int, int], None] = lambda _request, _job, _first, _count: None
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
     on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
     watch: FdWatch = field(default_factory=FdWatch)
     clock: Callable[[], float] = time.monotonic
     stats: ReceiverStats = field(default_factory=ReceiverStats)
     credits: ReceiverCredits = field(init=False)
+    expected: Expectations = field(init=False)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _next_deadlines_s: float = 0.0
     _links: dict[bytes, ReceiverLink] = field(default_factory=dict)  # by token
     _by_number: dict[int, ReceiverLink] = field(default_factory=dict)
-    _expected: dict[str, _Expected] = field(default_factory=dict)  # by request
-    _by_job: dict[str, _Expected] = field(default_factory=dict)
     _receiving: list[_Receiving] = field(default_factory=list)
     _unpacking: deque[_Unpacking] = field(default_factory=deque)
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
-    _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
 
     def __post_init__(self) -> None:
         num_slots = self.staging.num_slots
         self.credits = ReceiverCredits(num_slots, num_slots // MIN_CREDITS)
+        self.expected = Expectations(self.core, self.parts, self.clock)
         self.watch.add(self.socket.fd)
 
     # Verbs
@@ -260,41 +165,6 @@ class KvReceiver:
             self._quarantine.append((link.inbound.close(), slots))
         self._send_all(messages)
 
-    def retry(self, request_id: str, job: str) -> None:
-        """Expect a request's blocks from another job; what the one before brought does not count.
-
-        Args:
-            request_id: one that is not reserved any more is fine.
-            job: as `new_job` named it.
-        """
-        expected = self._expected.get(request_id)
-        if expected is not None:
-            del self._by_job[expected.attempt.job]
-            old = expected.attempt.coverage
-            expected.attempt = _Attempt(job, Coverage(old.positions, old.parts))
-            expected.heard_s = self.clock()
-            self._by_job[job] = expected
-
-    def new_job(self, request_id: str, number: int) -> str:
-        """Return the name of a request's n-th job; the same nowhere else in the cluster."""
-        return f"{self._name}.{request_id}.{number}"
-
-    def complete(self, request_id: str, completion: Completion) -> None:
-        """Activate a sequence as soon as its blocks are there; one that has ended needs none."""
-        expected = self._expected.get(request_id)
-        if expected is not None:
-            expected.completion = completion
-            expected.heard_s = self.clock()
-            self._activate_if_complete(expected)
-
-    def heard_s(self, request_id: str) -> float:
-        """Return when something was last heard of a request's job; 0 if it is not reserved.
-
-        From any thread.
-        """
-        expected = self._expected.get(request_id)
-        return 0.0 if expected is None else expected.heard_s
-
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
         for link in list(self._links.values()):
@@ -341,9 +211,9 @@ class KvReceiver:
         """Take what a plan says of reservations."""
         for work in plan.kv:
             if isinstance(work, Withdraw):
-                self._forget(work.request_id)
+                self.expected.forget(work.request_id)
             elif isinstance(work, Expect):
-                self._reserve(work, after=plan.number - 1)
+                self.expected.reserve(work, after=plan.number - 1)
 
     def _poll(self) -> None:
         for _ in range(MAX_MESSAGES_PER_POLL):
@@ -431,8 +301,8 @@ class KvReceiver:
             check = check_test(self.moves, buffer, segment)
             self._unpacking.append(_Unpacking(link, segment, None, None, [], check))
             return
-        expected = self._by_job.get(segment.job)
-        if expected is None or not self._is_wanted(expected, segment):
+        expected = self.expected.find(segment)
+        if expected is None:
             self._acknowledge(link, segment, "dropped")
             return
         attempt = expected.attempt
@@ -451,14 +321,6 @@ class KvReceiver:
         self.core.scheduler.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, expected, attempt, blocks, unpacked))
 
-    def _is_wanted(self, expected: _Expected, segment: Segment) -> bool:
-        """Whether a segment is part of what is expected, and the first of its place."""
-        return (
-            self._reserved(expected.request_id) is not None
-            and segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
-            and expected.attempt.coverage.allows(segment.positions, segment.parts)
-        )
-
     def _on_unpacked(self, done: _Unpacking) -> None:
         intact = done.check.is_intact()
         attempt, segment = done.attempt, done.segment
@@ -473,7 +335,7 @@ class KvReceiver:
             self.on_link_tested(done.link)
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
         if done.expected is not None and done.expected.attempt is attempt:
-            self._activate_if_complete(done.expected)
+            self.expected.activate_if_complete(done.expected)
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:
@@ -483,39 +345,6 @@ class KvReceiver:
         messages = self.credits.empty(link.number, segment.credit)
         self._send(link, Ack(segment.credit, segment.use, outcome))
         self._send_all(messages)
-
-    # Reservations
-
-    def _reserve(self, work: Expect, after: int) -> None:
-        positions = range(work.first, len(work.block_ids))
-        job = self.new_job(work.request_id, 1)
-        attempt = _Attempt(job, Coverage(positions, self.parts.whole))
-        made = _Expected(work.request_id, work.block_ids, after, attempt, self.clock())
-        self._expected[work.request_id] = self._by_job[job] = made
-        self.on_reserved(work.request_id, job, work.first, len(work.block_ids))
-
-    def _forget(self, request_id: str) -> None:
-        expected = self._expected.pop(request_id, None)
-        if expected is not None:
-            del self._by_job[expected.attempt.job]
-
-    def _activate_if_complete(self, expected: _Expected) -> None:
-        completion, attempt = expected.completion, expected.attempt
-        if completion is None or completion.job != attempt.job:
-            return
-        sequence = self._reserved(expected.request_id)
-        if sequence is None or attempt.num_unpacking or not attempt.coverage.is_full():
-            return
-        self._forget(expected.request_id)
-        self.core.activate(sequence, completion.first_token)
-        completion.on_activated()
-
-    def _reserved(self, request_id: str) -> EngineSequence | None:
-        """Return the sequence, if it still waits for its blocks."""
-        sequence = self.core.get(request_id)
-        if sequence is None or sequence.status is not RequestStatus.RESERVED:
-            return None
-        return sequence
 
     # Links
 

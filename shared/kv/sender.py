@@ -22,11 +22,11 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending, has_ended
-from pagewire.shared.kv.credits import SenderCredits
+from pagewire.shared.kv.carriers.base import Carrier, Pending, has_ended
 from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
 from pagewire.shared.kv.messages import Ack, Grant, Segment, ToSender
 from pagewire.shared.kv.segments import Cut, ExportQueue
+from pagewire.shared.kv.sender_link import SenderLink, SenderStats, SentSegment, choose_carrier
 from pagewire.shared.kv.sockets import KvSockets, SenderSocket
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.kv.waking import FdWatch
@@ -41,55 +41,6 @@ DEADLINE_INTERVAL_S = 0.1
 # to move fewer takes less time than to handle the further segments.
 DIVIDED_BYTES = 64 << 20
 _NO_CUT = Cut(range(0), range(0))
-
-
-@dataclass(slots=True)
-class SenderStats:
-    """Counters since the start.
-
-    Attributes:
-        outcomes: acknowledged segments by outcome, and those that a link's end left "lost".
-        bytes: sent, by (peer, carrier).
-        resends: segments that were packed again.
-        lost_links: that ended by themselves.
-    """
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    resends: int = 0
-    lost_links: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A segment that awaits its acknowledgement."""
-
-    job: str
-    cut: Cut
-    segment: Segment
-    since: float  # announced; a test: launched
-
-
-@dataclass(slots=True, eq=False)
-class SenderLink:
-    """A link to one life of one decode worker.
-
-    Attributes:
-        peer: its name.
-        carrier: name of the carrier.
-        slot_bytes: of the receiver's slots.
-        gb_per_s: of the test, from its launch to its acknowledgement.
-    """
-
-    peer: str
-    carrier: str
-    slot_bytes: int
-    socket: SenderSocket
-    outbound: Outbound
-    credits: SenderCredits = field(default_factory=SenderCredits)
-    sent: dict[int, _Sent] = field(default_factory=dict)  # by credit
-    is_tested: bool = False
-    gb_per_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +128,7 @@ class KvSender:
         socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
         try:
             socket.open()
-            name, outbound = self._choose(hello, socket)
+            name, outbound = choose_carrier(hello, self.carriers, socket)
         except BaseException:
             socket.close()
             raise
@@ -185,27 +136,6 @@ class KvSender:
         self.links.append(link)
         self.watch.add(socket.fd)
         return link
-
-    def _choose(self, hello: KvHello, socket: SenderSocket) -> tuple[str, Outbound]:
-        """Return the first carrier of the receiver's that works from here, and its half."""
-        problems = []
-        for name, offer in hello.carriers.items():
-            carrier = self.carriers.get(name)
-            if carrier is None:
-                problems.append(f"{name}: this worker does not have it")
-                continue
-            try:
-                outbound = carrier.outbound(hello.link, offer, socket)
-            except TransferError as exc:
-                problems.append(f"{name}: {exc}")
-                continue
-            if problems:
-                text = "; ".join(problems)
-                logger.warning("KV blocks to %s cross by %s (%s)", hello.worker_id, name, text)
-            return name, outbound
-        raise TransferError(
-            f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
-        )
 
     def close(self, link: SenderLink) -> None:
         """End a link and drop its jobs; links that are not open are fine."""
@@ -453,7 +383,7 @@ class KvSender:
             return
         self._writing.append((link, write, packing.slot))
         since = packing.since if packing.job is None else self.clock()
-        link.sent[segment.credit] = _Sent(segment.job, packing.cut, segment, since)
+        link.sent[segment.credit] = SentSegment(segment.job, packing.cut, segment, since)
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
 
     def _free_written(self) -> None:
@@ -515,7 +445,7 @@ class KvSender:
         if job.unacknowledged <= 0:
             self._end(job)
 
-    def _on_tested(self, link: SenderLink, sent: _Sent, ack: Ack) -> None:
+    def _on_tested(self, link: SenderLink, sent: SentSegment, ack: Ack) -> None:
         if ack.outcome != "ok":
             raise TransferError(f"{link.carrier} does not bring what is sent")
         link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9

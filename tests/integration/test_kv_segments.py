@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pagewire.shared.kv.expectations import Completion
 from pagewire.shared.kv.link_test import TEST_JOB
-from pagewire.shared.kv.receiver import Completion
 from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.kv_raw import (
@@ -82,8 +82,8 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
         fields = {"first_part": 0, "num_parts": NUM_PARTS}
         assert raw.send(payload(1), job=first, first=0, count=1, **fields) == "ok"
         receiver = pair.decode.receiver
-        second = receiver.new_job(name, 2)
-        receiver.retry(name, second)
+        second = receiver.expected.new_job(name, 2)
+        receiver.expected.retry(name, second)
         assert raw.send(payload(1), job=first, first=1, count=1, **fields) == "dropped"
         assert raw.send(payload(2), job=second, first=0, count=2, **fields) == "ok"
         assert raw.send(payload(1), job=first, first=2, count=1, **fields) == "dropped"
@@ -91,7 +91,9 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
         activated: list[str] = []
         for job in (first, second):
             assert request.sequence.status is RequestStatus.RESERVED
-            receiver.complete(name, Completion(job, 1, lambda job=job: activated.append(job)))
+            receiver.expected.complete(
+                name, Completion(job, 1, lambda job=job: activated.append(job))
+            )
         assert request.sequence.status is RequestStatus.RUNNING
         assert activated == [second]
         pair.abort(request)
@@ -103,7 +105,7 @@ def test_a_sequence_waits_until_its_last_blocks_are_written() -> None:
         raw.say(segment_with(job=request.job, count=3, nbytes=size(3)), payload(3))
         pair.until(lambda: pair.decode.device.moves)
         completion = Completion(request.job, 1, lambda: None)
-        pair.decode.receiver.complete(request.sequence.request_id, completion)
+        pair.decode.receiver.expected.complete(request.sequence.request_id, completion)
         before = request.sequence.status
         pair.decode.device.has_moved = True
         pair.step(pair.decode)

@@ -15,8 +15,8 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.receiver import Completion
-from pagewire.shared.kv.sender import SenderLink
+from pagewire.shared.kv.expectations import Completion
+from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.kv.waking import FdWatch
 from pagewire.tests.support.fake_device import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
@@ -79,7 +79,7 @@ class Workers:
             for fd in running.fds:
                 running.thread.watch(fd)
             running.thread.start()
-        self.decode.receiver.on_reserved = self.on_reserved
+        self.decode.receiver.expected.on_reserved = self.on_reserved
 
     def open(self) -> None:
         def offer(_core: EngineCore) -> None:
@@ -111,7 +111,7 @@ class Workers:
             completion = Completion(output.request_id, output.token_ids[0], lambda: None)
             self.decoding.outputs.append(StepOutput("request", output.token_ids))
             self.decoding.submit(
-                lambda _core, completion=completion: self.decode.receiver.complete(
+                lambda _core, completion=completion: self.decode.receiver.expected.complete(
                     "request", completion
                 )
             )

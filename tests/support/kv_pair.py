@@ -19,8 +19,10 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.receiver import Completion, ReceiverLink
-from pagewire.shared.kv.sender import DIVIDED_BYTES, SenderLink
+from pagewire.shared.kv.expectations import Completion
+from pagewire.shared.kv.receiver_link import ReceiverLink
+from pagewire.shared.kv.sender import DIVIDED_BYTES
+from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
@@ -89,7 +91,7 @@ class KvPair:
         for prefill in self.prefills:
             prefill.sender.on_failed = partial(self._on_failed, prefill)
         for decode in self.decodes:
-            decode.receiver.on_reserved = self._on_reserved
+            decode.receiver.expected.on_reserved = self._on_reserved
 
     # One of each
 
@@ -181,8 +183,8 @@ class KvPair:
         self.cancel(request)
         name = request.sequence.request_id
         receiver = request.decode.receiver
-        job = receiver.new_job(name, len(request.tried) + 1)
-        receiver.retry(name, job)
+        job = receiver.expected.new_job(name, len(request.tried) + 1)
+        receiver.expected.retry(name, job)
         self._begin(request, job)
 
     def start(self, request: Request, job: str, link: KvLink) -> Sequence:
@@ -240,7 +242,7 @@ class KvPair:
             request.tokens.append(token)
         name = request.sequence.request_id
         completion = Completion(request.job, token, lambda: setattr(request, "job", ""))
-        request.decode.receiver.complete(name, completion)
+        request.decode.receiver.expected.complete(name, completion)
 
     def _on_tokens(self, output: StepOutput) -> None:
         request = self.requests.get(output.request_id)

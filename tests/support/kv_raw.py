@@ -20,8 +20,8 @@ from pagewire.shared.kv.messages import (
     decode_for_sender,
     encode,
 )
-from pagewire.shared.kv.receiver import ReceiverLink
-from pagewire.shared.kv.sender import SenderLink
+from pagewire.shared.kv.receiver_link import ReceiverLink
+from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.protocol import KvHello
 from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair

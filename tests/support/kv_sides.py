@@ -13,7 +13,8 @@ from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.receiver import KvReceiver, LinkOffer, ReceiverLink
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
 from pagewire.shared.kv.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import Staging, make_staging

@@ -1,0 +1,100 @@
+"""What a sender knows of a link, and counts; how a link's carrier is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import Carrier, Outbound
+from pagewire.shared.kv.credits import SenderCredits
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.segments import Cut
+from pagewire.shared.kv.sockets import SenderSocket
+from pagewire.shared.protocol import KvHello
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SenderStats:
+    """Counters since the start.
+
+    Attributes:
+        outcomes: acknowledged segments by outcome, and those that a link's end left "lost".
+        bytes: sent, by (peer, carrier).
+        resends: segments that were packed again.
+        lost_links: that ended by themselves.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    resends: int = 0
+    lost_links: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SentSegment:
+    """A segment that awaits its acknowledgement."""
+
+    job: str
+    cut: Cut
+    segment: Segment
+    since: float  # announced; a test: launched
+
+
+@dataclass(slots=True, eq=False)
+class SenderLink:
+    """A link to one life of one decode worker.
+
+    Attributes:
+        peer: its name.
+        carrier: name of the carrier.
+        slot_bytes: of the receiver's slots.
+        gb_per_s: of the test, from its launch to its acknowledgement.
+    """
+
+    peer: str
+    carrier: str
+    slot_bytes: int
+    socket: SenderSocket
+    outbound: Outbound
+    credits: SenderCredits = field(default_factory=SenderCredits)
+    sent: dict[int, SentSegment] = field(default_factory=dict)  # by credit
+    is_tested: bool = False
+    gb_per_s: float = 0.0
+
+
+def choose_carrier(
+    hello: KvHello, carriers: Mapping[str, Carrier], socket: SenderSocket
+) -> tuple[str, Outbound]:
+    """Return the first carrier of a receiver's that works from here, and the sender's half of it.
+
+    Args:
+        hello: of the receiver.
+        carriers: that are open in this process, by name.
+        socket: for the link's announcements.
+
+    Raises:
+        TransferError: none works; says why each does not.
+    """
+    problems = []
+    for name, offer in hello.carriers.items():
+        carrier = carriers.get(name)
+        if carrier is None:
+            problems.append(f"{name}: this worker does not have it")
+            continue
+        try:
+            outbound = carrier.outbound(hello.link, offer, socket)
+        except TransferError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        if problems:
+            text = "; ".join(problems)
+            logger.warning("KV blocks to %s cross by %s (%s)", hello.worker_id, name, text)
+        return name, outbound
+    raise TransferError(
+        f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
+    )

@@ -1,0 +1,69 @@
+"""Counts the code of the KV path: lines without docstrings, comments and blank ones.
+
+    python -P -m pagewire.tools.kv_size
+
+Prints a line a file, the sum, and the types of messages between two workers' KV halves.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+from typing import get_args
+
+from pagewire.shared.kv.messages import ToReceiver, ToSender
+
+ROOT = Path(__file__).resolve().parents[1]
+PATTERNS = (
+    "shared/kv/**/*.py",
+    "shared/worker/kv*.py",
+    "services/prefill/*.py",
+    "services/decode/remote_jobs.py",
+    "services/decode/worker_links.py",
+)
+CONTROL_MESSAGES = ("KvHello", "KvWelcome")
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def count_lines(source: str) -> int:
+    """Return how many lines of a module have code."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            first = body[0]
+            is_text = isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+            if is_text and first.end_lineno is not None:
+                docstrings.update(range(first.lineno, first.end_lineno + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def main() -> None:
+    """Count and print."""
+    total = 0
+    for file in sorted({file for pattern in PATTERNS for file in ROOT.glob(pattern)}):
+        count = count_lines(file.read_text(encoding="utf-8"))
+        total += count
+        print(f"{count:6d}  {file.relative_to(ROOT)}")
+    print(f"{total:6d}  in all")
+    names = [kind.__name__ for kind in (*get_args(ToReceiver), *get_args(ToSender))]
+    names += CONTROL_MESSAGES
+    print(f"{len(names):6d}  messages: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()
