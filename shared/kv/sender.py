@@ -11,20 +11,19 @@ takes no hand-over between threads.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Pending, has_ended
-from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
-from pagewire.shared.kv.messages import Ack, Grant, Segment, ToSender
+from pagewire.shared.kv.carriers.base import Carrier
+from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB
+from pagewire.shared.kv.messages import Ack, Grant, ToSender
+from pagewire.shared.kv.outgoing import TEST_CUT, Outgoing, Packing
 from pagewire.shared.kv.segments import Cut, ExportQueue
 from pagewire.shared.kv.sender_link import SenderLink, SenderStats, SentSegment, choose_carrier
 from pagewire.shared.kv.sockets import KvSockets, SenderSocket
@@ -40,7 +39,6 @@ DEADLINE_INTERVAL_S = 0.1
 # A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
 # to move fewer takes less time than to handle the further segments.
 DIVIDED_BYTES = 64 << 20
-_NO_CUT = Cut(range(0), range(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -59,20 +57,6 @@ class _Job:
     unacknowledged: int
     life: int = 0
     again: Counter[Cut] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    """A segment that is being packed, or staged."""
-
-    link: SenderLink
-    job: _Job | None  # None: a test of the link
-    life: int
-    cut: Cut
-    segment: Segment
-    slot: int
-    pending: Pending
-    since: float
 
 
 @dataclass(slots=True)
@@ -109,10 +93,12 @@ class KvSender:
     links: list[SenderLink] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
-    _packing: deque[_Packing] = field(default_factory=deque)
-    _writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
+    _outgoing: Outgoing = field(init=False)
     _next_deadlines_s: float = 0.0
     _may_pack: bool = False  # something has changed since nothing more could be packed
+
+    def __post_init__(self) -> None:
+        self._outgoing = Outgoing(self.moves, self.staging, self.clock)
 
     # Verbs
 
@@ -145,9 +131,7 @@ class KvSender:
         self.watch.remove(link.socket.fd)
         link.outbound.close()
         link.socket.close()
-        for _, _, slot in [writing for writing in self._writing if writing[0] is link]:
-            self._release(slot)
-        self._writing = [writing for writing in self._writing if writing[0] is not link]
+        self._outgoing.drop_writes(link)
         self.stats.outcomes["lost"] += len(link.sent)
         for job in [job for job in self._jobs.values() if job.link is link]:
             self._fail(job, "the KV link is gone")
@@ -211,13 +195,11 @@ class KvSender:
         if self.clock() >= self._next_deadlines_s:
             self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
             self._check_deadlines()
-        return bool(self._packing or self._writing)
+        return self._outgoing.is_busy
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
-        if self._packing and has_ended(self._packing[0].pending):
-            return True
-        if self._writing and has_ended(self._writing[0][1]):
+        if self._outgoing.is_due():
             return True
         if any(carrier.poll() for carrier in self.carriers.values()):
             return True
@@ -246,19 +228,21 @@ class KvSender:
                     self._on_message(link, message)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
-        while self._packing and self._take_packed():
-            pass
-        self._free_written()
+        self._send_packed()
+        for link, error in self._outgoing.free_written():
+            self._lose(link, str(error))
         self._free_sent()
-        if self._may_pack:
-            self._may_pack = False
-            for link in [link for link in self.links if not link.is_tested]:
-                self._test(link)
-            for job in list(self._jobs.values()):
-                while self._is_live(job) and self._has_room(job.link) and self._pack(job):
-                    # What has been packed does not wait until everything is launched.
-                    while self._packing and self._take_packed():
-                        pass
+        if self._may_pack or self._outgoing.has_freed:
+            self._may_pack = self._outgoing.has_freed = False
+            self._pack_all()
+
+    def _pack_all(self) -> None:
+        """Launch as many tests and segments as there is room for."""
+        for link in [link for link in self.links if not link.is_tested]:
+            self._test(link)
+        for job in list(self._jobs.values()):
+            while self._is_live(job) and self._has_room(job.link) and self._pack(job):
+                self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
         """End links whose receivers are silent."""
@@ -270,17 +254,7 @@ class KvSender:
     # A segment leaves
 
     def _has_room(self, link: SenderLink) -> bool:
-        """Whether there is a slot and a credit for a link's next segment.
-
-        A receiver that has stopped must not hold up the others: the last slot is for a link that
-        has none.
-        """
-        if not link.credits.idle or not self.staging.num_free:
-            return False
-        if self.staging.num_free > 1 or len(self.links) == 1:
-            return True
-        packing = any(packing.link is link for packing in self._packing)
-        return not (packing or any(writing[0] is link for writing in self._writing))
+        return self._outgoing.has_room(link, len(self.links))
 
     def _test(self, link: SenderLink) -> None:
         """Launch a link's test, once there is room for it."""
@@ -288,7 +262,7 @@ class KvSender:
             link.is_tested = True
             nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
             try:
-                self._launch(link, None, _NO_CUT, nbytes, [], 0)
+                self._outgoing.launch(link, TEST_JOB, 0, TEST_CUT, nbytes, [], 0)
             except TransferError as exc:
                 self._lose(link, str(exc))
 
@@ -301,7 +275,7 @@ class KvSender:
         nbytes = self.parts.packed_bytes(len(cut.positions), len(cut.parts))
         job.queue.take()
         try:
-            self._launch(job.link, job, cut, nbytes, blocks, plan)
+            self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, blocks, plan)
         except TransferError as exc:
             self._lose(job.link, str(exc))
         except Exception as exc:
@@ -309,107 +283,34 @@ class KvSender:
             self._fail(job, f"its blocks cannot be packed: {exc}")
         return True
 
-    def _launch(
-        self,
-        link: SenderLink,
-        job: _Job | None,
-        cut: Cut,
-        nbytes: int,
-        blocks: list[int],
-        plan: int,
-    ) -> None:
-        slot, taken = self.staging.try_acquire(), link.credits.take()
-        if slot is None or taken is None:
-            raise TransferError("there is no free slot or credit")  # callers have looked
-        credit, use = taken
-        segment = Segment(
-            credit=credit,
-            use=use,
-            job=TEST_JOB if job is None else job.name,
-            first=cut.positions.start,
-            count=len(cut.positions),
-            first_part=cut.parts.start,
-            num_parts=len(cut.parts),
-            seed=secrets.randbits(64) - 2**63,
-            nbytes=nbytes,
-        )
-        buffer = self.staging.buffers[slot]
-        try:
-            packed: PendingMove
-            if job is None:
-                packed = fill_test(self.moves, buffer, segment)
-            else:
-                packed = self.moves.pack(blocks, cut.parts, buffer, segment.seed, plan)
-            staged = link.outbound.stage(slot, credit, nbytes, packed)
-        except BaseException:
-            self._release(slot)
-            self._put_back(link, credit)
-            raise
-        life = 0 if job is None else job.life
-        pending = packed if staged is None else staged
-        self._packing.append(_Packing(link, job, life, cut, segment, slot, pending, self.clock()))
+    def _send_packed(self) -> None:
+        """Handle what has been packed, in order."""
+        while (ended := self._outgoing.take_packed()) is not None:
+            packing, error = ended
+            if error is not None:
+                self._lose(packing.link, str(error))
+            try:
+                self._on_packed(packing)
+            except TransferError as exc:
+                self._lose(packing.link, str(exc))
 
-    def _take_packed(self) -> bool:
-        """Handle what was packed first; returns whether it has ended."""
-        packing = self._packing[0]
-        try:
-            if not packing.pending.is_done():
-                return False
-        except TransferError as exc:
-            self._lose(packing.link, str(exc))
-        self._on_packed(self._packing.popleft())
-        return True
-
-    def _on_packed(self, packing: _Packing) -> None:
-        link, job, segment = packing.link, packing.job, packing.segment
+    def _on_packed(self, packing: Packing) -> None:
+        link, job = packing.link, self._jobs.get(packing.job)
         is_open = link in self.links
-        if is_open and job is not None and job.life != packing.life and self._is_live(job):
-            # The blocks went to another sequence while they were read.
-            job.queue.again(packing.cut)
-        elif is_open and (job is None or self._is_live(job)):
-            self._send(packing)
+        is_wanted = packing.job == TEST_JOB or (job is not None and job.link is link)
+        if is_open and is_wanted and (job is None or job.life == packing.life):
+            self._outgoing.send(packing)
+            since = packing.since if job is None else self.clock()
+            sent = SentSegment(packing.job, packing.cut, packing.segment, since)
+            link.sent[packing.segment.credit] = sent
+            self.stats.bytes[link.peer, link.carrier] += packing.segment.nbytes
             return
-        self._release(packing.slot)
+        self._outgoing.release(packing.slot)
         if is_open:
-            self._put_back(link, segment.credit)
-
-    def _send(self, packing: _Packing) -> None:
-        link, segment = packing.link, packing.segment
-        try:
-            write = link.outbound.send(segment, packing.slot)
-        except TransferError as exc:
-            self._release(packing.slot)
-            self._lose(link, str(exc))
-            return
-        self._writing.append((link, write, packing.slot))
-        since = packing.since if packing.job is None else self.clock()
-        link.sent[segment.credit] = SentSegment(segment.job, packing.cut, segment, since)
-        self.stats.bytes[link.peer, link.carrier] += segment.nbytes
-
-    def _free_written(self) -> None:
-        """Take back the slots whose payloads have left."""
-        for writing in list(self._writing):
-            link, pending, slot = writing
-            try:
-                is_done = pending.is_done()
-            except TransferError as exc:
-                self._lose(link, str(exc))
-                return
-            if is_done:
-                self._writing.remove(writing)
-                self._release(slot)
-
-    def _release(self, slot: int) -> None:
-        self.staging.release(slot)
-        self._may_pack = True
-
-    def _put_back(self, link: SenderLink, credit: int) -> None:
-        answer = link.credits.put_back(credit)
-        if answer is not None:
-            try:
-                link.socket.reply(answer)
-            except TransferError as exc:
-                self._lose(link, str(exc))
+            if is_wanted and job is not None:
+                # The blocks went to another sequence while they were read.
+                job.queue.again(packing.cut)
+            link.put_back(packing.segment.credit)
 
     # The receiver answers
 

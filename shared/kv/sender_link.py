@@ -66,6 +66,16 @@ class SenderLink:
     is_tested: bool = False
     gb_per_s: float = 0.0
 
+    def put_back(self, credit: int) -> None:
+        """Give up a use of a credit that was not announced.
+
+        Raises:
+            TransferError: the receiver wants the credit back and cannot be reached.
+        """
+        answer = self.credits.put_back(credit)
+        if answer is not None:
+            self.socket.reply(answer)
+
 
 def choose_carrier(
     hello: KvHello, carriers: Mapping[str, Carrier], socket: SenderSocket
