@@ -115,20 +115,31 @@ def test_the_router_has_no_torch_and_the_redis_wants_its_password(cluster: Compo
 
 
 def test_ucx_by_name_listens_on_the_internal_network_alone(cluster: ComposeCluster) -> None:
-    name = f"{cluster.project}-ucx"
-    cluster.compose("run", "-d", "--name", name, "-e", "PAGEWIRE_KV_TRANSPORT=ucx", "decode")
+    names = {role: f"{cluster.project}-ucx-{role}" for role in ("prefill", "decode")}
     try:
-        cluster.wait_healthy(name)
-        own = socket.inet_aton(_address(name, cluster.network))[::-1].hex().upper()
-        rows = run("docker", "exec", name, "cat", "/proc/net/tcp").splitlines()[1:]
-        fields = [row.split() for row in rows]
-        listening = [each[1].partition(":")[0] for each in fields if each[3] == "0A"]
-        assert own in listening
-        assert listening.count("00000000") == 2  # the control socket and metrics, no UCX
-        assert "UCX listens on eth0" in run("docker", "logs", name)
+        for role, name in names.items():
+            cluster.compose("run", "-d", "--name", name, "-e", "PAGEWIRE_KV_TRANSPORT=ucx", role)
+        for name in names.values():
+            cluster.wait_healthy(name)
+        decode = names["decode"]
+        own = socket.inet_aton(_address(decode, cluster.network))[::-1].hex().upper()
+        deadline = time.monotonic() + 60
+        while own not in (listening := _listening(decode)):  # once it has a link by UCX
+            assert time.monotonic() < deadline, run("docker", "logs", decode)
+            time.sleep(0.5)
+        # The control socket, the KV links' socket and metrics, but no UCX.
+        assert listening.count("00000000") == 3
+        assert "UCX listens on eth0" in run("docker", "logs", decode)
     finally:
-        run("docker", "rm", "-f", name)
+        run("docker", "rm", "-f", *names.values())
         cluster.wait_for_workers(WORKERS, LINKS)
+
+
+def _listening(container: str) -> list[str]:
+    """Return the IPv4 addresses that a container listens on, in hexadecimal, one a socket."""
+    rows = run("docker", "exec", container, "cat", "/proc/net/tcp").splitlines()[1:]
+    fields = [row.split() for row in rows]
+    return [each[1].partition(":")[0] for each in fields if each[3] == "0A"]
 
 
 def test_tokens_equal_one_process(cluster: ComposeCluster, load: Load) -> None:
