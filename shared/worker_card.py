@@ -45,7 +45,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's KV way to a peer: transport, lane and measured GB/s."""
+    """A worker's KV link to a peer: transport, lane and measured GB/s."""
 
     peer: Id
     transport: _Name

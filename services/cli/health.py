@@ -11,7 +11,7 @@ PROBE_TIMEOUT_S = 3.0
 
 
 class Link(msgspec.Struct, frozen=True):
-    """The KV way from a prefill worker to a decode worker.
+    """The KV link from a prefill worker to a decode worker.
 
     Attributes:
         lane: what carries the bytes on this transport, e.g. "cuda_ipc".

@@ -61,7 +61,7 @@ def emit(**fields: Any) -> None:
 
 
 def repeat(run: Callable[[], float], times: int) -> tuple[float, float, float]:
-    """Return median, minimum and maximum of several runs, behind one that is not counted."""
+    """Return median, minimum and maximum of several runs, after one that is not counted."""
     run()
     seconds = [run() for _ in range(times)]
     return statistics.median(seconds), min(seconds), max(seconds)
@@ -146,7 +146,7 @@ class Bench:
             )
 
     def _step_times(self, batch: int, segments: int) -> list[float]:
-        """Mean step time of each of some segments of steps, behind a segment of warm-up."""
+        """Mean step time of each of some segments of steps, after a segment of warm-up."""
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
         sampling = ResolvedSampling(temperature=0, max_tokens=out, ignore_eos=True)

@@ -1,8 +1,9 @@
-"""Packs KV blocks into staging and unpacks them, whole or in parts, beside the engine's steps.
+"""Packs KV blocks into staging and unpacks them, whole or by layer group, alongside steps.
 
-Where staging slots are known beforehand, each gets a CUDA graph of its move: to launch the copies
-and the kernel one by one takes the host several times as long as a small piece takes the device. A
-graph's kernel reads its order from the host's memory, and tells there of damage.
+Where staging slots are known in advance, each gets a CUDA graph of its move: to launch the copies
+and the kernel one by one takes the host several times as long as a small segment takes the device.
+A graph's kernel reads the list of blocks from the host's memory, and reports there whether a
+checksum is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagewire.kernels.kv_staging import empty_order, fill_order, max_blocks
 from pagewire.shared.engine.cuda_graph import GraphPool, Marker
 from pagewire.shared.kv_cache.parts import BlockParts
 
-# Launches a move, given its order, the slot, and where to tell of damage.
+# Launches a move, given the list of blocks, the slot, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -45,7 +46,7 @@ class PendingCheck(PendingMove):
     """Blocks that are being moved and checked.
 
     Args:
-        damaged: [] int64 on the host: whether a part is damaged, once the move is done and until
+        damaged: [] int64 on the host: whether a checksum is wrong, once the move is done and until
             the slot's next one.
     """
 
@@ -67,12 +68,12 @@ class _MoveGraph:
     """The move between the pool and one staging slot.
 
     Whoever holds the slot has waited for its last move, so that what belongs to a move can be used
-    for the next: to make these anew takes the host as long as to launch the graph.
+    for the next: to make these again takes the host as long as to launch the graph.
 
     Attributes:
-        words: [2 + capacity] int64, pinned: the order, read by the kernel.
+        words: [2 + capacity] int64, pinned: the list of blocks, read by the kernel.
         damaged: [] int64, pinned: written by the kernel, if it checks.
-        end: recorded behind each replay.
+        end: recorded after each replay.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -121,7 +122,7 @@ class BlockMover:
         """Return the present end of the work launched on the current stream.
 
         Args:
-            in_graph: it is being captured: each replay of the graph marks the place anew.
+            in_graph: it is being captured: each replay of the graph records the event again.
         """
         if not self.kv_pool.is_cuda:
             return None
@@ -132,11 +133,11 @@ class BlockMover:
     def pack(
         self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
     ) -> PendingMove:
-        """Gather blocks into a staging buffer, behind what was launched at the marker.
+        """Gather blocks into a staging buffer, after what had been launched at the marker.
 
         Args:
             block_ids: rows of the pool.
-            parts: of each of them; they come to lie beside each other.
+            parts: of each of them; they come to lie next to each other.
             staging: [>= parts.packed_bytes(len(block_ids), len(parts))] uint8, from a slot's
                 beginning; nobody else touches it before the move is done.
             seed: of the checksums, signed 64 bit.
@@ -227,7 +228,7 @@ class BlockMover:
         return host.copy_(damaged, non_blocking=True).numpy()
 
     def _stream_behind(self, after: Marker) -> torch.cuda.Stream:
-        """Return the stream of the moves, behind a marker."""
+        """Return the stream of the moves, after a marker."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.kv_pool.device, priority=-1)
         if after is not None:

@@ -57,7 +57,7 @@ class GraphPool:
     def capture(
         self, step: Callable[[], torch.Tensor]
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Return a graph of a step and the tensor that holds its result behind each replay."""
+        """Return a graph of a step and the tensor that holds its result after each replay."""
         step()  # compiles kernels and fills caches outside the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -151,7 +151,7 @@ class PrefillGraphs:
     ) -> PrefillGraphs:
         """Capture `step(inputs, markers) -> tokens` at each shape.
 
-        A step fills `markers` with events that each replay records anew.
+        A step fills `markers` with events that each replay records again.
         """
         graphs = cls(shapes, block_size, padding_slot)
         for shape in reversed(shapes):

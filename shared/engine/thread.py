@@ -119,7 +119,7 @@ class EngineThread:
         self._waker.unwatch(fd)
 
     def is_running(self) -> bool:
-        """Whether the loop has begun and not ended; `turns` tell whether it hangs."""
+        """Whether the loop has begun and not ended; `turns` show whether it hangs."""
         return self._thread.is_alive()
 
     def _loop(self) -> None:
@@ -145,10 +145,9 @@ class EngineThread:
             self._idle()
 
     def _watch(self) -> None:
-        """Wait for the device in many short naps, and for a command.
+        """Poll the device, and sleep briefly in between, until it or a command needs a turn.
 
-        Whole turns would do, too, but each takes the interpreter from the event loop for longer
-        than the news of a moved block takes to the next thread.
+        Whole turns would do, too, but each keeps the interpreter's lock for longer.
         """
         until = time.monotonic() + WATCH_S
         while not (self._has_news or self.core.is_due() or time.monotonic() > until):
@@ -156,7 +155,7 @@ class EngineThread:
         self._is_woken = False
 
     def _observe(self, idle: bool) -> None:
-        """Refresh the snapshot, now and then; when idle, check the books."""
+        """Refresh the snapshot from time to time; when idle, check the block accounting."""
         now = time.monotonic()
         if idle or now >= self._next_snapshot_s:
             self._next_snapshot_s = now + SNAPSHOT_INTERVAL_S
@@ -167,7 +166,7 @@ class EngineThread:
                 self.core.scheduler.check_integrity()
             except IntegrityError:
                 self.integrity_errors += 1
-                logger.exception("the KV pool's books do not add up")
+                logger.exception("the accounting of KV blocks is wrong")
 
     def _take_snapshot(self) -> EngineSnapshot:
         scheduler = self.core.scheduler

@@ -80,7 +80,7 @@ class BlockParts:
 
         Those of block -1 are negative, and checked only, as it is.
 
-        By numpy: a large piece has several hundred, and the engine's thread is in a hurry.
+        By numpy: a large segment has several hundred, and a step waits for the engine's thread.
         """
         blocks = np.asarray(block_ids, dtype=np.int64)[:, None] * self.count
         return (blocks + np.arange(parts.start, parts.stop)).reshape(-1)

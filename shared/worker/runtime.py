@@ -5,7 +5,7 @@
             -> background tasks -> server -> KV endpoint -> Redis
 
 A service (prefill or decode) plugs its handlers in. A worker whose engine's loop is silent has a
-draining card, and soon after ends without waiting for its work, so that it is started anew.
+draining card, and soon after ends without waiting for its work, so that it is started again.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class WorkerRuntime:
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
         service = self._service = make_service(self)
-        # Once more behind the engine: what it hands over while it stops may start tasks.
+        # Once more after the engine: what it hands over while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
         self.engine.start()
         stack.push_async_callback(self._stop_engine)
@@ -310,7 +310,7 @@ class WorkerRuntime:
         return not self.is_draining and self._engine_watch.look(ENGINE_SILENCE_S)
 
     async def _serve(self) -> int:
-        """Wait for the end; a dead engine ends the process so that it is started anew.
+        """Wait for the end; a dead engine ends the process so that it is started again.
 
         Others look at the engine, too, but only this looks as often as the watch wants.
         """

@@ -26,7 +26,7 @@ def device_memory(device: torch.device) -> int:
 
 
 def slot_share(total_bytes: int, slots: int) -> int:
-    """Return what one of so many slots may take of a device's memory, in bytes."""
+    """Return what each of `slots` slots may take of a device's memory, in bytes."""
     return int(total_bytes * STAGING_SHARE / slots)
 
 
@@ -34,7 +34,7 @@ def slot_size(asked: int | None, parts: BlockParts, share: int = LARGEST_SLOT_BY
     """Size staging slots: whole blocks, and their checksums on top.
 
     Args:
-        asked: an upper bound of the blocks in bytes. None: large pieces keep a link busy, but
+        asked: an upper bound of the blocks in bytes. None: large segments keep a link busy, but
             small blocks need no large slots.
         parts: of a block.
         share: what a slot may take of the device's memory, unless one is asked for or a single
