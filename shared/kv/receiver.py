@@ -177,6 +177,7 @@ class KvReceiver:
         return {
             "lost": self.stats.lost_links,
             "malformed": self.socket.num_malformed,
+            "stray": self.stats.strays,
             "denied": self.socket.num_denied,
         }
 
@@ -246,7 +247,7 @@ class KvReceiver:
         token, message, body = received
         link = self._links.get(token)
         if link is None:
-            self._note_malformed("a message of no link that is open")
+            self.stats.strays += 1  # mostly of a link that has just ended
             return True
         try:
             self._on_message(link, message, body)

@@ -16,11 +16,13 @@ class ReceiverStats:
         outcomes: segments by outcome.
         bytes: received, by (peer, carrier).
         lost_links: that ended by themselves.
+        strays: messages of no link that is open.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     lost_links: int = 0
+    strays: int = 0
 
 
 @dataclass(slots=True, eq=False)

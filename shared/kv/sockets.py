@@ -194,7 +194,7 @@ class ReceiverSocket:
 
     Attributes:
         endpoint: what a sender connects to.
-        num_malformed: messages that made no sense or came from nobody we know.
+        num_malformed: messages that made no sense.
     """
 
     def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:

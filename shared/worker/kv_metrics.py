@@ -47,6 +47,6 @@ class KvCollector:
                 "pagewire_kv_transfer_resends", text, value=half.stats.resends
             )
         text = (
-            "What went wrong on KV links: messages without sense, clients turned away, links lost"
+            "What went wrong on KV links: links lost, malformed and stray messages, clients denied"
         )
         yield labelled("pagewire_kv_link_faults", text, "kind", half.fault_counts())

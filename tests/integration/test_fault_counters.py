@@ -37,7 +37,7 @@ def sample(name: str, **labels: str) -> Sample:
 
 CONTROL = [sample("control_faults", kind=k) for k in ("malformed", "other_version", "denied")]
 KV = [sample("kv_link_faults", kind=k) for k in ("malformed", "denied")]
-UNSEEN_KV = [sample("kv_link_faults", kind="lost")]
+UNSEEN_KV = [sample("kv_link_faults", kind=k) for k in ("lost", "stray")]
 RECORDS = [sample("ignored_worker_records", reason=r) for r in ("malformed", "other_version")]
 REDIS = [sample("worker_record_failed_renewals"), sample("index_failed_flushes")]
 

@@ -55,15 +55,15 @@ def test_malformed_bytes_and_unknown_tokens_are_counted_and_disturb_nobody() -> 
         said = [Open(), SEGMENT, Return(0)]
         for message in said:
             stranger.send(encode(message))
-        expected = 3 * len(GARBAGE) + len(said)
-        pair.until(lambda: receiver.fault_counts()["malformed"] == expected)
+        expected = {"malformed": 3 * len(GARBAGE), "stray": len(said)}
+        pair.until(lambda: expected.items() <= receiver.fault_counts().items())
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         stranger.send(b"x" * (1 << 20))  # more than any message may have: libzmq closes it
         pair.until(lambda: monitor.poll(0))
         stranger.disable_monitor()
         monitor.close(linger=0)
         pair.finish()
-        assert receiver.fault_counts()["malformed"] == expected
+        assert expected.items() <= receiver.fault_counts().items()
         assert len(request.tried) == 1
         assert (receiver.fault_counts()["lost"], receiver.num_links) == (0, 2)
         stranger.close(linger=0)
