@@ -32,7 +32,7 @@ SECONDS = float(os.environ.get("PAGEWIRE_TEST_STRANGERS_S", "20"))
 pytestmark = pytest.mark.timeout(SECONDS + 180)
 
 WORKERS = 2
-PORTS = 1 + 3 * WORKERS  # the router's; control, metrics and KV of each worker
+PORTS = 1 + 2 * WORKERS + 1  # the router's; control and metrics of each; the decode worker's for KV
 MAX_TOKENS = 24
 SEED = 20
 MIN_VISITS = 10  # of each stranger
