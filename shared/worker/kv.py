@@ -58,6 +58,8 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
     if name == "zmq":
         return ZmqCarrier(staging, moves)
     if name == "ipc":
+        if not staging.memory.is_cuda:
+            raise ConfigError("CUDA IPC needs staging on a GPU: choose 'zmq' or 'ucx'")
         from pagewire.shared.kv.carriers.ipc import IpcCarrier
 
         return IpcCarrier(staging)
