@@ -67,6 +67,10 @@ class DecodeLinks:
         peer = self._peers.get(peer_id)
         return peer.link if peer is not None and peer.is_open else None
 
+    def peer_of(self, link: SenderLink) -> str | None:
+        """Return the connection that a link belongs to; None if that has ended."""
+        return next((name for name, peer in self._peers.items() if peer.link is link), None)
+
     def open(self, peer_id: str, hello: KvHello) -> None:
         """Open the link that a decode worker asks for, and answer it, in the background."""
         self.close(peer_id)  # of an earlier attempt over this connection

@@ -128,7 +128,7 @@ class PrefillService:
         except (InvalidRequestError, OverloadedError, TransferError) as exc:
             if core.get(ticket.job_id) is sequence:
                 core.abort(ticket.job_id)
-            self._engine.in_loop(self._on_failed)(ticket.job_id, str(exc))
+            self._engine.in_loop(self._on_failed)(ticket.job_id, link, str(exc))
 
     def _cancel(self, job_id: str, link: SenderLink | None) -> None:
         self._jobs.pop(job_id, None)
@@ -142,8 +142,9 @@ class PrefillService:
             if peer_id is None:
                 continue
             if output.finish_reason == "error":
-                self._on_failed(output.request_id, output.error or "the engine failed")
-                self._cancel(output.request_id, self._links.get(peer_id))
+                link = self._links.get(peer_id)
+                self._on_failed(output.request_id, link, output.error or "the engine failed")
+                self._cancel(output.request_id, link)
                 continue
             del self._jobs[output.request_id]
             self._post(
@@ -157,9 +158,10 @@ class PrefillService:
                 ),
             )
 
-    def _on_failed(self, job_id: str, reason: str) -> None:
-        """Report a job that is void; its blocks have been freed."""
-        peer_id = self._jobs.pop(job_id, None)
+    def _on_failed(self, job_id: str, link: SenderLink | None, reason: str) -> None:
+        """Report a job that is void, whether its first token has left or not."""
+        self._jobs.pop(job_id, None)
+        peer_id = None if link is None else self._links.peer_of(link)
         if peer_id is not None:
             logger.warning("job %s failed: %s", job_id, reason)
             self._post(peer_id, PrefillFailed(job_id=job_id, reason=clip_text(reason)))

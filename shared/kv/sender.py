@@ -71,7 +71,8 @@ class KvSender:
         sockets: that links are opened with.
         carriers: that are open in this process, by name.
         timeout_s: for an acknowledgement; after it the link is lost.
-        on_failed: called with a job that is dropped, and why; its sequence has been freed.
+        on_failed: called with a job that is dropped, its link, and why; its sequence has been
+            freed.
         on_link_lost: called with a link that has ended by itself, and why.
         watch: for whose file descriptors the engine's thread wakes up.
         divided_bytes: if a prompt's last step makes more final, it leaves by layer group.
@@ -84,7 +85,7 @@ class KvSender:
     sockets: KvSockets
     carriers: Mapping[str, Carrier]
     timeout_s: float
-    on_failed: Callable[[str, str], None] = lambda _job, _reason: None
+    on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
     on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
     watch: FdWatch = field(default_factory=FdWatch)
     divided_bytes: int = DIVIDED_BYTES
@@ -381,7 +382,7 @@ class KvSender:
         if self._is_live(job):
             del self._jobs[job.name]
             self.core.abort(job.name)
-            self.on_failed(job.name, reason)
+            self.on_failed(job.name, job.link, reason)
 
     def _lose(self, link: SenderLink, reason: str) -> None:
         if link in self.links:

@@ -296,3 +296,23 @@ def test_a_busy_engine_leaves_no_link_of_an_attempt_that_was_given_up() -> None:
             await eventually(lambda: not d.receiver.num_links)
 
     run_async(scenario())
+
+
+def test_a_prompt_whose_blocks_never_arrive_intact_is_computed_here_at_once() -> None:
+    async def scenario() -> None:
+        carriers = (ShakyCarrier,)
+        async with (
+            prefill_worker(carriers=carriers) as p,
+            decode_worker(carriers=carriers) as d,
+            router_of(d) as router,
+        ):
+            await d.link_to(p)
+            ShakyCarrier.trouble = "corrupt"
+            start = time.monotonic()
+            router.generate()
+            await router.answer()
+            assert time.monotonic() - start < SOON_S
+            assert d.local_prefills("failed") == 1
+            await eventually(lambda: not p.service.num_active)
+
+    run_async(scenario())

@@ -198,7 +198,7 @@ class KvPair:
             link.prefill.sender.export(job, link.sent, request.first_block, request.num_blocks)
         except TransferError as exc:
             link.prefill.core.abort(job)
-            self._on_failed(link.prefill, job, str(exc))
+            self._on_failed(link.prefill, job, link.sent, str(exc))
         return sequence
 
     def _begin(self, request: Request, job: str) -> None:
@@ -221,7 +221,7 @@ class KvPair:
         else:
             request.job = job
 
-    def _on_failed(self, prefill: PrefillSide, job: str, reason: str) -> None:
+    def _on_failed(self, prefill: PrefillSide, job: str, _link: SenderLink, reason: str) -> None:
         prefill.failed[job] = reason
         request = self._find(job)
         if request is not None and self.starts_jobs:
