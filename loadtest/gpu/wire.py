@@ -220,7 +220,7 @@ class Receiving:
             self.engine.sequence(name, remote=True)
 
     def round(self, process: Sending, number: int, prompts: int) -> float:
-        """Return the seconds that so many prompts take."""
+        """Return the seconds that `prompts` prompts take."""
         names = [f"r{number}-{n}" for n in range(prompts)]
         self.engine.call(lambda: self._reserve(names))
         jobs = [self.reserved.get(timeout=TIMEOUT_S) for _ in names]

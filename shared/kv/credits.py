@@ -146,7 +146,10 @@ class ReceiverCredits:
         return sum(slot.state is state for slot in self._slots)
 
     def check_room(self, num_links: int) -> None:
-        """See whether a link may be opened in addition to so many.
+        """Check that one more link may be opened.
+
+        Args:
+            num_links: open already.
 
         Raises:
             TransferError: as many are open as may be.

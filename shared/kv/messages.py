@@ -45,7 +45,7 @@ class Segment(_Message, frozen=True):
         job: as `Prefill` named it.
         first, count: positions of the blocks in the sequence; 0 blocks are a test of the carrier.
         first_part, num_parts: layer groups of each block.
-        seed: of the checksums behind the blocks.
+        seed: of the checksums after the blocks.
         nbytes: of the payload: blocks and checksums.
     """
 

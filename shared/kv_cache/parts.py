@@ -30,7 +30,7 @@ class BlockParts:
 
     @classmethod
     def of(cls, num_layers: int, block_bytes: int) -> BlockParts:
-        """Return the parts of blocks of so many layers: equal ones, as many as are allowed."""
+        """Return the parts of blocks of `num_layers` layers: equal ones, as many as are allowed."""
         count = max(n for n in range(1, MAX_PARTS + 1) if num_layers % n == 0)
         return cls(count, block_bytes // count)
 

@@ -71,7 +71,7 @@ class EngineCollector:
 
 
 def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
-    """Return how busy an engine is that runs so many sequences at once."""
+    """Return how busy an engine is that runs up to `max_num_seqs` sequences at once."""
     snapshot = engine.snapshot
     return WorkerLoad(
         running=snapshot.running,

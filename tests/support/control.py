@@ -121,7 +121,7 @@ async def check_service(server: Server) -> None:
 
 
 def large_message(nbytes: int, job_id: str = "job") -> Prefill:
-    """Return a message whose frame has about so many bytes."""
+    """Return a message whose frame has about `nbytes` bytes."""
     return Prefill(
         job_id=job_id,
         decode_id="decode-0",

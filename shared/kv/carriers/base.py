@@ -184,7 +184,7 @@ class Carrier(Protocol):
         ...
 
     def poll(self) -> bool:
-        """Let the library behind it work; returns whether anything has happened."""
+        """Let the carrier's library work; returns whether anything has happened."""
         ...
 
     def close(self) -> None:
