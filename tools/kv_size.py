@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
     "shared/kv/**/*.py",
     "shared/worker/kv*.py",
-    "services/prefill/*.py",
+    "services/prefill/service.py",
+    "services/prefill/decode_links.py",
     "services/decode/remote_jobs.py",
     "services/decode/worker_links.py",
 )

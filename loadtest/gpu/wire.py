@@ -165,7 +165,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     engine.thread.start()
     hello = msgspec.json.decode(sys.stdin.readline(), type=KvHello)
     link = engine.call(lambda: sender.connect(hello))
-    print(link.outbound.lane(), link.outbound.reply.hex() or "-", flush=True)
+    print(link.outbound.reply.hex() or "-", flush=True)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
 
     def begin(jobs: list[str]) -> None:
@@ -304,8 +304,8 @@ def measure(options: argparse.Namespace) -> None:
         slot_bytes=engine.staging.slot_bytes,
     )
     with sending_process(options) as process:
-        lane, reply = process.ask(msgspec.json.encode(hello).decode()).rsplit(maxsplit=1)
-        answer = bytes.fromhex(reply.strip("-"))
+        reply = process.ask(msgspec.json.encode(hello).decode())
+        answer = bytes.fromhex(reply.strip("-\n"))
         engine.call(lambda: receiving.receiver.accept(link, options.carrier, answer))
         if not receiving.tested.wait(TIMEOUT_S):
             sys.exit("the link's test did not come")
@@ -317,7 +317,7 @@ def measure(options: argparse.Namespace) -> None:
             for _ in range(ROUNDS + 2):
                 number += 1
                 times.append(receiving.round(process, number, prompts))
-            _report(options, lane, prompts, total * prompts, times[2:], ceiling)
+            _report(options, prompts, total * prompts, times[2:], ceiling)
     engine.thread.stop(TIMEOUT_S)
 
 
@@ -329,7 +329,6 @@ def _start_stepping(engine: Engine) -> None:
 
 def _report(
     options: argparse.Namespace,
-    lane: str,
     prompts: int,
     nbytes: int,
     times: list[float],
@@ -341,7 +340,6 @@ def _report(
             {
                 "what": "wire",
                 "carrier": options.carrier,
-                "lane": lane,
                 "stepping": options.stepping,
                 "prompts_in_a_row": prompts,
                 "gb_per_s": round(speed, 1),

@@ -10,7 +10,6 @@ import torch
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.credits import SlotState
 from pagewire.shared.kv.receiver import KvReceiver
@@ -28,6 +27,7 @@ from pagewire.tests.support.fake_device import (
     make_sequence,
 )
 from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
+from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 BLOCK_SIZE = 4
 PARTS = BlockParts.of(NUM_PARTS, BLOCK_SIZE * BYTES_PER_TOKEN)

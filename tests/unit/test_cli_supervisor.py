@@ -28,7 +28,7 @@ HEALTHY = Health(
     ok=True,
     model="demo",
     services=[
-        Service("decode-0", "decode", 7, links=[Link("prefill-0", "ucx", "cuda_ipc", 371.26)]),
+        Service("decode-0", "decode", 7, links=[Link("prefill-0", "ucx", 371.26)]),
         Service("prefill-0", "prefill", 8),
     ],
 )

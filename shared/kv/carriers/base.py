@@ -84,10 +84,6 @@ class Outbound(Protocol):
         """
         ...
 
-    def lane(self) -> str:
-        """Name the hardware that carries the payloads, for people to read."""
-        ...
-
     def close(self) -> None:
         """End it; what was queued on the device may still cross."""
         ...

@@ -198,7 +198,6 @@ class _IpcOutbound:
         self._stream = torch.cuda.Stream(staging.memory.device)
         self._sources = [buffer.data_ptr() for buffer in staging.buffers]
         self._ends = [torch.cuda.Event() for _ in staging.buffers]
-        self._is_same_gpu = target.offer.gpu == _uuid(staging.memory.device.index)
         self.reply = msgspec.msgpack.encode(here)
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
@@ -227,10 +226,6 @@ class _IpcOutbound:
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce what has crossed."""
         return self._socket.post(segment)
-
-    def lane(self) -> str:
-        """Which GPUs it is between."""
-        return "same GPU" if self._is_same_gpu else "cuda_ipc"
 
     def close(self) -> None:
         """Let the mapping end after the copies that are queued."""

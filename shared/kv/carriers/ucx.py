@@ -22,7 +22,6 @@ import zmq
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.carriers.ucx_lane import name_lane
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
 from pagewire.shared.kv.carriers.ucx_worker import (
     MAX_ABANDONED,
@@ -231,13 +230,6 @@ class _UcxOutbound:
         request = self._worker.send(buffer, segment.nbytes, tag)
         self._polled.wake(self._worker)
         return request
-
-    def lane(self) -> str:
-        """Name the transport that UCX has chosen; "ucx" where it is not known."""
-        if not self._worker.is_usable:
-            return UcxCarrier.name
-        cuda = self._staging.memory.is_cuda
-        return name_lane(self._worker.endpoint, cuda=cuda) or UcxCarrier.name
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""

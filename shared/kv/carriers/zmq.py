@@ -90,10 +90,6 @@ class _ZmqOutbound:
         """Send announcement and payload."""
         return self._socket.post(segment, self._host[slot][: segment.nbytes].numpy().data)
 
-    def lane(self) -> str:
-        """TCP, whatever lies below it."""
-        return "tcp"
-
     def close(self) -> None:
         """Nothing of its own."""
 

@@ -86,10 +86,6 @@ class _LoopbackOutbound:
         """Announce what has crossed."""
         return self._socket.post(segment)
 
-    def lane(self) -> str:
-        """Host memory or a GPU's."""
-        return "memory"
-
     def close(self) -> None:
         """Nothing of its own."""
 
