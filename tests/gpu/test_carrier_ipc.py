@@ -54,13 +54,6 @@ def test_payloads_cross_both_ways(place: Place) -> None:
         assert here.holds(1, 4, SLOT_BYTES)
 
 
-def test_payloads_cross_within_one_process() -> None:
-    sender, receiver = IpcPeer(0, SLOT_BYTES), IpcPeer(0, SLOT_BYTES)
-    sender.connect(receiver.offer())
-    sender.write(1, 0, seed=5, nbytes=PAYLOAD_BYTES)
-    assert receiver.holds(0, 5, PAYLOAD_BYTES)
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_receiver_may_have_several_links_one_after_the_other_or_at_once(
     place: Place, caplog: pytest.LogCaptureFixture

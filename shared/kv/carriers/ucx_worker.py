@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pagewire.shared.errors import ConfigError, TransferError
+from pagewire.shared.kv.device_memory import DeviceBytes
 
 logger = logging.getLogger(__name__)
 
@@ -278,25 +279,9 @@ class UcxWorker:
         return True
 
 
-class _DeviceBytes:
-    """The first bytes of a tensor in GPU memory, in the form in which ucxx's `Array` takes them.
-
-    A tensor's own slice of them takes the host tens of microseconds to make and to describe.
-    """
-
-    __slots__ = ("__cuda_array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
-        self._tensor = tensor  # kept alive
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 def _first_bytes(tensor: torch.Tensor, nbytes: int) -> object:
-    """Return the first bytes of a uint8 tensor as something that ucxx's `Array` understands."""
-    return _DeviceBytes(tensor, nbytes) if tensor.is_cuda else tensor.numpy()[:nbytes]
+    """Return the first bytes of a uint8 tensor as something that ucxx's `Array` understands.
+
+    A slice of a tensor in GPU memory takes the host tens of microseconds to make and to describe.
+    """
+    return DeviceBytes(tensor.data_ptr(), (nbytes,)) if tensor.is_cuda else tensor.numpy()[:nbytes]
