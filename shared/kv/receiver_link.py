@@ -1,28 +1,10 @@
-"""What a receiver knows of a link, and counts."""
+"""What a receiver knows of a link."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pagewire.shared.kv.carriers.base import Inbound
-
-
-@dataclass(slots=True)
-class ReceiverStats:
-    """Counters since the start.
-
-    Attributes:
-        outcomes: segments by outcome.
-        bytes: received, by (peer, carrier).
-        lost_links: that ended by themselves.
-        strays: messages of no link that is open.
-    """
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost_links: int = 0
-    strays: int = 0
 
 
 @dataclass(slots=True, eq=False)

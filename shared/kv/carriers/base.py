@@ -79,6 +79,7 @@ class Outbound(Protocol):
 
     def close(self) -> None:
         """End it; what was queued on the device may still cross."""
+        return None
 
 
 class Inbound(Protocol):
@@ -152,6 +153,7 @@ class Carrier(Protocol):
 
     def withdraw(self, link: int) -> None:
         """Drop an offer that was not chosen; unknown links are fine."""
+        return None
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -176,3 +178,4 @@ class Carrier(Protocol):
 
     def close(self) -> None:
         """Free everything; all links have been closed. May wait for a moment."""
+        return None
