@@ -283,7 +283,7 @@ def measure(options: argparse.Namespace) -> None:
     total = -(-options.tokens // BLOCK_SIZE) * engine.block_bytes
     ceiling = copy_gb_per_s(options.source, options.target, total)
     engine.thread.start()
-    link, offer = engine.call(lambda: receiving.receiver.offer("sender"))
+    link = engine.call(lambda: receiving.receiver.offer("sender"))
     layout = BlockLayout(
         fingerprint="bench",
         dtype="bfloat16",
@@ -297,10 +297,10 @@ def measure(options: argparse.Namespace) -> None:
         worker_id="receiver",
         epoch=1,
         layout=layout,
-        link=offer.link,
-        token=offer.token,
-        endpoint=offer.endpoint,
-        carriers=offer.carriers,
+        link=link.number,
+        token=link.token,
+        endpoint=receiving.receiver.socket.endpoint,
+        carriers=link.offers,
         slot_bytes=engine.staging.slot_bytes,
     )
     with sending_process(options) as process:

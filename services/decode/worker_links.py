@@ -11,7 +11,7 @@ from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
 from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome
 from pagewire.shared.registry import WorkerCard
@@ -211,20 +211,20 @@ class PrefillLinks:
         unfit = self._unfit.get(link.worker_id)
         without = unfit.carriers if unfit is not None and unfit.epoch == link.epoch else ()
 
-        def make_offer(_core: EngineCore) -> LinkOffer:
+        def make_offer(_core: EngineCore) -> ReceiverLink:
             # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
-            link.kv, offer = self._receiver.offer(link.worker_id, without)
-            return offer
+            link.kv = self._receiver.offer(link.worker_id, without)
+            return link.kv
 
-        offer = await self._engine.call(make_offer, timeout_s)
+        kv = await self._engine.call(make_offer, timeout_s)
         return KvHello(
             worker_id=self._identity.worker_id,
             epoch=self._identity.epoch,
             layout=self._engine.layout,
-            link=offer.link,
-            token=offer.token,
-            endpoint=offer.endpoint,
-            carriers=offer.carriers,
+            link=kv.number,
+            token=kv.token,
+            endpoint=self._receiver.socket.endpoint,
+            carriers=kv.offers,
             slot_bytes=self._receiver.staging.slot_bytes,
         )
 

@@ -29,24 +29,25 @@ class Outgoing:
         clock: in seconds.
         has_freed: a slot has come free since this was last set to False.
         packing: segments, in the order in which their packing ends.
+        writing: whose payload is leaving which slot, and until when.
     """
 
     staging: Staging
     clock: Callable[[], float]
     has_freed: bool = False
     packing: deque[OutgoingSegment] = field(default_factory=deque)
-    _writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
+    writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is being packed or written."""
-        return bool(self.packing or self._writing)
+        return bool(self.packing or self.writing)
 
     def is_due(self) -> bool:
         """Whether something has ended; quickly told."""
         if self.packing and has_ended(self.packing[0].pending):
             return True
-        return bool(self._writing) and has_ended(self._writing[0][1])
+        return bool(self.writing) and has_ended(self.writing[0][1])
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a slot and a credit for a link's next segment.
@@ -59,7 +60,7 @@ class Outgoing:
         if self.staging.num_free > 1 or num_links == 1:
             return True
         is_packing = any(packing.link is link for packing in self.packing)
-        return not (is_packing or any(writing[0] is link for writing in self._writing))
+        return not (is_packing or any(writing[0] is link for writing in self.writing))
 
     def launch(
         self,
@@ -110,23 +111,14 @@ class Outgoing:
             OutgoingSegment(link, job, life, cut, segment, slot, pending, self.clock())
         )
 
-    def write(self, sent: OutgoingSegment) -> None:
-        """Announce a segment, and begin to write what has not crossed.
-
-        Raises:
-            TransferError: the link is broken; the slot is still held.
-        """
-        pending = sent.link.outbound.send(sent.segment, sent.slot)
-        self._writing.append((sent.link, pending, sent.slot))
-
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
         """Free the slots whose payloads have left; returns the links that have failed, and why."""
         failed = []
-        for writing in list(self._writing):
+        for writing in list(self.writing):
             link, pending, slot = writing
             try:
                 if pending.is_done():
-                    self._writing.remove(writing)
+                    self.writing.remove(writing)
                     self.release(slot)
             except TransferError as exc:
                 failed.append((link, exc))
@@ -134,8 +126,8 @@ class Outgoing:
 
     def drop_writes(self, link: SenderLink) -> None:
         """Free the slots from which an ended link was writing."""
-        for writing in [writing for writing in self._writing if writing[0] is link]:
-            self._writing.remove(writing)
+        for writing in [writing for writing in self.writing if writing[0] is link]:
+            self.writing.remove(writing)
             self.release(writing[2])
 
     def release(self, slot: int) -> None:

@@ -28,8 +28,8 @@ from pagewire.shared.kv.credits import MIN_CREDITS, ReceiverCredits
 from pagewire.shared.kv.endpoint import KvHalf
 from pagewire.shared.kv.expectations import Expectations, Expected
 from pagewire.shared.kv.link_test import TEST_JOB, TestCheck, check_test
-from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToReceiver, ToSender
-from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
+from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToSender
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.kv.sockets import TOKEN_BYTES, ReceiverSocket
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class KvReceiver(KvHalf):
 
     # Verbs
 
-    def offer(self, peer: str, without: Collection[str] = ()) -> tuple[ReceiverLink, LinkOffer]:
+    def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
         """Open a link that a sender may come by; `accept` says which carrier it has chosen.
 
         Args:
@@ -97,18 +97,17 @@ class KvReceiver(KvHalf):
         """
         self.credits.check_room(len(self._links))
         link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
-        offers, problems = {}, []
+        problems = []
         for name, carrier in self.carriers.items():
             if name not in without:
                 try:
-                    offers[name] = carrier.offer(link.number)
+                    link.offers[name] = carrier.offer(link.number)
                 except TransferError as exc:
                     problems.append(f"{name}: {exc}")
-        if not offers:
+        if not link.offers:
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
-        link.offered = frozenset(offers)
         self._links[link.token] = self._by_number[link.number] = link
-        return link, LinkOffer(link.number, link.token, self.socket.endpoint, offers)
+        return link
 
     def accept(self, link: ReceiverLink, carrier: str, reply: bytes) -> None:
         """Note the carrier that a link's sender has chosen, and what its half has replied.
@@ -117,7 +116,7 @@ class KvReceiver(KvHalf):
             TransferError: the link has ended, this carrier was not offered, or the reply makes no
                 sense.
         """
-        if link.token not in self._links or carrier not in link.offered:
+        if link.token not in self._links or carrier not in link.offers:
             raise TransferError(f"there is no open link that {carrier!r} was offered for")
         link.inbound = self.carriers[carrier].inbound(link.number, reply)
         link.carrier = carrier
@@ -186,7 +185,10 @@ class KvReceiver(KvHalf):
                 self.stats.strays += 1  # mostly of a link that has just ended
                 continue
             try:
-                self._on_message(link, message, body)
+                if isinstance(message, Segment):
+                    self._receive(link, message, body)
+                else:
+                    self._on_credits(link, message)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
             self._unpack_received()
@@ -205,16 +207,14 @@ class KvReceiver(KvHalf):
 
     # A segment comes
 
-    def _on_message(self, link: ReceiverLink, message: ToReceiver, body: zmq.Frame | None) -> None:
-        if isinstance(message, Open):
-            if link.has_opened:
-                raise ProtocolError("the link was opened twice")
-            link.has_opened = True
-            self._grant_first(link)
-        elif isinstance(message, Return):
+    def _on_credits(self, link: ReceiverLink, message: Open | Return) -> None:
+        if isinstance(message, Return):
             self._send_all(self.credits.take_back(link.number, message.credit))
-        else:
-            self._receive(link, message, body)
+            return
+        if link.has_opened:
+            raise ProtocolError("the link was opened twice")
+        link.has_opened = True
+        self._grant_first(link)
 
     def _grant_first(self, link: ReceiverLink) -> None:
         """Let a link's sender begin, once it has come and its carrier is known."""
@@ -243,39 +243,31 @@ class KvReceiver(KvHalf):
                 self._lose(entry.link, str(exc))
 
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
+        """Launch the unpacking of a payload that somebody waits for."""
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
         payload = self.staging.buffers[segment.credit]
         if segment.job == TEST_JOB:
             check = check_test(self.moves, payload[: segment.nbytes], segment.seed)
             self._unpacking.append(_Unpacking(link, segment, None, [], check))
             return
-        expected = self._expected_of(segment)
-        if expected is None:
+        expected = self.expected.find(segment.job)
+        positions, parts = segment.positions, segment.parts
+        is_wanted = segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
+        if expected is None or not is_wanted or not expected.coverage.allows(positions, parts):
             self._acknowledge(link, segment, "dropped")
             return
-        blocks = expected.block_ids[segment.first : segment.first + segment.count]
-        parts, seed = segment.parts, segment.seed
+        blocks = expected.block_ids[positions.start : positions.stop]
         try:
-            unpacked = self.moves.unpack(payload, blocks, parts, seed, expected.after)
+            unpacked = self.moves.unpack(payload, blocks, parts, segment.seed, expected.after)
         except Exception:
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
         expected.heard_s = self.clock()
-        expected.coverage.add(segment.positions, parts)
+        expected.coverage.add(positions, parts)
         expected.num_unpacking += 1
         self.core.scheduler.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))
-
-    def _expected_of(self, segment: Segment) -> Expected | None:
-        """Return what a segment is the first to bring its part of; None if nobody wants it."""
-        expected = self.expected.find(segment.job)
-        is_wanted = (
-            expected is not None
-            and segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
-            and expected.coverage.allows(segment.positions, segment.parts)
-        )
-        return expected if is_wanted else None
 
     def _on_unpacked(self, done: _Unpacking) -> None:
         intact = done.check.is_intact()

@@ -210,7 +210,11 @@ class KvSender(KvHalf):
         for link in [link for link in self.links if not link.is_tested]:
             self._test(link)
         for job in list(self._jobs.values()):
-            while self._is_live(job) and self._has_room(job.link) and self._pack(job):
+            while (
+                self._is_live(job)
+                and self._outgoing.has_room(job.link, len(self.links))
+                and self._pack(job)
+            ):
                 self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
@@ -222,12 +226,9 @@ class KvSender(KvHalf):
 
     # A segment leaves
 
-    def _has_room(self, link: SenderLink) -> bool:
-        return self._outgoing.has_room(link, len(self.links))
-
     def _test(self, link: SenderLink) -> None:
         """Launch a link's test, once there is room for it."""
-        if self._has_room(link):
+        if self._outgoing.has_room(link, len(self.links)):
             link.is_tested = True
             nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
 
@@ -274,7 +275,8 @@ class KvSender(KvHalf):
         try:
             packed.pending.is_done()  # raises what has gone wrong
             if is_open and is_wanted and (job is None or job.life == packed.life):
-                self._outgoing.write(packed)
+                written = link.outbound.send(segment, packed.slot)
+                self._outgoing.writing.append((link, written, packed.slot))
                 if job is not None:
                     packed.since = self.clock()
                 link.sent[segment.credit] = packed

@@ -13,7 +13,7 @@ from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.credits import SlotState
 from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.kv.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import Staging, make_staging
@@ -208,15 +208,15 @@ class DecodeSide(Side):
         return held
 
 
-def hello_of(decode: DecodeSide, offer: LinkOffer) -> KvHello:
+def hello_of(decode: DecodeSide, link: ReceiverLink) -> KvHello:
     """The message by which a decode worker opens a link."""
     return KvHello(
         worker_id=decode.name,
         epoch=1,
         layout=LAYOUT,
-        link=offer.link,
-        token=offer.token,
-        endpoint=offer.endpoint,
-        carriers=offer.carriers,
+        link=link.number,
+        token=link.token,
+        endpoint=decode.receiver.socket.endpoint,
+        carriers=link.offers,
         slot_bytes=decode.staging.slot_bytes,
     )
