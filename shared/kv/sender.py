@@ -210,11 +210,7 @@ class KvSender(KvHalf):
         for link in [link for link in self.links if not link.is_tested]:
             self._test(link)
         for job in list(self._jobs.values()):
-            while (
-                self._is_live(job)
-                and self._outgoing.has_room(job.link, len(self.links))
-                and self._pack(job)
-            ):
+            while self._is_live(job) and self._pack(job):
                 self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
@@ -241,8 +237,9 @@ class KvSender(KvHalf):
                 self._lose(link, str(exc))
 
     def _pack(self, job: _Job) -> bool:
-        """Launch the packing of a job's next segment; returns whether there was one."""
-        ready = job.queue.next()
+        """Launch the packing of a job's next segment; returns whether one could be."""
+        has_room = self._outgoing.has_room(job.link, len(self.links))
+        ready = job.queue.next() if has_room else None
         if ready is None:
             return False
         cut, blocks, plan = ready

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
+from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.channel import ClusterKeys, ControlServer
@@ -363,7 +363,9 @@ async def decode_worker(
             lambda: worker.cards,
             KEYS,
             worker.tasks,
-            LinkTimes(times.heartbeat_s, times.lease_s, times.transfer_s),
+            heartbeat_s=times.heartbeat_s,
+            lease_s=times.lease_s,
+            timeout_s=times.transfer_s,
         )
         jobs = RemoteJobs(
             identity,
