@@ -188,10 +188,16 @@ class KvReceiver:
 
     # Between two steps
 
+    def before_launch(self, plan: StepPlan) -> None:
+        """Take what a plan says of reservations: prefill workers may begin while it is launched."""
+        for work in plan.kv:
+            if isinstance(work, Withdraw):
+                self.expected.forget(work.request_id)
+            elif isinstance(work, Expect):
+                self.expected.reserve(work, after=plan.number - 1)
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Do what can be done now; returns whether the device works on something of it."""
-        if plan is not None:
-            self._note(plan)
         for carrier in self.carriers.values():
             carrier.poll()
         self._poll()
@@ -207,14 +213,6 @@ class KvReceiver:
         if any(carrier.poll() for carrier in self.carriers.values()):
             return True
         return self.socket.is_due()
-
-    def _note(self, plan: StepPlan) -> None:
-        """Take what a plan says of reservations."""
-        for work in plan.kv:
-            if isinstance(work, Withdraw):
-                self.expected.forget(work.request_id)
-            elif isinstance(work, Expect):
-                self.expected.reserve(work, after=plan.number - 1)
 
     def _poll(self) -> None:
         for _ in range(MAX_MESSAGES_PER_POLL):
@@ -334,9 +332,9 @@ class KvReceiver:
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)
-        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
         if done.expected is not None and done.expected.attempt is attempt:
             self.expected.activate_if_complete(done.expected)
+        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:

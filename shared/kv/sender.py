@@ -186,6 +186,9 @@ class KvSender:
 
     # Between two steps
 
+    def before_launch(self, plan: StepPlan) -> None:
+        """Nothing: what a plan exports is marked on the device as it is launched."""
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Do what can be done now; returns whether the device works on something of it."""
         if plan is not None:
