@@ -2,10 +2,10 @@
 
     python -P -m pagewire.loadtest.gpu.wire --carrier ipc [--tokens 8192] [--stepping] [--senders 4]
 
-All processes run a real engine thread, scheduler, block pool and KV endpoint; the model is a few
-matrix products. A child computes prompts in one step and sends their blocks when it ends; this
-process reserves them, and a prompt has crossed when its sequence is activated. GB/s counts from the
-step's end on the device until the last activation, next to one contiguous copy of as many bytes
+All processes run a real engine thread, scheduler, block pool and KV endpoint; the model takes no
+time. A child computes prompts and sends their blocks; this process reserves them, and a prompt has
+crossed when its sequence is activated. GB/s counts from the launch of the step that makes the first
+prompt's blocks final until the last activation, next to one contiguous copy of as many bytes
 between the same devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the
 receiving engine decodes other sequences meanwhile.
 

@@ -1,4 +1,4 @@
-"""Both sides of the wire bench: an engine without a model, and its half of the endpoint.
+"""Both sides of the wire bench: an engine whose model takes no time, and its half of the endpoint.
 
 The receiving side is in the bench's own process, each sending side in a child's.
 """
@@ -52,62 +52,32 @@ SLOT_BLOCKS = 64
 TIMEOUT_S = 60.0
 STEPPING_ROWS = 32
 STEPPING_ROW_BLOCKS = 64
-OPERAND = {"cuda": 4096, "cpu": 64}  # rows and columns of what is multiplied
-STEP_PRODUCTS = 8  # about as long as a decode step on a GPU
+STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
+LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
+ROUNDS = 9
+IN_A_ROW = (1, 8)  # prompts
+SLOTS = 16
+SLOT_BLOCKS = 64
+TIMEOUT_S = 60.0
+STEPPING_ROWS = 32
+STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
 
 
 @dataclass
 class SteppingRunner(ModelRunner):
-    """Computes nothing but matrix products that keep the device busy, in steps that have some.
+    """Computes nothing, but for matrix products that keep the device busy in steps that decode."""
 
-    Attributes:
-        operand: of the products.
-        decode_products: in steps with decode rows.
-    """
-
-    operand: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    decode_products: int = 0
-    _end: Callable[[], int | None] = lambda: None
+    operand: torch.Tensor | None = None
+    launched_ns: int = 0  # the first step with chunks since it was reset
 
     def _launch(self, plan: StepPlan) -> PendingTokens:
-        began = _Clock(self.state.device) if plan.chunks else None
-        for _ in range(STEP_PRODUCTS if plan.chunks else self.decode_products):
-            torch.mm(self.operand, self.operand)
-        if began is not None:
-            self._end = began.end()
+        if plan.decodes and self.operand is not None:
+            for _ in range(STEP_PRODUCTS):
+                torch.mm(self.operand, self.operand)
+        if plan.chunks and not self.launched_ns:
+            self.launched_ns = time.monotonic_ns()
         tokens = torch.full((plan.num_samples,), 7, device=self.state.device)
         return PendingTokens(plan.number, tokens)
-
-    def take_end_ns(self) -> int | None:
-        """Return when a prompt's step has ended since this was last asked; None if none has."""
-        end_ns = self._end()
-        if end_ns is not None:
-            self._end = lambda: None
-        return end_ns
-
-
-class _Clock:
-    """Finds the host's time at which the device reaches a point, by CUDA's events.
-
-    The device is idle when this is made; a CPU reaches the point at once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._began: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._began = torch.cuda.Event(enable_timing=True)
-            self._began.record()
-            self._began.synchronize()
-        self._began_ns = time.monotonic_ns()
-
-    def end(self) -> Callable[[], int | None]:
-        """Mark the point; what is returned gives the time, or None before it is reached."""
-        began, began_ns, now_ns = self._began, self._began_ns, time.monotonic_ns()
-        if began is None:
-            return lambda: now_ns
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        return lambda: began_ns + int(began.elapsed_time(end) * 1e6) if end.query() else None
 
 
 @dataclass
@@ -135,9 +105,8 @@ class Engine:
         state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
         ops = load_ops("auto", self.device.type)
         self.runner = SteppingRunner(NoModel(), ops, pool, state)
-        size = OPERAND[self.device.type]
-        self.runner.operand = torch.randn(size, size, device=self.device).to(torch.bfloat16)
-        self.runner.decode_products = STEP_PRODUCTS if self.stepping else 0
+        if self.stepping:
+            self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
         self.thread = EngineThread(self.core, self._on_outputs)
         slot_bytes = self.runner.mover.parts.packed_bytes(SLOT_BLOCKS)
@@ -224,10 +193,11 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
             sender.export(job, link, 0, num_blocks)
 
     for line in sys.stdin:
+        engine.runner.launched_ns = 0
         engine.thread.submit(partial(_begin_jobs, begin, json.loads(line)))
-        while (end_ns := engine.runner.take_end_ns()) is None:
+        while not engine.runner.launched_ns:
             time.sleep(0.001)
-        print(end_ns, flush=True)
+        print(engine.runner.launched_ns, flush=True)
     engine.thread.stop(TIMEOUT_S)
 
 
@@ -297,14 +267,14 @@ class Receiving:
             self._engine.sequence(name, remote=True)
 
     def round(self, process: Sending, prompts: int) -> float:
-        """Return the seconds that `prompts` prompts take from the end of their step on."""
+        """Return the seconds that `prompts` prompts take."""
         self._rounds += 1
         names = [f"r{self._rounds}-{n}" for n in range(prompts)]
         self._engine.call(lambda: self._reserve(names))
         jobs = [self._next("a reservation") for _ in names]
-        final_ns = int(process.ask(json.dumps(jobs)))
+        launched_ns = int(process.ask(json.dumps(jobs)))
         last_ns: int = max(self._next("a prompt") for _ in names)
-        return (last_ns - final_ns) / 1e9
+        return (last_ns - launched_ns) / 1e9
 
 
 class Sending:
