@@ -53,32 +53,63 @@ class Topology:
         return cls(prefill, decode, *(rest or [budget]))
 
     @property
+    def name(self) -> str:
+        """As a folder's name."""
+        return f"{self.prefill}P{self.decode}D-{self.budget}"
+
+    @property
     def label(self) -> str:
         """As in the tables."""
         kind = f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
         return f"{kind}, steps of {self.budget}"
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cluster of Pagewire that runs.
+
+    Attributes:
+        pid: of `pagewire up`.
+    """
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def running_cluster(model: Path, topology: Topology) -> Iterator[str]:
-    """Start a cluster and yield its URL. Aggregated workers take requests in turn."""
-    file = model / "ready.json"
+def running_cluster(
+    model: Path, topology: Topology, logs: Path, *options: str
+) -> Iterator[Running]:
+    """Start a cluster. Aggregated workers take requests in turn.
+
+    Args:
+        model: directory.
+        topology: of the cluster.
+        logs: a folder of this name in it gets the output of all processes.
+        options: further ones of `pagewire up`, or others instead.
+
+    Raises:
+        BenchError: it did not start.
+    """
+    folder = logs / topology.name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "ready.json"
     command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", "0"]
-    command += ["--ready-file", str(file)]
+    command += ["--ready-file", str(file), "--log-dir", str(folder)]
     command += ["--prefill", str(topology.prefill), "--decode", str(topology.decode)]
     command += ["--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
     command += ["--max-num-batched-tokens", str(topology.budget), "--device", "cuda"]
     command += ["--no-enable-prefix-caching"]
-    command += ["--policy", "prefix" if topology.prefill else "round_robin"]
-    with _server(command, model / "up.log", dict(os.environ)) as (process, log):
+    command += ["--policy", "prefix" if topology.prefill else "round_robin", *options]
+    with _server(command, folder / "up.log", dict(os.environ)) as (process, log):
         _wait(process, log, lambda: read_ready_file(process, file) is not None)
         ready = json.loads(file.read_bytes())
         for service in ready["services"]:
             for link in service["links"]:
                 speed = f"{link['transport']}, {link['gb_per_s']} GB/s"
                 print(f"{link['peer']} -> {service['id']}: {speed}")
-        yield ready["url"]
+        yield Running(ready["url"], process.pid)
 
 
 def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | None:
@@ -100,7 +131,7 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
 
 
 @contextmanager
-def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list[str]]:
+def running_vllm_pair(model: Path, environment: dict[str, str], logs: Path) -> Iterator[list[str]]:
     """Start a vLLM server on each of two GPUs, able to send KV to each other; yields their URLs."""
     with contextlib.ExitStack() as stack:
         started = []
@@ -121,7 +152,7 @@ def running_vllm_pair(model: Path, environment: dict[str, str]) -> Iterator[list
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(late_port()),
             }
-            log = model / f"vllm-{gpu}.log"
+            log = logs / f"vllm-{gpu}.log"
             process, log = stack.enter_context(_server(command, log, env))
             started.append((process, log, f"http://127.0.0.1:{port}"))
         for process, log, url in started:

@@ -15,7 +15,9 @@ UNLOADED_PROMPTS = (128, 1024, 4096, 8192)
 UNLOADED_TIMES = 7
 UNLOADED_TOKENS = 32
 STREAMS = 8
-STREAM_PROMPT, STREAM_TOKENS = 1024, 600
+STREAM_PROMPT, STREAM_TOKENS = 1024, 1000
+FIRST_GAPS = 64  # of a stream: these belong to the other streams' own prompts
+ISOLATION_TIMES = 3
 LONG_PROMPT = 8192
 LONG_PROMPTS_PER_S = 2.0
 MOST_LONG_PROMPTS = 128
@@ -56,40 +58,51 @@ async def unloaded(client: Client) -> list[Row]:
 
 
 async def isolation(client: Client) -> list[Row]:
-    """Gaps of some streams in ms, alone and while long prompts arrive.
+    """Gaps of some streams in ms, by turns alone and while long prompts arrive.
 
     Raises:
         BenchError: the streams outlast the prompts that were made up for them.
     """
-    rows = []
-    long_requests = [client.prepare(LONG_PROMPT, 2) for _ in range(MOST_LONG_PROMPTS)]
-    for loaded in (False, True):
-        streams = [
-            asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS))
-            for _ in range(STREAMS)
-        ]
-        disturbers = []
-        await asyncio.sleep(0.5)  # the streams' own prompts are not what is asked for
-        while loaded and not all(task.done() for task in streams):
-            if not long_requests:
-                raise BenchError(f"the streams last longer than {MOST_LONG_PROMPTS} prompts")
-            disturbers.append(asyncio.create_task(client.ask(long_requests.pop())))
-            await asyncio.sleep(1 / LONG_PROMPTS_PER_S)
-        answers = await asyncio.gather(*streams)
-        long = [answer.ttft * 1e3 for answer in await asyncio.gather(*disturbers)]
-        # The first gaps belong to the other streams' own prompts.
-        gaps = [gap * 1e3 for answer in answers for gap in answer.gaps[64:]]
-        rows.append(
-            {
-                "what": "isolation",
-                "loaded": loaded,
-                "p50": percentile(gaps, 50),
-                "p99": percentile(gaps, 99),
-                "max": max(gaps),
-                "long_ttft": statistics.median(long) if long else None,
-            }
-        )
-    return rows
+    runs: dict[bool, list[list[float]]] = {False: [], True: []}
+    long: list[float] = []
+    for _ in range(ISOLATION_TIMES):
+        for loaded in (False, True):
+            gaps, ttft = await _streams(client, loaded)
+            runs[loaded].append(gaps)
+            long += ttft
+    alone, under_load = _isolation_row(runs[False]), _isolation_row(runs[True])
+    more = {"of_alone": under_load["p99"] / alone["p99"], "long_ttft": statistics.median(long)}
+    return [{"loaded": False, **alone}, {"loaded": True, **under_load, **more}]
+
+
+async def _streams(client: Client, loaded: bool) -> tuple[list[float], list[float]]:
+    """Return the gaps of streams that start at once, and TTFT of the long prompts, all in ms."""
+    long_requests = [client.prepare(LONG_PROMPT, 2) for _ in range(MOST_LONG_PROMPTS * loaded)]
+    streams = [
+        asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS)) for _ in range(STREAMS)
+    ]
+    disturbers = []
+    await asyncio.sleep(0.5)  # the streams' own prompts are not what is asked for
+    while loaded and not all(task.done() for task in streams):
+        if not long_requests:
+            raise BenchError(f"the streams last longer than {MOST_LONG_PROMPTS} prompts")
+        disturbers.append(asyncio.create_task(client.ask(long_requests.pop())))
+        await asyncio.sleep(1 / LONG_PROMPTS_PER_S)
+    answers = await asyncio.gather(*streams)
+    ttft = [answer.ttft * 1e3 for answer in await asyncio.gather(*disturbers)]
+    return [gap * 1e3 for answer in answers for gap in answer.gaps[FIRST_GAPS:]], ttft
+
+
+def _isolation_row(runs: list[list[float]]) -> Row:
+    """Return percentiles over the gaps of all runs, and each run's p99."""
+    gaps = [gap for run in runs for gap in run]
+    return {
+        "what": "isolation",
+        "p50": percentile(gaps, 50),
+        "p99": percentile(gaps, 99),
+        "max": max(gaps),
+        "p99_of_runs": [percentile(run, 99) for run in runs],
+    }
 
 
 def poisson_waits(rate: float, seconds: float) -> list[float]:

@@ -77,6 +77,9 @@ class EngineCore:
     _others: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
     _has_news: bool = False  # for the scheduler, which has decided already
+    _present: tuple[Schedule, StepPlan | None] = field(  # for the hooks
+        default_factory=lambda: (Schedule(), None)
+    )
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence into the queue.
@@ -146,11 +149,17 @@ class EngineCore:
         return any(hook.is_due() for hook in self.hooks)
 
     def step(self, wait: bool = True) -> tuple[StepOutputs, bool]:
+        """Make an iteration: `advance`, then `run_hooks`; returns what both return."""
+        outputs, worked = self.advance(wait)
+        has_news = self.run_hooks()
+        return outputs, worked or has_news
+
+    def advance(self, wait: bool) -> tuple[StepOutputs, bool]:
         """Launch the next step and postprocess the one before (without overlap: the same).
 
         Args:
             wait: for the step that is due; without, a step that still runs on the device is
-                looked for again at the next call, and the hooks run in between.
+                looked for again at the next call.
 
         Returns:
             The outputs, and whether anything was done that the next call may build on.
@@ -163,7 +172,7 @@ class EngineCore:
         num_before = len(self._in_flight)
         schedule = self._schedule() if num_before < depth else Schedule()
         plan = self._launch(schedule, schedule.plan) if schedule.plan is not None else None
-        self._run_hooks(schedule, plan)
+        self._present = schedule, plan
         has_rows = len(self._in_flight) > num_before
         due = len(self._in_flight) == depth or (self._in_flight and not has_rows)
         finished = bool(due and (wait or self._in_flight[0].pending.is_done()))
@@ -171,8 +180,28 @@ class EngineCore:
             self._postprocess(self._in_flight.popleft())
         outputs = StepOutputs(*self._plain, self._others)
         self._plain, self._others = ([], []), []
+        return outputs, bool(schedule.plan or finished or outputs)
+
+    def run_hooks(self) -> bool:
+        """Run the hooks, to be called after `advance`: outputs must not wait for them.
+
+        Returns:
+            Whether the scheduler has something to decide since.
+
+        Raises:
+            IntegrityError: one failed, and the block accounting is wrong afterwards.
+        """
+        schedule, plan = self._present
+        self._present = Schedule(), None
+        self.hooks_busy = False
+        for hook in self.hooks:
+            try:
+                self.hooks_busy |= hook.after_launch(plan)
+            except Exception:
+                logger.exception("a step hook failed, and with it the requests of this step")
+                self._contain(schedule.sequences)
         has_news, self._has_news = self._has_news, False
-        return outputs, bool(schedule.plan or finished or outputs or has_news)
+        return has_news
 
     def _schedule(self) -> Schedule:
         try:
@@ -196,6 +225,8 @@ class EngineCore:
             if part.sequence.first_scheduled_s is None:
                 part.sequence.first_scheduled_s = now
         try:
+            for hook in self.hooks:
+                hook.before_launch(plan)
             pending = self.executor.execute(plan)
         except Exception as exc:
             logger.exception("a step failed to launch, and with it its requests")
@@ -208,15 +239,6 @@ class EngineCore:
         self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
         self._in_flight.append(_Launched(schedule, pending))
         return plan
-
-    def _run_hooks(self, schedule: Schedule, plan: StepPlan | None) -> None:
-        self.hooks_busy = False
-        for hook in self.hooks:
-            try:
-                self.hooks_busy |= hook.after_launch(plan)
-            except Exception:
-                logger.exception("a step hook failed, and with it the requests of this step")
-                self._contain(schedule.sequences)
 
     def _contain(self, touched: list[Sequence]) -> None:
         """Fail what an error may have left half done.

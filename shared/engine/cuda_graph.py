@@ -19,11 +19,12 @@ import torch
 from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
 from pagewire.shared.engine.step import PrefillChunk
 
-LARGEST_PREFILL = 512  # tokens; above it the device is the slower one
+# Tokens of a captured prefill step, by chunks: above it the device is the slower one. A worker that
+# prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice as long.
+LARGEST_PREFILL = {1: 1024, 8: 512}
 # Beside decode rows, which are a graph of their own: above it, to read the weights twice takes
 # the device longer than to launch one step for all takes the host.
 LARGEST_BESIDE_DECODES = 256
-_CHUNKS = (1, 8)
 
 # A point in the work that has been launched on a device; None where work runs at once.
 Marker = torch.cuda.Event | None
@@ -37,11 +38,10 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 
 def prefill_shapes(max_tokens: int, max_num_seqs: int) -> list[PrefillShape]:
     """Return the prefill steps to capture, those of one chunk and those of several."""
-    sizes = [16, 32, 64, 128, *range(192, LARGEST_PREFILL + 1, 64)]
     return [
         PrefillShape(size, chunks)
-        for chunks in _CHUNKS
-        for size in sizes
+        for chunks, largest in LARGEST_PREFILL.items()
+        for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
         if size <= max_tokens and chunks <= max_num_seqs
     ]
 

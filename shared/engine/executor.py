@@ -87,17 +87,24 @@ class BlockMoves(Protocol):
 
 
 class StepHook(Protocol):
-    """Work that belongs between steps, e.g. moving KV blocks.
+    """Work that belongs between steps, e.g. moving KV blocks."""
 
-    `after_launch` runs once an iteration. It returns whether it has unfinished work, so that
-    `is_due` is asked soon.
-    """
+    def before_launch(self, plan: StepPlan) -> None:
+        """Take what a plan says, on its way to the device. To be quick: the device waits.
+
+        Args:
+            plan: is launched next; if that fails, its sequences end.
+        """
+        ...
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what is to be done between two steps.
+        """Do what is to be done between two steps; runs once an iteration.
 
         Args:
             plan: what was launched in this iteration, if anything was.
+
+        Returns:
+            Whether it has unfinished work, so that `is_due` is asked soon.
         """
         ...
 

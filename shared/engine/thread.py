@@ -133,9 +133,10 @@ class EngineThread:
     def _turn(self) -> None:
         self.turns += 1
         self._run_commands()
-        outputs, worked = self.core.step(wait=False)
+        outputs, worked = self.core.advance(wait=False)
         if outputs:
             self._on_outputs(outputs)
+        worked |= self.core.run_hooks()
         self._observe(idle=not self.core.has_work)
         if worked:
             return

@@ -65,23 +65,17 @@ class KvHalf(ABC):
 
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Do what can be done now; returns whether the device works on something of it."""
-        if plan is not None:
-            self._note(plan)
         for carrier in self.carriers.values():
             carrier.poll()
-        is_busy = self._poll()
+        is_busy = self._poll(plan)
         if self.clock() >= self._next_deadlines_s:
             self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
             self._check_deadlines()
         return is_busy
 
     @abstractmethod
-    def _note(self, plan: StepPlan) -> None:
-        """Take what a plan says of blocks."""
-
-    @abstractmethod
-    def _poll(self) -> bool:
-        """Take messages, go on with what has ended; returns whether the device works for it."""
+    def _poll(self, plan: StepPlan | None) -> bool:
+        """Take a plan and messages, go on with what has ended; returns whether more is to end."""
 
     @abstractmethod
     def _check_deadlines(self) -> None:

@@ -162,6 +162,14 @@ class KvReceiver(KvHalf):
 
     # Between two steps
 
+    def before_launch(self, plan: StepPlan) -> None:
+        """Take what a plan says of reservations: prefill workers may begin while it is launched."""
+        for work in plan.kv:
+            if isinstance(work, Withdraw):
+                self.expected.forget(work.request_id)
+            elif isinstance(work, Expect):
+                self.expected.reserve(work, after=plan.number - 1)
+
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
         if self._unpacking and self._unpacking[0].check.is_done():
@@ -170,15 +178,7 @@ class KvReceiver(KvHalf):
             return True
         return self.socket.is_due()
 
-    def _note(self, plan: StepPlan) -> None:
-        """Take what a plan says of reservations."""
-        for work in plan.kv:
-            if isinstance(work, Withdraw):
-                self.expected.forget(work.request_id)
-            elif isinstance(work, Expect):
-                self.expected.reserve(work, after=plan.number - 1)
-
-    def _poll(self) -> bool:
+    def _poll(self, plan: StepPlan | None) -> bool:
         for token, message, body in self.socket.receive():
             link = self._links.get(token)
             if link is None:
@@ -281,9 +281,9 @@ class KvReceiver(KvHalf):
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)
-        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
         if expected is not None:
             self.expected.activate_if_complete(expected)
+        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:

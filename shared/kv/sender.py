@@ -36,6 +36,7 @@ MAX_SENDS = 3  # of one segment
 # A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
 # to move fewer takes less time than to handle the further segments.
 DIVIDED_BYTES = 64 << 20
+SHORT_BYTES = 16 << 20  # of the first and last segment of what is as large and leaves undivided
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +167,9 @@ class KvSender(KvHalf):
 
     # Between two steps
 
+    def before_launch(self, plan: StepPlan) -> None:
+        """Nothing: what a plan exports is marked on the device as it is launched."""
+
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
         if self._outgoing.is_due():
@@ -185,12 +189,16 @@ class KvSender(KvHalf):
                 num_bytes = job.queue.num_new(work.block_ids) * self.parts.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
                 by_part = is_large and self.moves.marks_parts(plan.number)
-                job.queue.add(work.block_ids, plan.number, by_part=by_part)
+                is_short = is_large and not by_part
+                short = self.parts.max_blocks(SHORT_BYTES) if is_short else 0
+                job.queue.add(work.block_ids, plan.number, by_part=by_part, short=short)
             elif isinstance(work, Withdraw):
                 job.queue.lose_blocks()
                 job.life += 1
 
-    def _poll(self) -> bool:
+    def _poll(self, plan: StepPlan | None) -> bool:
+        if plan is not None:
+            self._note(plan)
         for link in list(self.links):
             try:
                 self._take_answers(link)

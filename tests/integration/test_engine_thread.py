@@ -161,6 +161,9 @@ class Hook:
     turns: int = 0
     due: bool = True
 
+    def before_launch(self, plan: StepPlan) -> None:
+        pass
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         self.turns += 1
         self.then()
@@ -390,6 +393,9 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
     written: list[int] = []
 
     class Writing:
+        def before_launch(self, plan: StepPlan) -> None:
+            pass
+
         def after_launch(self, plan: StepPlan | None) -> bool:
             if core.scheduler.waiting and written:  # the scheduler has had its turn
                 core.unpin([written.pop() for _ in range(len(written))])

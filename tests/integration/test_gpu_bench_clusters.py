@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from pagewire.loadtest.gpu import clusters
 from pagewire.loadtest.gpu.clusters import BenchError, Topology, late_port, running_cluster
+from pagewire.loadtest.gpu.idle import idle
 
 
 def test_a_cluster_that_does_not_start_says_why(
@@ -20,7 +22,7 @@ def test_a_cluster_that_does_not_start_says_why(
     monkeypatch.setattr(clusters, "READY_TIMEOUT_S", 60.0)
     with (  # the folder holds no model
         pytest.raises(BenchError, match="did not start"),
-        running_cluster(tmp_path, Topology(1, 1, 64)),
+        running_cluster(tmp_path, Topology(1, 1, 64), tmp_path),
     ):
         pytest.fail("it has started")
 
@@ -52,3 +54,30 @@ def test_servers_stop_with_a_bench_that_is_terminated(tmp_path: Path) -> None:
         bench.send_signal(signal.SIGTERM)
         assert bench.wait(60) != 0
     assert not Path(f"/proc/{server}").exists()
+
+
+WORKERS = """
+import subprocess, sys
+for name, work in (("busy", "while True: pass"), ("calm", "import time; time.sleep(60)")):
+    subprocess.Popen([sys.executable, "-c", work, "--worker-id", name])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_idle_shows_which_worker_is_not() -> None:
+    command = [sys.executable, "-c", WORKERS]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as up:
+        assert up.stdout is not None
+        try:
+            up.stdout.readline()
+            used = {row["worker"]: row["percent_of_a_core"] for row in idle(up.pid, seconds=1)}
+        finally:
+            os.killpg(up.pid, signal.SIGKILL)
+    assert used.keys() == {"busy", "calm"}
+    assert used["busy"] > 20  # the machine may be busy with more
+    assert used["calm"] < 10
+    with pytest.raises(BenchError, match="no worker"):
+        idle(os.getpid(), seconds=0)

@@ -31,6 +31,9 @@ class Plans:
     def __init__(self) -> None:
         self.last = 0
 
+    def before_launch(self, plan: StepPlan) -> None:
+        pass
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         if plan is not None:
             self.last = plan.number

@@ -199,6 +199,9 @@ class Simulation:
     def is_due(self) -> bool:
         return False
 
+    def before_launch(self, plan: StepPlan) -> None:
+        pass
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Play the KV side: look at what it is told."""
         for work in plan.kv if plan is not None else []:
@@ -226,9 +229,10 @@ class Simulation:
         size = self.world.block_size
         assert export.first == self.exported.get(export.request_id, 0)
         end = self.exported[export.request_id] = export.first + len(export.block_ids)
-        assert export.is_last == (end * size >= len(sequence.token_ids))
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert export.is_last == (end * size >= len(prompt))
         for position, block in enumerate(export.block_ids, export.first):
-            tokens = sequence.token_ids[position * size :][:size]
+            tokens = prompt[position * size :][:size]
             assert self.device.cells[block][: len(tokens)] == tokens
 
     def tend(self, life: Life) -> None:

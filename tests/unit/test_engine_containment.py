@@ -21,6 +21,9 @@ class FailingHook:
     def __init__(self, plans: set[int]) -> None:
         self.plans = plans
 
+    def before_launch(self, plan: StepPlan) -> None:
+        pass
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         if plan is not None and plan.number in self.plans:
             raise RuntimeError("hook on fire")

@@ -37,6 +37,9 @@ class Plans:
         self.all: list[StepPlan] = []
         core.hooks.append(self)
 
+    def before_launch(self, plan: StepPlan) -> None:
+        pass
+
     def after_launch(self, plan: StepPlan | None) -> bool:
         if plan is not None:
             self.all.append(plan)

@@ -30,7 +30,11 @@ class Hook:
     core: EngineCore
     busy: bool = False
     due: bool = False
+    announced: list[tuple[int, int]] = field(default_factory=list)  # (plan, steps launched)
     seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def before_launch(self, plan: StepPlan) -> None:
+        self.announced.append((plan.number, len(self.device.batches)))
 
     def after_launch(self, plan: StepPlan | None) -> bool:
         self.seen.append((len(self.device.batches), self.core.stats.tokens_generated))
@@ -40,19 +44,21 @@ class Hook:
         return self.due
 
 
-@pytest.mark.parametrize(
-    ("overlap", "read"), [(False, [0, 1, 2]), (True, [0, 0, 1])], ids=["serial", "overlap"]
-)
-def test_hooks_run_behind_a_launch_and_before_results_are_read(
-    overlap: bool, read: list[int]
+@BOTH
+def test_hooks_see_a_plan_before_it_is_launched_and_outputs_do_not_wait_for_them(
+    overlap: bool,
 ) -> None:
     core, device = make_core(overlap=overlap)
-    hooks = [Hook(device, core), Hook(device, core)]
-    core.hooks.extend(hooks)
+    hook = Hook(device, core)
+    core.hooks.append(hook)
     core.add(make_sequence("a", [1] * 3))
-    for _ in range(3):
-        core.step()
-    assert hooks[0].seen == hooks[1].seen == list(zip([1, 2, 3], read, strict=True))
+    for number in (1, 2, 3):
+        outputs, _ = core.advance(wait=True)
+        assert hook.announced == [(n, n - 1) for n in range(1, number + 1)]
+        assert bool(outputs) == (number > overlap)
+        assert len(hook.seen) == number - 1
+        core.run_hooks()
+        assert hook.seen[-1] == (number, number - overlap)
 
 
 def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:

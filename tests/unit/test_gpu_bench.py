@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pagewire.loadtest.gpu.clusters import (
     _gist,
     vllm_environment,
 )
+from pagewire.loadtest.gpu.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
 from pagewire.loadtest.gpu.one import compare, results
 from pagewire.loadtest.gpu.tables import markdown
 from pagewire.tests.support.aio import run_async
@@ -72,16 +74,17 @@ def test_a_servers_errors_are_named() -> None:
 class Asked(Client):
     """Answers by itself; notes what is done in which order."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: list[str] | None = None, name: str = "asked") -> None:
         super().__init__(["http://nowhere"])
-        self.done: list[str] = []
+        self.done = [] if done is None else done
+        self.name = name
 
     def prepare(self, length: int, out: int) -> Request:
         self.done.append("made up")
         return super().prepare(2, out)
 
     async def ask(self, request: Request) -> Answer:
-        self.done.append("asked")
+        self.done.append(self.name)
         return Answer([0.1, 0.2])
 
 
@@ -116,3 +119,61 @@ def test_a_request_is_the_json_of_its_fields_and_of_those_for_once() -> None:
         "stream": True,
     }
     assert request.options["max_tokens"] == 7
+
+
+def test_two_clusters_take_turns_in_being_the_first() -> None:
+    async def scenario() -> list[str]:
+        done: list[str] = []
+        clients = [Asked(done, "apart"), Asked(done, "aggregated")]
+        row = await ask_in_turn(clients, 1024)
+        assert (row["prompt"], row["requests"], row["ttft_ratio"]) == (1024, PAIRS, 1)
+        for client in clients:
+            await client.close()
+        return [word for word in done if word != "made up"]
+
+    done = run_async(scenario())
+    assert done[:4] == ["apart", "aggregated", "aggregated", "apart"]
+    assert len(done) == 2 * (WARM_UP_PAIRS + PAIRS)
+
+
+def test_ratios_are_of_medians() -> None:
+    apart = [Answer([0.1 * n, 0.3 * n, 9.0]) for n in (3, 1, 2, 5, 4)]
+    aggregated = [Answer([0.2, 0.3])] * 5
+    row = ratios(apart, aggregated)
+    assert row["ttft"] == pytest.approx(300)
+    assert row["ttft_quartiles"] == pytest.approx([200, 400])
+    assert row["aggregated_second"] == pytest.approx(300)
+    assert row["ttft_ratio"] == pytest.approx(1.5)
+    assert row["second_ratio"] == pytest.approx(3)
+
+
+def test_isolation_pools_the_gaps_of_runs_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Streams(Client):
+        """Gaps grow by the run; long prompts take a while."""
+
+        def __init__(self) -> None:
+            super().__init__(["http://nowhere"])
+            self.runs: list[str] = []
+
+        async def complete(self, length: int, out: int) -> Answer:
+            self.runs.append("stream")
+            run = len(self.runs) // phases.STREAMS
+            await asyncio.sleep(0.6)
+            return Answer([0.001 * run * n for n in range(phases.FIRST_GAPS + 100)])
+
+        async def ask(self, request: Request) -> Answer:
+            return Answer([0.2, 0.3])
+
+    monkeypatch.setattr(phases, "STREAMS", 1)
+    monkeypatch.setattr(phases, "LONG_PROMPT", 2)
+
+    async def scenario() -> list[phases.Row]:
+        return await phases.run(Streams(), ["isolation"], [], 0)
+
+    alone, loaded = run_async(scenario())
+    assert (alone["loaded"], loaded["loaded"]) == (False, True)
+    assert alone["p99_of_runs"] == pytest.approx([1, 3, 5])
+    assert loaded["p99_of_runs"] == pytest.approx([2, 4, 6])
+    assert (alone["p50"], loaded["p99"]) == (pytest.approx(3), pytest.approx(6))
+    assert loaded["of_alone"] == pytest.approx(6 / 5)
+    assert loaded["long_ttft"] == pytest.approx(200)
