@@ -77,9 +77,9 @@ def main() -> None:
     names = message_names()
     print(f"{len(names):6d}  messages: {', '.join(names)}")
     trace = trace_segment()
-    for file, name in sorted(trace.passed):
-        print(f"        {file}: {name}")
-    num_files = len({file for file, _ in trace.passed})
+    for where, name in sorted(trace.passed):
+        print(f"        {where}: {name}")
+    num_files = len({where for where, _ in trace.passed})
     print(
         f"{len(trace.passed):6d}  functions in {num_files} files, which one segment passes through"
     )

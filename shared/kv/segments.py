@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pagewire.shared.errors import TransferError
 from pagewire.shared.kv_cache.parts import BlockParts
 
 
@@ -38,11 +37,8 @@ class ExportQueue:
 
     Attributes:
         parts: of a block.
-        slot_bytes: a segment fits them.
+        slot_bytes: a segment fits them, and a block does.
         planned: blocks before this position have been cut, or are not wanted.
-
-    Raises:
-        TransferError: a slot does not fit one block.
     """
 
     parts: BlockParts
@@ -51,13 +47,6 @@ class ExportQueue:
     _cuts: deque[Cut] = field(default_factory=deque)
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
-
-    def __post_init__(self) -> None:
-        if self.parts.max_blocks(self.slot_bytes) < 1:
-            raise TransferError(
-                f"a staging slot of {self.slot_bytes} bytes does not fit one block, which takes "
-                f"{self.parts.packed_bytes(1)}"
-            )
 
     def add(self, block_ids: list[int], plan: int, *, by_part: bool, short: int = 0) -> None:
         """Note blocks that a plan makes final.

@@ -91,8 +91,15 @@ class KvSender(KvHalf):
             hello: of the receiver; its endpoint has a numeric address.
 
         Raises:
-            TransferError: no carrier of both sides works between them; says why each does not.
+            TransferError: no block fits the receiver's slots, or no carrier of both sides works
+                between them; says why each does not.
         """
+        smallest = self.parts.packed_bytes(1)
+        if hello.slot_bytes < smallest:
+            raise TransferError(
+                f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
+                f"takes {smallest}"
+            )
         socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
         try:
             socket.post(Open())

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.segments import Coverage, Cut, ExportQueue
 from pagewire.shared.kv_cache.parts import BlockParts
 
@@ -149,13 +148,6 @@ def test_what_is_packed_again_leaves_before_all_else() -> None:
     queue.take()
     queue.again(cut)
     assert queue.next() == (cut, [5], 1)
-
-
-def test_a_slot_that_does_not_fit_a_block_is_refused() -> None:
-    parts = BlockParts(2, 64)
-    with pytest.raises(TransferError, match=r"slot of 143 bytes does not fit one block.* 144"):
-        ExportQueue(parts, 143, planned=0)
-    ExportQueue(parts, 144, planned=0).add([1, 2], 1, by_part=True)
 
 
 @st.composite

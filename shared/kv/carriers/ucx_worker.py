@@ -162,7 +162,6 @@ class UcxWorker:
         Raises:
             TransferError: the worker is broken, or UCX refuses.
         """
-        self._check()
         return self._begin(self._endpoint.tag_send, tensor, nbytes, tag)
 
     def receive(self, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
@@ -171,10 +170,10 @@ class UcxWorker:
         Raises:
             TransferError: the worker is broken, or UCX refuses.
         """
-        self._check()
         return self._begin(self._worker.tag_recv, tensor, nbytes, tag)
 
     def _begin(self, verb: Any, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
+        self._check()
         buffer = self._library.array(_first_bytes(tensor, nbytes))
         try:
             handle = verb(buffer, self._library.tag(tag))
