@@ -39,6 +39,7 @@ from pagewire.shared.kv.sender import KvSender
 from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker import kv, runtime
+from pagewire.shared.worker.kv import open_carrier, open_endpoint
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment
 
 PROGRAM = "pagewire.tests.support.fault_points"
@@ -132,7 +133,7 @@ class WatchedMoves:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._moves, name)
 
-    def unpack(self, *args: Any) -> PendingCheck:
+    def unpack(self, *args: Any) -> Any:
         seed = args[3]
         where = WatchedInbound.arrived.pop(seed)
         check = self._moves.unpack(*args)
@@ -165,6 +166,7 @@ class WatchedSender(KvSender):
 
     def export(self, job: str, link: SenderLink, first_block: int, num_blocks: int) -> None:
         super().export(job, link, first_block, num_blocks)
+        assert isinstance(link.outbound, WatchedOutbound)
         self.receivers[job] = link.outbound.receiver
 
     def after_launch(self, plan: StepPlan | None) -> bool:
@@ -198,9 +200,8 @@ def _split(data: bytes) -> tuple[int, bytes]:
 
 def watch_worker(points: Points) -> None:
     """Have the worker that this process becomes carry out orders."""
-    open_carrier, open_endpoint = kv.open_carrier, runtime.open_endpoint
 
-    def open_watched(name: str, staging: Staging, moves: BlockMoves, host: str) -> Carrier:
+    def open_watched(name: str, staging: Staging, moves: BlockMoves, host: str) -> Any:
         if name == "ipc" and staging.memory.is_cuda:
             return WatchedCarrier(IpcCarrier(staging, IPC_QUARANTINE_S), points)
         return WatchedCarrier(open_carrier(name, staging, moves, host), points)
@@ -212,8 +213,8 @@ def watch_worker(points: Points) -> None:
         return await open_endpoint(stack, settings, role, watched, *rest)
 
     WatchedSender.points = WatchedReceiver.points = points
-    kv.open_carrier, runtime.open_endpoint = open_watched, open_watched_endpoint
-    kv.KvSender, kv.KvReceiver = WatchedSender, WatchedReceiver
+    vars(kv).update(open_carrier=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
+    vars(runtime).update(open_endpoint=open_watched_endpoint)
 
 
 def watch_cluster() -> None:

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ CELLS = tuple(
 
 
 def few_cells() -> list[Cell]:
-    """Return a cell of each point; each signal and side occurs together four times or more."""
+    """Return a cell of each point; each signal and side come together twice."""
     return [CELLS[4 * index + index % 4] for index in range(8)]
 
 
@@ -368,23 +368,18 @@ def known_answers() -> GreedyPrompts:
     )
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    options: Options,
-    prompts: GreedyPrompts,
-    say: Callable[[str], None] = print,
-) -> list[CellResult]:
+def run_cells(cells: Sequence[Cell], options: Options, prompts: GreedyPrompts) -> list[CellResult]:
     """Play cells in one cluster, or in a new one after a cell that failed."""
     results: list[CellResult] = []
     remaining = list(cells)
     while remaining and sum(bool(each.problem) for each in results) < MAX_FAILURES:
-        results += _run_until_failure(remaining, options, prompts, say)
+        results += _run_until_failure(remaining, options, prompts)
         remaining = list(cells)[len(results) :]
     return results
 
 
 def _run_until_failure(
-    cells: list[Cell], options: Options, prompts: GreedyPrompts, say: Callable[[str], None]
+    cells: list[Cell], options: Options, prompts: GreedyPrompts
 ) -> list[CellResult]:
     results: list[CellResult] = []
     with tempfile.TemporaryDirectory(prefix="pw-faults-") as directory:
@@ -395,7 +390,7 @@ def _run_until_failure(
             for cell in cells:
                 result = run_async(faulty.play(cell, options.num_requests), CELL_TIMEOUT_S + 60)
                 results.append(result)
-                say(f"{options.transport:4} {result}")
+                print(f"{options.transport:4} {result}", flush=True)
                 if result.problem:
                     _keep_logs(cluster, Path(directory), options, cell)
                     break
@@ -426,6 +421,29 @@ def summary(transport: str, results: Sequence[CellResult]) -> dict[str, Any]:
     }
 
 
+def run_carriers(
+    cells: Sequence[Cell], options: Sequence[Options], clusters: int = 1
+) -> dict[str, list[CellResult]]:
+    """Play cells by several carriers at the same time, each in several clusters.
+
+    Returns:
+        Their results, by carrier.
+    """
+    prompts = known_answers()
+    with ThreadPoolExecutor(clusters * len(options)) as pool:
+        running = {
+            each.transport: [
+                pool.submit(run_cells, cells[shard::clusters], each, prompts)
+                for shard in range(clusters)
+            ]
+            for each in options
+        }
+        return {
+            transport: [result for future in futures for result in future.result()]
+            for transport, futures in running.items()
+        }
+
+
 def main(argv: list[str]) -> int:
     """Run all cells by each carrier; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
@@ -439,36 +457,21 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-    prompts, transports = known_answers(), given.transport or ["zmq"]
-    cells = list(CELLS)
-    random.Random(given.seed).shuffle(cells)
-    cells = cells[: given.cells]
-    began = time.monotonic()
-    with ThreadPoolExecutor(given.clusters * len(transports)) as pool:
-        running = {
-            transport: [
-                pool.submit(
-                    run_cells,
-                    cells[shard :: given.clusters],
-                    Options(given.device, transport, given.requests, given.seed + shard, given.out),
-                    prompts,
-                    lambda line: print(line, flush=True),
-                )
-                for shard in range(given.clusters)
-            ]
-            for transport in transports
-        }
-        failed = False
-        for transport, futures in running.items():
-            results = [result for future in futures for result in future.result()]
-            total = summary(transport, results)
-            print(json.dumps(total), flush=True)
-            failed |= bool(total["failed"]) or total["cells"] < len(cells)
-            if given.out is not None:
-                lines = [json.dumps(vars(result)) for result in results] + [json.dumps(total)]
-                (given.out / f"{transport}.jsonl").write_text("\n".join(lines) + "\n")
+    cells = random.Random(given.seed).sample(CELLS, given.cells)
+    options = [
+        Options(given.device, transport, given.requests, given.seed, given.out)
+        for transport in given.transport or ["zmq"]
+    ]
+    began, has_failed = time.monotonic(), False
+    for transport, results in run_carriers(cells, options, given.clusters).items():
+        total = summary(transport, results)
+        print(json.dumps(total), flush=True)
+        has_failed |= bool(total["failed"]) or total["cells"] < len(cells)
+        if given.out is not None:
+            lines = [json.dumps(each) for each in (*map(asdict, results), total)]
+            (given.out / f"{transport}.jsonl").write_text("\n".join(lines) + "\n")
     print(f"{time.monotonic() - began:.0f} s")
-    return int(failed)
+    return int(has_failed)
 
 
 if __name__ == "__main__":
