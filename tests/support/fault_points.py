@@ -10,7 +10,8 @@
     acknowledged  the acknowledgement is posted, and the sequence runs if this was its last segment
 
 `python -P -m pagewire.tests.support.fault_points` is `pagewire`, whose workers carry out the
-orders in the directory `KV_FAULTS`.
+orders in the directory `KV_FAULTS`. `KV_FAULTS_CARRIER=memory` replaces their carriers by the
+one-sided `MemoryCarrier`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker import kv, runtime
 from pagewire.shared.worker.kv import open_carrier, open_endpoint
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment
+from pagewire.tests.support.memory_carrier import MemoryCarrier, make_mapped_staging
 
 PROGRAM = "pagewire.tests.support.fault_points"
 DIRECTORY = "KV_FAULTS"
-IPC_QUARANTINE_S = 0.5
+CARRIER = "KV_FAULTS_CARRIER"
+QUARANTINE_S = 0.5  # of one-sided carriers
 RESTART_DELAY_S = 0.25
 _PID_BYTES = 4
 
@@ -198,13 +201,19 @@ def _split(data: bytes) -> tuple[int, bytes]:
     return int.from_bytes(data[:_PID_BYTES], "big"), data[_PID_BYTES:]
 
 
-def watch_worker(points: Points) -> None:
+def watch_worker(points: Points, directory: Path) -> None:
     """Have the worker that this process becomes carry out orders."""
+    in_memory = os.environ.get(CARRIER) == MemoryCarrier.name
 
     def open_watched(name: str, staging: Staging, moves: BlockMoves, host: str) -> Any:
-        if name == "ipc" and staging.memory.is_cuda:
-            return WatchedCarrier(IpcCarrier(staging, IPC_QUARANTINE_S), points)
-        return WatchedCarrier(open_carrier(name, staging, moves, host), points)
+        carrier: Carrier
+        if in_memory:
+            carrier = MemoryCarrier(staging, directory, QUARANTINE_S)
+        elif name == "ipc" and staging.memory.is_cuda:
+            carrier = IpcCarrier(staging, QUARANTINE_S)
+        else:
+            carrier = open_carrier(name, staging, moves, host)
+        return WatchedCarrier(carrier, points)
 
     async def open_watched_endpoint(
         stack: Any, settings: Any, role: Any, engine: Any, *rest: Any
@@ -215,6 +224,10 @@ def watch_worker(points: Points) -> None:
     WatchedSender.points = WatchedReceiver.points = points
     vars(kv).update(open_carrier=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
     vars(runtime).update(open_endpoint=open_watched_endpoint)
+    if in_memory:
+        vars(runtime).update(
+            make_staging=lambda count, size, _device: make_mapped_staging(directory, count, size)
+        )
 
 
 def watch_cluster() -> None:
@@ -237,7 +250,8 @@ def main() -> None:
         watch_cluster()
     elif command in ("prefill", "decode"):
         worker = sys.argv[sys.argv.index("--worker-id") + 1]
-        watch_worker(Points(FaultBoard(Path(os.environ[DIRECTORY])), worker))
+        directory = Path(os.environ[DIRECTORY])
+        watch_worker(Points(FaultBoard(directory), worker), directory)
     app()
 
 

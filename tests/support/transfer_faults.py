@@ -39,12 +39,14 @@ from pagewire.tests.support.fault_board import (
     FaultBoard,
     Order,
 )
-from pagewire.tests.support.fault_points import DIRECTORY, PROGRAM
+from pagewire.tests.support.fault_points import CARRIER, DIRECTORY, PROGRAM
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_body, greedy_prompts
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.memory_carrier import MemoryCarrier
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LINKS = 2  # of each worker
+MEMORY = MemoryCarrier.name
 MAX_TOKENS = 12
 PROMPT_TOKENS = range(33, 701)
 IN_FLIGHT = 8
@@ -340,6 +342,7 @@ class Options:
     """What to run.
 
     Attributes:
+        transport: "zmq", "ipc", "ucx", or on the CPU "memory".
         out: folder for results, and for the logs of clusters in which a cell failed.
     """
 
@@ -353,7 +356,8 @@ class Options:
         """Return the options of `pagewire up`."""
         return [
             *("--prefill", "2", "--decode", "2", "--device", self.device, "--dtype", "float32"),
-            *("--kv-transport", self.transport, "--kv-network", "private"),
+            *("--kv-transport", "zmq" if self.transport == MEMORY else self.transport),
+            *("--kv-network", "private"),
             *("--num-blocks", "2048", "--no-enable-prefix-caching", "--no-cuda-graphs"),
             *("--local-prefill-tokens", "0"),
         ]
@@ -383,7 +387,7 @@ def _run_until_failure(
 ) -> list[CellResult]:
     results: list[CellResult] = []
     with tempfile.TemporaryDirectory(prefix="pw-faults-") as directory:
-        env = {**SETTINGS, DIRECTORY: directory}
+        env = {**SETTINGS, DIRECTORY: directory, CARRIER: options.transport}
         with local_cluster(*options.cluster_options(), env=env, program=PROGRAM) as cluster:
             board = FaultBoard(Path(directory))
             faulty = FaultyCluster(cluster, board, prompts, options.seed)
@@ -448,7 +452,7 @@ def main(argv: list[str]) -> int:
     """Run all cells by each carrier; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--transport", action="append", choices=["zmq", "ipc", "ucx"])
+    parser.add_argument("--transport", action="append", choices=["zmq", "ipc", "ucx", MEMORY])
     parser.add_argument("--requests", type=int, default=32, help="a cell, at least")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clusters", type=int, default=1, help="a carrier, at the same time")
