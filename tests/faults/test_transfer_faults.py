@@ -33,4 +33,4 @@ def test_what_a_stopped_sender_writes_late_is_seen_and_sent_again(tmp_path: Path
     options = Options("cpu", "memory", NUM_REQUESTS, seed=1, out=tmp_path)
     (result,) = run_carriers([cell], [options])["memory"]
     assert (result.problem, result.num_reused) == ("", 1)
-    assert result.counts["corrupt"] == 1
+    assert result.counts["corrupt"] >= 1

@@ -162,12 +162,15 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(
-    *options: str, env: dict[str, str] | None = None, program: str = PROGRAM
+    *options: str,
+    env: dict[str, str] | None = None,
+    program: str = PROGRAM,
+    start_timeout: float = START_TIMEOUT_S,
 ) -> Iterator[LocalCluster]:
     """Start a cluster, wait until it is ready, stop it at the end."""
     cluster = LocalCluster(*options, env=env, program=program)
     try:
-        cluster.wait_ready()
+        cluster.wait_ready(start_timeout)
         yield cluster
     finally:
         cluster.stop()

@@ -52,6 +52,7 @@ PROMPT_TOKENS = range(33, 701)
 IN_FLIGHT = 8
 MAX_PASSES = 8
 BRIEF_S = 0.3
+START_TIMEOUT_S = 240.0  # several clusters that compile their kernels at once
 FIRE_TIMEOUT_S = GIVE_UP_TIMEOUT_S = REUSE_TIMEOUT_S = 20.0
 REQUEST_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 60.0
@@ -195,6 +196,13 @@ class FaultyCluster:
         self._cluster, self._board, self._prompts = cluster, board, prompts
         self._random, self._orders = random.Random(seed), itertools.count()
         self._numbers, self._turns = itertools.count(seed), Counter[str]()
+
+    async def warm_up(self) -> None:
+        """Ask for a few completions, for which the moves' kernels are compiled."""
+        pids = self._pids()
+        async with Clients(self._cluster.url, self._prompts, self._numbers).asking(IN_FLIGHT):
+            pass
+        await self._wait_settled(pids, set())
 
     async def play(self, cell: Cell, num_requests: int) -> CellResult:
         """Play one cell; what goes wrong is noted in the result."""
@@ -344,6 +352,7 @@ class Options:
     Attributes:
         transport: "zmq", "ipc", "ucx", or on the CPU "memory".
         out: folder for results, and for the logs of clusters in which a cell failed.
+        cuda_graphs: workers take longer to start.
     """
 
     device: str
@@ -351,6 +360,7 @@ class Options:
     num_requests: int
     seed: int
     out: Path | None = None
+    cuda_graphs: bool = False
 
     def cluster_options(self) -> list[str]:
         """Return the options of `pagewire up`."""
@@ -358,8 +368,8 @@ class Options:
             *("--prefill", "2", "--decode", "2", "--device", self.device, "--dtype", "float32"),
             *("--kv-transport", "zmq" if self.transport == MEMORY else self.transport),
             *("--kv-network", "private"),
-            *("--num-blocks", "2048", "--no-enable-prefix-caching", "--no-cuda-graphs"),
-            *("--local-prefill-tokens", "0"),
+            *("--num-blocks", "2048", "--no-enable-prefix-caching", "--local-prefill-tokens", "0"),
+            "--cuda-graphs" if self.cuda_graphs else "--no-cuda-graphs",
         ]
 
 
@@ -388,9 +398,12 @@ def _run_until_failure(
     results: list[CellResult] = []
     with tempfile.TemporaryDirectory(prefix="pw-faults-") as directory:
         env = {**SETTINGS, DIRECTORY: directory, CARRIER: options.transport}
-        with local_cluster(*options.cluster_options(), env=env, program=PROGRAM) as cluster:
+        with local_cluster(
+            *options.cluster_options(), env=env, program=PROGRAM, start_timeout=START_TIMEOUT_S
+        ) as cluster:
             board = FaultBoard(Path(directory))
             faulty = FaultyCluster(cluster, board, prompts, options.seed)
+            run_async(faulty.warm_up(), CELL_TIMEOUT_S)
             for cell in cells:
                 result = run_async(faulty.play(cell, options.num_requests), CELL_TIMEOUT_S + 60)
                 results.append(result)
@@ -457,13 +470,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clusters", type=int, default=1, help="a carrier, at the same time")
     parser.add_argument("--cells", type=int, default=len(CELLS), help="only the first of these")
+    parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--out", type=Path, help="a folder for results and logs")
     given = parser.parse_args(argv)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
     cells = random.Random(given.seed).sample(CELLS, given.cells)
     options = [
-        Options(given.device, transport, given.requests, given.seed, given.out)
+        Options(given.device, transport, given.requests, given.seed, given.out, given.cuda_graphs)
         for transport in given.transport or ["zmq"]
     ]
     began, has_failed = time.monotonic(), False
