@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.tests.support.transfer_faults import Cell, Options, few_cells, run_carriers
+from pagewire.tests.support.fault_cells import Cell, few_cells
+from pagewire.tests.support.transfer_faults import Options, run_carriers
 
 pytestmark = pytest.mark.timeout(300)
 

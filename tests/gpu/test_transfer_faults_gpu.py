@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.tests.support.transfer_faults import CELLS, CellResult, Options, run_carriers
+from pagewire.tests.support.fault_cells import CELLS, CellResult
+from pagewire.tests.support.transfer_faults import Options, run_carriers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
