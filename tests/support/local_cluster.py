@@ -23,6 +23,7 @@ from pagewire.loadtest.cluster import read_ready_file
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+PROGRAM = "pagewire.services.cli.main"
 
 
 class LocalCluster:
@@ -31,15 +32,20 @@ class LocalCluster:
     Attributes:
         url: of the router.
         lines: all that the supervisor printed so far.
+
+    Args:
+        program: the module that is `pagewire`.
     """
 
-    def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *options: str, env: dict[str, str] | None = None, program: str = PROGRAM
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
         self.ready_file = Path(self.directory.name, "ready.json")
-        command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up"]
+        command = [sys.executable, "-P", "-m", program, "up"]
         command += ["--port", str(self.port), "--log-dir", self.directory.name]
         command += ["--ready-file", str(self.ready_file), *options]
         self.process = subprocess.Popen(
@@ -155,11 +161,16 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(*options: str, env: dict[str, str] | None = None) -> Iterator[LocalCluster]:
+def local_cluster(
+    *options: str,
+    env: dict[str, str] | None = None,
+    program: str = PROGRAM,
+    start_timeout: float = START_TIMEOUT_S,
+) -> Iterator[LocalCluster]:
     """Start a cluster, wait until it is ready, stop it at the end."""
-    cluster = LocalCluster(*options, env=env)
+    cluster = LocalCluster(*options, env=env, program=program)
     try:
-        cluster.wait_ready()
+        cluster.wait_ready(start_timeout)
         yield cluster
     finally:
         cluster.stop()

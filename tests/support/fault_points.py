@@ -1,0 +1,259 @@
+"""Eight points of a transfer, in real workers: wrappers of public seams report each segment.
+
+    exported      a plan with a job's final blocks is launched, none of them is packed
+    packed        the packing is launched
+    staged        what crosses before the announcement is queued
+    announced     the announcement is posted
+    arrived       the receiver has the announcement
+    unpacking     the unpacking is launched
+    unpacked      it is done, and not acknowledged
+    acknowledged  the acknowledgement is posted, and the sequence runs if this was its last segment
+
+`python -P -m pagewire.tests.support.fault_points` is `pagewire`, whose workers carry out the
+orders in the directory `KV_FAULTS`. `KV_FAULTS_CARRIER=memory` replaces their carriers by the
+one-sided `MemoryCarrier`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import zmq
+
+from pagewire.services.cli import cluster_plan, supervisor
+from pagewire.services.cli.main import app
+from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.step import Export, StepPlan
+from pagewire.shared.kv import messages
+from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.ipc import IpcCarrier
+from pagewire.shared.kv.link_test import TEST_JOB
+from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.sender_link import SenderLink
+from pagewire.shared.kv.staging import Staging
+from pagewire.shared.worker import kv, runtime
+from pagewire.shared.worker.kv import open_carrier, open_endpoint
+from pagewire.tests.support.fault_board import FaultBoard, Points, Segment
+from pagewire.tests.support.memory_carrier import MemoryCarrier, make_mapped_staging
+
+PROGRAM = "pagewire.tests.support.fault_points"
+DIRECTORY = "KV_FAULTS"
+CARRIER = "KV_FAULTS_CARRIER"
+QUARANTINE_S = 0.5  # of one-sided carriers
+RESTART_DELAY_S = 0.25
+_PID_BYTES = 4
+
+
+class WatchedCarrier:
+    """A carrier whose handshake carries the processes' ids."""
+
+    def __init__(self, carrier: Carrier, points: Points) -> None:
+        self._carrier, self._points = carrier, points
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def offer(self, link: int) -> bytes:
+        return _with_pid(self._carrier.offer(link))
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        receiver, own = _split(offer)
+        return WatchedOutbound(self._carrier.outbound(link, own, socket), receiver, self._points)
+
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        sender, own = _split(reply)
+        return WatchedInbound(self._carrier.inbound(link, own), sender, self._points)
+
+
+class WatchedOutbound:
+    def __init__(self, outbound: Outbound, receiver: int, points: Points) -> None:
+        self._outbound, self.receiver, self._points = outbound, receiver, points
+        self._has_staged_test = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outbound, name)
+
+    @property
+    def reply(self) -> bytes:
+        return _with_pid(self._outbound.reply)
+
+    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
+        reach = partial(self._points.reach, segment=Segment(os.getpid(), self.receiver, credit))
+        if not self._has_staged_test:  # a link's first segment
+            self._has_staged_test = True
+            return self._outbound.stage(slot, credit, nbytes, packed)
+        reach("packed")
+        staged = self._outbound.stage(slot, credit, nbytes, packed)
+        reach("staged")
+        return staged
+
+    def send(self, segment: messages.Segment, slot: int) -> Pending:
+        sent = self._outbound.send(segment, slot)
+        if segment.job != TEST_JOB:
+            where = Segment(os.getpid(), self.receiver, segment.credit)
+            self._points.reach("announced", where)
+        return sent
+
+    def close(self) -> None:
+        self._points.board.note("closed", peer=self.receiver)
+        self._outbound.close()
+
+
+class WatchedInbound:
+    arrived: ClassVar[dict[int, Segment]] = {}  # of all links, by seed
+
+    def __init__(self, inbound: Inbound, sender: int, points: Points) -> None:
+        self._inbound, self._sender, self._points = inbound, sender, points
+
+    def receive(self, segment: messages.Segment, body: zmq.Frame | None) -> Pending:
+        if segment.job == TEST_JOB:
+            return self._inbound.receive(segment, body)
+        where = self.arrived[segment.seed] = Segment(self._sender, os.getpid(), segment.credit)
+        self._points.reach("arrived", where)
+        received = self._inbound.receive(segment, body)
+        self._points.on_arrival(where)
+        return received
+
+    def close(self) -> Pending:
+        self._points.board.note("closed", peer=self._sender)
+        return self._inbound.close()
+
+
+class WatchedMoves:
+    """A device's moves; the unpacking of a segment is known by its seed."""
+
+    def __init__(self, moves: BlockMoves, points: Points) -> None:
+        self._moves, self._points = moves, points
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._moves, name)
+
+    def unpack(self, *args: Any) -> Any:
+        seed = args[3]
+        where = WatchedInbound.arrived.pop(seed)
+        check = self._moves.unpack(*args)
+        self._points.reach("unpacking", where)
+        return WatchedCheck(check, partial(self._on_unpacked, where))
+
+    def _on_unpacked(self, where: Segment) -> None:
+        self._points.reach("unpacked", where)
+        WatchedReceiver.unpacked.append(where)
+
+
+class WatchedCheck:
+    def __init__(self, check: PendingCheck, on_unpacked: Callable[[], None]) -> None:
+        self._check, self._on_unpacked = check, on_unpacked
+
+    def is_done(self) -> bool:
+        return self._check.is_done()
+
+    def is_intact(self) -> bool:
+        is_intact = self._check.is_intact()
+        self._on_unpacked()
+        return is_intact
+
+
+class WatchedSender(KvSender):
+    """Reports which jobs' blocks are final."""
+
+    points: ClassVar[Points]
+    receivers: ClassVar[dict[str, int]] = {}  # by job
+
+    def export(self, job: str, link: SenderLink, first_block: int, num_blocks: int) -> None:
+        super().export(job, link, first_block, num_blocks)
+        assert isinstance(link.outbound, WatchedOutbound)
+        self.receivers[job] = link.outbound.receiver
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        for work in () if plan is None else plan.kv:
+            if isinstance(work, Export) and work.request_id in self.receivers:
+                receiver = self.receivers[work.request_id]
+                self.points.reach("exported", Segment(os.getpid(), receiver))
+        return super().after_launch(plan)
+
+
+class WatchedReceiver(KvReceiver):
+    """Reports what it has acknowledged."""
+
+    points: ClassVar[Points]
+    unpacked: ClassVar[list[Segment]] = []
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        is_busy = super().after_launch(plan)
+        while self.unpacked:
+            self.points.reach("acknowledged", self.unpacked.pop(0))
+        return is_busy
+
+
+def _with_pid(data: bytes) -> bytes:
+    return os.getpid().to_bytes(_PID_BYTES, "big") + data
+
+
+def _split(data: bytes) -> tuple[int, bytes]:
+    return int.from_bytes(data[:_PID_BYTES], "big"), data[_PID_BYTES:]
+
+
+def watch_worker(points: Points, directory: Path) -> None:
+    """Have the worker that this process becomes carry out orders."""
+    in_memory = os.environ.get(CARRIER) == MemoryCarrier.name
+
+    def open_watched(name: str, staging: Staging, moves: BlockMoves, host: str) -> Any:
+        carrier: Carrier
+        if in_memory:
+            carrier = MemoryCarrier(staging, directory, QUARANTINE_S)
+        elif name == "ipc" and staging.memory.is_cuda:
+            carrier = IpcCarrier(staging, QUARANTINE_S)
+        else:
+            carrier = open_carrier(name, staging, moves, host)
+        return WatchedCarrier(carrier, points)
+
+    async def open_watched_endpoint(
+        stack: Any, settings: Any, role: Any, engine: Any, *rest: Any
+    ) -> KvSender | KvReceiver:
+        watched = dataclasses.replace(engine, moves=WatchedMoves(engine.moves, points))
+        return await open_endpoint(stack, settings, role, watched, *rest)
+
+    WatchedSender.points = WatchedReceiver.points = points
+    vars(kv).update(open_carrier=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
+    vars(runtime).update(open_endpoint=open_watched_endpoint)
+    if in_memory:
+        vars(runtime).update(
+            make_staging=lambda count, size, _device: make_mapped_staging(directory, count, size)
+        )
+
+
+def watch_cluster() -> None:
+    """Have the cluster that this process starts consist of such workers, started again soon."""
+    service_argv = cluster_plan.service_argv
+
+    def watched_argv(*args: Any) -> tuple[str, ...]:
+        own = "pagewire.services.cli.main"
+        return tuple(PROGRAM if word == own else word for word in service_argv(*args))
+
+    cluster_plan.service_argv = watched_argv
+    supervisor.RestartPolicy = partial(
+        supervisor.RestartPolicy, first_delay_s=RESTART_DELAY_S, max_delay_s=RESTART_DELAY_S
+    )
+
+
+def main() -> None:
+    command = sys.argv[1]
+    if command == "up":
+        watch_cluster()
+    elif command in ("prefill", "decode"):
+        worker = sys.argv[sys.argv.index("--worker-id") + 1]
+        directory = Path(os.environ[DIRECTORY])
+        watch_worker(Points(FaultBoard(directory), worker), directory)
+    app()
+
+
+if __name__ == "__main__":
+    main()
