@@ -21,7 +21,7 @@ from pagewire.tests.support.greedy_prompts import greedy_prompts
 from pagewire.tests.support.worker_trouble import make_trouble
 
 TROUBLE_S = float(os.environ.get("PAGEWIRE_TEST_TROUBLE_S", "120"))
-STRANGERS_S = float(os.environ.get("PAGEWIRE_TEST_STRANGERS_S", "20"))
+STRANGERS_S = float(os.environ.get("PAGEWIRE_TEST_STRANGERS_S", "120"))
 LOGS = os.environ.get("PAGEWIRE_TEST_LOGS")
 START_S = 240
 MAX_TOKENS = 24

@@ -30,6 +30,7 @@ from pagewire.tests.support.tcp_relay import (
 WORKERS = 2
 PORTS = 1 + 2 * WORKERS + 1  # the router's; control and metrics of each; the decode worker's for KV
 SEED = 20
+IN_FLIGHT = 4
 MIN_VISITS = 10  # of each stranger
 # What a process may have open, and take of memory, more than before
 SPARE_FILES, SPARE_MIB = 10, 128
@@ -98,6 +99,7 @@ def let_strangers_in(
         directory: where a stranger would leave a file.
     """
     run_async(expected.ask(cluster.url.replace(REAL_HOST, RELAY_HOST), timeout=60), 90)
+    run_async(expected.ask(cluster.url, IN_FLIGHT, timeout=60), 90)
     cluster.wait_idle(WORKERS)  # asks for the workers' metrics
     left = directory / "unpickled"
     strangers = make_strangers(cluster, recorder, pickle.dumps(Marker(left)))
@@ -141,6 +143,6 @@ async def ask_amid(
         for stranger in strangers:
             group.create_task(stranger.visit_until(deadline))
         while time.monotonic() < deadline:
-            await expected.ask(cluster.url, 4, timeout=60)
+            await expected.ask(cluster.url, IN_FLIGHT, timeout=60)
             rounds += 1
     return rounds
