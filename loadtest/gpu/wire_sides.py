@@ -306,15 +306,13 @@ class Sending:
 
 @contextmanager
 def sending_process(carrier: str, source: str, num_tokens: int) -> Iterator[Sending]:
-    """Run a sender that is ready to open a link."""
+    """Run a sender; its first line says that it is ready to open a link."""
     command = [sys.executable, "-P", "-m", "pagewire.loadtest.gpu.wire", "--child"]
     command += ["--carrier", carrier, "--source", source, "--tokens", str(num_tokens)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            sending = Sending(process)
-            sending.listen()
-            yield sending
+            yield Sending(process)
         finally:
             process.kill()
