@@ -21,7 +21,7 @@ from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
 from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import StepPlan, StepResult
+from pagewire.shared.engine.step import StepPlan, StepResult, StepScores
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs, prompt_outputs, token_output
 from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs
@@ -246,11 +246,9 @@ class EngineCore:
 
     def _accept(self, schedule: Schedule, result: StepResult, lost: set[Sequence]) -> None:
         """Append a step's tokens to their sequences."""
-        tokens = result.tokens
-        for index, scored in result.scored.items():
-            part = schedule.chunks[index]
-            if not part.sequence.is_finished:
-                self._others += prompt_outputs(part.sequence, part.start + 1, scored)
+        tokens, scores = result.tokens, result.scores
+        if scores is not None:
+            self._deliver_prompts(schedule, scores)
         for part in (*schedule.entries, *schedule.chunks):
             if part.sequence not in lost:
                 self.scheduler.register_blocks(part.sequence, part.start, part.end)
@@ -259,9 +257,10 @@ class EngineCore:
         rows = schedule.rows
         row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
         special = self._special(schedule, row_tokens, lost)
-        if result.logprobs:
+        of_tokens = {} if scores is None else scores.tokens
+        if of_tokens:
             sampled = schedule.sampled
-            special.update([sampled[index] for index in result.logprobs])
+            special.update([sampled[index] for index in of_tokens])
         request_ids, token_lists, plain_tokens = rows.request_ids, rows.token_ids, row_tokens
         if special:
             is_plain = [sequence not in special for sequence in rows.sequences]
@@ -274,8 +273,14 @@ class EngineCore:
         sampled_tokens = zip(schedule.sampled, tokens, strict=True) if special else ()
         for index, (sequence, token) in enumerate(sampled_tokens):
             if sequence in special:
-                self._accept_one(sequence, token, lost, result.logprobs.get(index))
+                self._accept_one(sequence, token, lost, of_tokens.get(index))
         self._plain = request_ids, plain_tokens
+
+    def _deliver_prompts(self, schedule: Schedule, scores: StepScores) -> None:
+        for index, scored in scores.prompts.items():
+            part = schedule.chunks[index]
+            if not part.sequence.is_finished:
+                self._others += prompt_outputs(part.sequence, part.start + 1, scored)
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]

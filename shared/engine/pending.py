@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.shared.engine.scoring import DeviceScores
-from pagewire.shared.engine.step import StepResult
+from pagewire.shared.engine.step import StepResult, StepScores
 from pagewire.shared.errors import IntegrityError
 
 
@@ -31,7 +31,7 @@ class PendingTokens:
         self._number = number
         self._event: torch.cuda.Event | None = None
         self._host = _to_host(tokens)
-        self._scores = [each.map(_to_host) for each in scores]
+        self._scores = [each.map(_to_host) for each in scores] if scores else None
         if tokens.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
@@ -44,10 +44,12 @@ class PendingTokens:
         """Wait for the step and return its tokens."""
         if self._event is not None:
             self._event.synchronize()
-        result = StepResult(self._number, self._host.tolist())
+        if self._scores is None:
+            return StepResult(self._number, self._host.tolist())
+        found = StepScores()
         for scores in self._scores:
-            scores.add_to(result)
-        return result
+            scores.add_to(found)
+        return StepResult(self._number, self._host.tolist(), found)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.engine.step import PrefillChunk, StepPlan, StepResult
+from pagewire.shared.engine.step import PrefillChunk, StepPlan, StepScores
 from pagewire.shared.logprobs import Logprobs
 
 TILE_ROWS = 256  # of a prompt, whose logits are in memory at a time
@@ -40,15 +40,15 @@ class DeviceScores:
         tensors = (move(self.ids), move(self.logprobs), move(self.ranks))
         return replace(self, ids=tensors[0], logprobs=tensors[1], ranks=tensors[2])
 
-    def add_to(self, result: StepResult) -> None:
-        """Enter them into the result of their step; the tensors are on the host and complete."""
+    def add_to(self, found: StepScores) -> None:
+        """Enter them into those of their step; the tensors are on the host and complete."""
         ids, logprobs, ranks = self.ids.numpy(), self.logprobs.numpy(), self.ranks.numpy()
         if self.chunk is not None:
             columns = (ids.tobytes(), logprobs.tobytes(), ranks.tobytes())
-            result.scored[self.chunk] = Logprobs(ids.shape[1], *columns)
+            found.prompts[self.chunk] = Logprobs(ids.shape[1], *columns)
         for index, (row, top) in enumerate(zip(self.rows, self.tops, strict=True)):
             width = min(1 + top, ids.shape[1])
-            result.logprobs[row] = Logprobs(
+            found.tokens[row] = Logprobs(
                 width,
                 ids[index, :width].tobytes(),
                 logprobs[index, :width].tobytes(),

@@ -184,20 +184,30 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
         return len(self.decodes) + sum(chunk.samples for chunk in self.chunks)
 
 
+class StepScores(msgspec.Struct, frozen=True):
+    """The log probabilities that a step's slots ask for.
+
+    Attributes:
+        tokens: index in `StepResult.tokens` -> of that token.
+        prompts: index of a chunk -> of its `scored` tokens.
+    """
+
+    tokens: dict[int, Logprobs] = {}
+    prompts: dict[int, Logprobs] = {}
+
+
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step sampled.
 
     Attributes:
         number: of the plan.
         tokens: one of each decode row, then one of each chunk that samples.
-        logprobs: index in `tokens` -> that token's, where its slot asks for them.
-        scored: index of a chunk -> the log probabilities of its `scored` tokens.
+        scores: None if no slot asks for any.
     """
 
     number: int
     tokens: list[int]
-    logprobs: dict[int, Logprobs] = {}
-    scored: dict[int, Logprobs] = {}
+    scores: StepScores | None = None
 
 
 class Supply(msgspec.Struct, frozen=True, tag=True):
