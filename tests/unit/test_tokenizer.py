@@ -200,6 +200,32 @@ class TestIncrementalDetokenizer:
         assert stream.push([*ids, *end]) + stream.flush() == "done"
 
 
+class TestTokenBytes:
+    @given(PLAIN_TEXT)
+    def test_bytes_of_byte_level_tokens_join_to_the_text(self, text: str) -> None:
+        ids = DEMO.encode(text, add_special_tokens=False)
+        assert b"".join(DEMO.token_bytes.of(i) for i in ids) == text.encode()
+
+    def test_special_tokens_are_their_own_text(self) -> None:
+        assert DEMO.token_bytes.text(0) == "<|bos|>"
+        assert DEMO.token_bytes.is_special(0)
+        assert not DEMO.token_bytes.is_special(300)
+
+    def test_a_part_of_a_character_is_shown_as_such(self) -> None:
+        first = DEMO.encode("🚀", add_special_tokens=False)[0]
+        assert "\ufffd" in DEMO.token_bytes.text(first)
+        assert "🚀".encode().startswith(DEMO.token_bytes.of(first))
+
+    def test_an_id_that_the_vocabulary_lacks_has_no_text(self) -> None:
+        assert DEMO.token_bytes.of(10**6) == b""
+
+    def test_sentencepiece_tokens(self, sentencepiece: Tokenizer) -> None:
+        ids = sentencepiece.encode("hello 日")
+        joined = b"".join(sentencepiece.token_bytes.of(i) for i in ids)
+        assert joined == " hello 日".encode()
+        assert sentencepiece.token_bytes.is_special(1)
+
+
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
     """Llama 2's kind: spaces as U+2581, one stripped at the start, byte fallback."""
