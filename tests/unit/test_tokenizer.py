@@ -20,6 +20,7 @@ from pagewire.shared.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.tests.support.sentencepiece import sentencepiece_tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())
 
@@ -200,55 +201,9 @@ class TestIncrementalDetokenizer:
         assert stream.push([*ids, *end]) + stream.flush() == "done"
 
 
-class TestTokenBytes:
-    @given(PLAIN_TEXT)
-    def test_bytes_of_byte_level_tokens_join_to_the_text(self, text: str) -> None:
-        ids = DEMO.encode(text, add_special_tokens=False)
-        assert b"".join(DEMO.token_bytes.of(i) for i in ids) == text.encode()
-
-    def test_special_tokens_are_their_own_text(self) -> None:
-        assert DEMO.token_bytes.text(0) == "<|bos|>"
-        assert DEMO.token_bytes.is_special(0)
-        assert not DEMO.token_bytes.is_special(300)
-
-    def test_a_part_of_a_character_is_shown_as_such(self) -> None:
-        first = DEMO.encode("🚀", add_special_tokens=False)[0]
-        assert "\ufffd" in DEMO.token_bytes.text(first)
-        assert "🚀".encode().startswith(DEMO.token_bytes.of(first))
-
-    def test_an_id_that_the_vocabulary_lacks_has_no_text(self) -> None:
-        assert DEMO.token_bytes.of(10**6) == b""
-
-    def test_sentencepiece_tokens(self, sentencepiece: Tokenizer) -> None:
-        ids = sentencepiece.encode("hello 日")
-        joined = b"".join(sentencepiece.token_bytes.of(i) for i in ids)
-        assert joined == " hello 日".encode()
-        assert sentencepiece.token_bytes.is_special(1)
-
-
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """Llama 2's kind: spaces as U+2581, one stripped at the start, byte fallback."""
-    from tokenizers import Regex, decoders, models, normalizers
-
-    words = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁h", "▁w"]
-    vocab = {word: i for i, word in enumerate(words)}
-    merges = [("▁", "h"), ("▁", "w")]
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(Regex(" "), "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    backend.add_special_tokens(["<s>"])
-    return Tokenizer(backend, None, 1, frozenset())
+    return sentencepiece_tokenizer()
 
 
 class TestSentencePieceStyle:
