@@ -26,7 +26,8 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.host_bench import NoModel
-from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.pending import PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import StepPlan
