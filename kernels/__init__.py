@@ -32,6 +32,7 @@ OP_NAMES = (
     "linear",
     "silu_and_mul",
     "sample",
+    "token_logprobs",
     "pack_blocks",
     "unpack_blocks",
 )
@@ -119,6 +120,7 @@ class Linear(Protocol):
         x: torch.Tensor,  # [T, in]
         weight: torch.Tensor,  # [out, in]
         bias: torch.Tensor | None = None,  # [out]
+        out: torch.Tensor | None = None,  # [T, out] contiguous
     ) -> torch.Tensor: ...  # [T, out]
 
 
@@ -150,6 +152,26 @@ class Sample(Protocol):
         positions: torch.Tensor,  # [B] int64: the position that the new token will have
         out: torch.Tensor | None = None,  # [B] int64
     ) -> torch.Tensor: ...  # [B] int64
+
+
+class TokenLogprobs(Protocol):
+    """Log probabilities of one token a row, and of the row's most likely tokens.
+
+    `logit - log(sum(exp(logits)))` in float32, of the logits as they are: without temperature,
+    top-k or top-p. NaN counts as -inf, and -inf has the log probability -inf. Equal logits come in
+    the order of their ids. A rank is 1 for the most likely token; equal logits share the lowest.
+
+    Returns `(ids, logprobs, ranks)`: `[N, 1 + top]` int32, `[N, 1 + top]` float32, `[N]` int32, of
+    which the first column is the token and the others are the most likely tokens.
+    """
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [B, V], any float dtype
+        rows: torch.Tensor,  # [N] int64: which of the B are wanted
+        tokens: torch.Tensor,  # [B] int64
+        top: int,  # how many of the most likely tokens, at most 32 and at most V
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class PackBlocks(Protocol):
@@ -208,6 +230,7 @@ class Ops:
     linear: Linear
     silu_and_mul: SiluAndMul
     sample: Sample
+    token_logprobs: TokenLogprobs
     pack_blocks: PackBlocks
     unpack_blocks: UnpackBlocks
 

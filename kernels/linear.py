@@ -139,7 +139,22 @@ def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _by_cublas(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return `x @ weight.T + bias`, summed up in float32.
 
     Shapes are those of `pagewire.kernels.Linear`.
@@ -151,8 +166,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.element_size() == 2 and x.stride(1) == 1 and is_dense:
         tiling = choose_tiling(rows, outs, ins, processor_count(x.device))
     if tiling is None:
-        return F.linear(x, weight, bias)
-    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+        return _by_cublas(x, weight, bias, out)
+    if out is None:
+        out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     partial = out  # unused without shares
     if tiling.shares > 1:
         partial = torch.empty((tiling.shares, rows, outs), dtype=torch.float32, device=x.device)

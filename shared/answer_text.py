@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
+from pagewire.shared.logprobs import Logprobs, join
 from pagewire.shared.stop_strings import StopMatcher
 from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -23,11 +25,26 @@ class TextDelta:
         text: may be empty.
         end: why the answer ends here, None if it continues.
         token_ids: that came with it; their text may come later.
+        logprobs: of these tokens, if they were asked for.
+        prompt_logprobs: of the next prompt tokens, before any text.
     """
 
     text: str
     end: AnswerEnd | None = None
     token_ids: tuple[int, ...] = ()
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return successive parts of an answer as one."""
+    return TextDelta(
+        "".join([delta.text for delta in deltas]),
+        deltas[-1].end,
+        tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
+        join([delta.logprobs for delta in deltas if delta.logprobs is not None]),
+        join([delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]),
+    )
 
 
 class TextAssembler:
@@ -49,8 +66,13 @@ class TextAssembler:
         """The stop string that ended the answer, None if none did."""
         return self._matcher.matched_stop
 
-    def push(self, token_ids: Sequence[int], end: AnswerEnd | None) -> TextDelta:
-        """Add tokens, the last ones if `end` says why.
+    def push(
+        self,
+        token_ids: Sequence[int],
+        end: AnswerEnd | None,
+        logprobs: Logprobs | None = None,
+    ) -> TextDelta:
+        """Add tokens, the last ones if `end` says why; with their log probabilities, if wanted.
 
         Tokens go one by one, so that the count stops with the one that completes a stop string,
         in whatever groups they come.
@@ -60,10 +82,11 @@ class TextAssembler:
             self.num_tokens += 1
             pieces.append(self._matcher.push(self._detokenizer.push([token_id])))
             if self._matcher.matched:
-                return TextDelta("".join(pieces), "stop", tuple(token_ids[:count]))
+                known = None if logprobs is None else logprobs.part(0, count)
+                return TextDelta("".join(pieces), "stop", tuple(token_ids[:count]), known)
         if end is not None:
             pieces.append(self._matcher.push(self._detokenizer.flush()))
             if self._matcher.matched:
                 end = "stop"
             pieces.append(self._matcher.flush())
-        return TextDelta("".join(pieces), end, tuple(token_ids))
+        return TextDelta("".join(pieces), end, tuple(token_ids), logprobs)

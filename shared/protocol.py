@@ -2,7 +2,7 @@
 
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
     decode --KvHello, Prefill, CancelPrefill--> prefill
-    prefill --KvWelcome, PrefillDone, PrefillFailed--> decode
+    prefill --KvWelcome, PromptScored, PrefillDone, PrefillFailed--> decode
     any client --Ping--> server --Pong--> client
 
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
@@ -20,10 +20,11 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
+from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.request import FinishReason
 from pagewire.shared.sampling import ResolvedSampling
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -98,6 +99,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         cached_tokens: prompt tokens that nobody had to compute; with the first output.
         prefill_worker: who computed the prompt, None if this worker did; with the first output.
         error: why the request failed, if `finish_reason` is "error".
+        logprobs: of the tokens, if the request asks for them.
+        prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with
+            tokens. A worker that computes the prompt again sends them again.
     """
 
     request_id: Id
@@ -107,6 +111,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill_worker: Id | None = None
     error: Text | None = None
     timings: Timings | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
@@ -210,6 +216,14 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     cached_tokens: Count
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    logprobs: Logprobs | None = None
+
+
+class PromptScored(Message, frozen=True, kw_only=True):
+    """Log probabilities of at most `MAX_POSITIONS` prompt tokens, before `PrefillDone`."""
+
+    job_id: Id
+    prompt_logprobs: PromptLogprobs
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True):
@@ -231,6 +245,7 @@ ControlMessage = (
     | Prefill
     | CancelPrefill
     | PrefillDone
+    | PromptScored
     | PrefillFailed
 )
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.logprobs import MAX_TOP
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 16_384
@@ -35,6 +36,9 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         stop_token_ids: end after any of these; the model's end-of-sequence ids are added to
             them unless `ignore_eos`.
         ignore_eos: generate on past the end of the sequence.
+        logprobs: report each token's log probability and those of this many most likely tokens.
+        prompt_logprobs: likewise of the prompt's tokens but the first; the prompt is then computed
+            without the prefix cache.
     """
 
     temperature: float = 1.0
@@ -44,6 +48,8 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     max_tokens: int = 16
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def validate(self) -> None:
         """Check types and ranges; a NaN fails every comparison and so is refused.
@@ -74,6 +80,14 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
                 "stop_token_ids",
                 f"at most {MAX_STOP_TOKEN_IDS} token ids",
+            ),
+            *(
+                (
+                    getattr(self, name) is None or _is_int(getattr(self, name), 0, MAX_TOP + 1),
+                    name,
+                    f"an integer from 0 to {MAX_TOP}",
+                )
+                for name in ("logprobs", "prompt_logprobs")
             ),
         )
         for index, token in enumerate(self.stop_token_ids):
@@ -132,6 +146,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         seed: makes the tokens reproducible; the further answers of `n` have seeds derived from it.
         stop_token_ids: tokens that end an answer, in addition to the model's own.
         ignore_eos: generate on past the end of the sequence.
+        logprobs: report each token's log probability and those of this many most likely tokens.
+        prompt_logprobs: likewise of the prompt's tokens but the first.
     """
 
     temperature: float | None = None
@@ -140,6 +156,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True):

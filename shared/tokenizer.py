@@ -15,6 +15,7 @@ import tokenizers
 
 from pagewire.shared.chat_template import ChatTemplate
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -29,6 +30,7 @@ class Tokenizer:
         vocab_size: number of tokens, those added to the vocabulary included.
         bos_token_id: the token that begins a text, if the model has one.
         eos_token_ids: the tokens that end an answer.
+        token_bytes: what each token adds to a text.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
+        self.token_bytes = TokenBytes(backend)
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:

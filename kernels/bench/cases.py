@@ -163,6 +163,17 @@ def _sample(rows: int, kind: str) -> BenchCase:
     return BenchCase("sample", f"{rows} rows, {kind}", call, 2.0 * rows * VOCABULARY, exact=True)
 
 
+def _token_logprobs(rows: int, top: int) -> BenchCase:
+    logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
+    wanted = torch.arange(rows, device="cuda")
+    tokens = torch.randint(VOCABULARY, (rows,), device="cuda")
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return ops.token_logprobs(logits, wanted, tokens, top)
+
+    return BenchCase("token_logprobs", f"{rows} rows, top {top}", call, 2.0 * rows * VOCABULARY)
+
+
 def _kv_pack(count: int) -> Iterator[BenchCase]:
     rows, words = count * PARTS, BLOCK_WORDS // PARTS
     pool = torch.randint(-(2**31), 2**31 - 1, (640 * PARTS, words), device="cuda").int()
@@ -211,5 +222,8 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "rotary_and_cache": lambda: (_rotary_and_cache(tokens) for tokens in TOKENS),
     "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
     "sample": lambda: (_sample(rows, kind) for rows in (1, 64, 256) for kind in SAMPLING),
+    "token_logprobs": lambda: (
+        _token_logprobs(rows, top) for rows in (1, 64, 256) for top in (0, 1, 20)
+    ),
     "kv_pack": lambda: (case for count in (8, 512) for case in _kv_pack(count)),
 }

@@ -6,9 +6,15 @@ import torch
 import torch.nn.functional as F
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return `x @ weight.T + bias`, summed up in float32.
 
     Shapes are those of `pagewire.kernels.Linear`.
     """
-    return F.linear(x, weight, bias)
+    product = F.linear(x, weight, bias)
+    return product if out is None else out.copy_(product)

@@ -21,9 +21,15 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(slots=True)
 class Answer:
-    """Arrival times of one answer's tokens, in seconds from the request."""
+    """One answer.
+
+    Attributes:
+        times: of its tokens' arrivals, in seconds from the request.
+        tokens: their ids.
+    """
 
     times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -130,7 +136,9 @@ class Client:
                 if "choices" not in chunk:
                     raise BenchError(f"{url} answered {chunk}")
                 for choice in chunk["choices"]:
-                    answer.times.extend([now] * len(choice.get("token_ids") or ()))
+                    tokens = choice.get("token_ids") or ()
+                    answer.times.extend([now] * len(tokens))
+                    answer.tokens.extend(tokens)
         out = request.options["max_tokens"]
         if len(answer.times) != out:
             raise BenchError(f"{len(answer.times)} tokens came, not {out}")

@@ -75,7 +75,8 @@ class Bench:
     alone: dict[int, float] = field(default_factory=dict)
 
     def join(self, process: Sending) -> None:
-        """Open a link, send a prompt by it, and print how long that took."""
+        """Wait for a sender, open its link, send a prompt, and print how long these two took."""
+        process.listen()
         started = time.monotonic()
         tested_s = self.receiving.open_link(process, f"sender-{self.num_links}")
         self.receiving.round(process, 1)
@@ -127,19 +128,19 @@ def measure(options: argparse.Namespace) -> None:
     engine.thread.start()
     with ExitStack() as stack:
 
-        def join() -> Sending:
+        def start() -> Sending:
             sender = sending_process(options.carrier, options.source, options.tokens)
-            process = stack.enter_context(sender)
-            bench.join(process)
-            return process
+            return stack.enter_context(sender)
 
-        first = join()
+        first = start()
+        bench.join(first)
         if options.stepping:
             engine.call(engine.start_stepping)
         bench.send(first)
-        for _ in range(1, options.senders):
-            join()
-        if options.senders > 1:
+        joiners = [start() for _ in range(1, options.senders)]
+        for joiner in joiners:
+            bench.join(joiner)
+        if joiners:
             bench.send(first)
     engine.thread.stop(10)
 

@@ -26,7 +26,8 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.host_bench import NoModel
-from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.pending import PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import StepPlan
@@ -306,15 +307,13 @@ class Sending:
 
 @contextmanager
 def sending_process(carrier: str, source: str, num_tokens: int) -> Iterator[Sending]:
-    """Run a sender that is ready to open a link."""
+    """Run a sender; its first line says that it is ready to open a link."""
     command = [sys.executable, "-P", "-m", "pagewire.loadtest.gpu.wire", "--child"]
     command += ["--carrier", carrier, "--source", source, "--tokens", str(num_tokens)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            sending = Sending(process)
-            sending.listen()
-            yield sending
+            yield Sending(process)
         finally:
             process.kill()

@@ -21,7 +21,14 @@ from pagewire.services.decode.worker_links import PrefillLink, PrefillLinks
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.kv.expectations import Completion
 from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.protocol import CancelPrefill, ControlMessage, PrefillDone, PrefillFailed
+from pagewire.shared.logprobs import PromptLogprobs
+from pagewire.shared.protocol import (
+    CancelPrefill,
+    ControlMessage,
+    PrefillDone,
+    PrefillFailed,
+    PromptScored,
+)
 from pagewire.shared.request import RequestStatus
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
@@ -44,6 +51,8 @@ class RemoteJobs:
     Attributes:
         find: returns a live request by its name in the engine.
         on_first_token: called once a request, with the message and the worker that sent it.
+        on_prompt_scored: called with log probabilities of the request's prompt, before that; again
+            from the start if another worker computes it again.
     """
 
     def __init__(
@@ -60,6 +69,9 @@ class RemoteJobs:
         self.find: Callable[[str], DecodeRequest | None] = lambda _engine_id: None
         self.on_first_token: Callable[[DecodeRequest, PrefillDone, str], None] = (
             lambda _request, _done, _worker_id: None
+        )
+        self.on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None] = (
+            lambda _request, _scored: None
         )
         self._by_job: dict[str, DecodeRequest] = {}
         receiver.expected.on_reserved = engine.in_loop(self._on_reserved)
@@ -118,7 +130,7 @@ class RemoteJobs:
             self._on_job_failed(request, remote, f"showed no life for {timeout_s:g} s")
 
     def _on_message(self, link: PrefillLink, message: ControlMessage) -> None:
-        if not isinstance(message, PrefillDone | PrefillFailed):
+        if not isinstance(message, PrefillDone | PromptScored | PrefillFailed):
             logger.warning("%s sent a %s here", link.worker_id, type(message).__name__)
             return
         request = self._by_job.get(message.job_id)
@@ -126,6 +138,8 @@ class RemoteJobs:
             return
         if isinstance(message, PrefillFailed):
             self._on_job_failed(request, request.remote, message.reason)
+        elif isinstance(message, PromptScored):
+            self.on_prompt_scored(request, message.prompt_logprobs)
         else:
             self._on_first_token(request, request.remote, message)
 

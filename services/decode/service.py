@@ -24,6 +24,7 @@ from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
@@ -64,6 +65,7 @@ class DecodeService:
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
         jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
+        jobs.on_prompt_scored = self._on_prompt_scored
 
     @property
     def num_active(self) -> int:
@@ -187,7 +189,13 @@ class DecodeService:
             token_ids=[done.first_token],
             cached_tokens=min(done.cached_tokens, len(request.message.prompt_token_ids)),
             prefill_worker=worker_id,
+            logprobs=done.logprobs,
         )
+        self._post_outputs(request.peer_id, [output])
+
+    def _on_prompt_scored(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
+        """Pass a part of a prompt's log probabilities on, in a message of its own: it is large."""
+        output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
         self._post_outputs(request.peer_id, [output])
 
     def on_outputs(self, outputs: StepOutputs) -> None:
@@ -201,7 +209,9 @@ class DecodeService:
                 by_peer[request.peer_id].append(token_output)
         for output in outputs.others:
             request = self._requests.get(output.request_id)
-            if request is not None:
+            if request is not None and output.prompt_logprobs is not None:
+                self._on_prompt_scored(request, output.prompt_logprobs)
+            elif request is not None:
                 self._remote.on_running(request)
                 by_peer[request.peer_id].append(self._token_output(request, output))
                 if output.finish_reason is not None:
@@ -224,6 +234,7 @@ class DecodeService:
             cached_tokens=cached_tokens,
             error=output.error,
             timings=request.timings() if output.finish_reason is not None else None,
+            logprobs=output.logprobs,
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:

@@ -27,6 +27,7 @@ from pagewire.shared.protocol import (
     Prefill,
     PrefillDone,
     PrefillFailed,
+    PromptScored,
     clip_text,
 )
 from pagewire.shared.worker.engine_handle import EngineHandle
@@ -136,10 +137,16 @@ class PrefillService:
             self._engine.submit(lambda _core: self._sender.cancel(job_id, link), admitted=True)
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Take first tokens, or the news that there will be none."""
+        """Take prompts' log probabilities, first tokens, or the news that there will be none."""
         for output in outputs:
             peer_id = self._jobs.get(output.request_id)
             if peer_id is None:
+                continue
+            if output.prompt_logprobs is not None:
+                scored = PromptScored(
+                    job_id=output.request_id, prompt_logprobs=output.prompt_logprobs
+                )
+                self._post(peer_id, scored)
                 continue
             if output.finish_reason == "error":
                 link = self._links.get(peer_id)
@@ -155,6 +162,7 @@ class PrefillService:
                     cached_tokens=output.cached_tokens or 0,
                     queue_s=output.queue_s,
                     prefill_s=output.prefill_s,
+                    logprobs=output.logprobs,
                 ),
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pagewire.services.router.dispatch import Dispatcher
 from pagewire.services.router.inputs import GenerationInput
 from pagewire.services.router.stream import AnswerStream
-from pagewire.shared.answer_text import AnswerEnd, TextAssembler, TextDelta
+from pagewire.shared.answer_text import TextAssembler, TextDelta, join_deltas
 from pagewire.shared.background import end_task
 from pagewire.shared.tokenizer import Tokenizer
 
@@ -21,15 +21,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-
-
-@dataclass(slots=True)
-class Answer:
-    """One complete answer."""
-
-    text: str = ""
-    end: AnswerEnd = "stop"
-    token_ids: tuple[int, ...] = ()
 
 
 class AnswerSet:
@@ -48,7 +39,9 @@ class AnswerSet:
             (prompt.token_ids, prompt.sampling.for_choice(choice)) for prompt, choice in prompts
         )
         self._answers = [
-            AnswerStream(source, TextAssembler(tokenizer, prompt.token_ids, asked.stops))
+            AnswerStream(
+                source, TextAssembler(tokenizer, prompt.token_ids, asked.stops), asked.generates
+            )
             for source, (prompt, _) in zip(sources, prompts, strict=True)
         ]
 
@@ -83,21 +76,16 @@ class AnswerSet:
         finally:
             await merge.close()
 
-    async def collect(self) -> list[Answer]:
-        """Return all answers when they are complete.
+    async def collect(self) -> list[TextDelta]:
+        """Return all answers when they are complete, each as one part.
 
         Raises:
             PagewireError: one of them failed.
         """
-        answers = [Answer() for _ in self._answers]
-        pieces: list[list[str]] = [[] for _ in self._answers]
-        tokens: list[list[int]] = [[] for _ in self._answers]
+        parts: list[list[TextDelta]] = [[] for _ in self._answers]
         async for index, delta in self.deltas():
-            pieces[index].append(delta.text)
-            tokens[index].extend(delta.token_ids)
-            if delta.end is not None:
-                answers[index] = Answer("".join(pieces[index]), delta.end, tuple(tokens[index]))
-        return answers
+            parts[index].append(delta)
+        return [join_deltas(of_answer) for of_answer in parts]
 
     def close(self) -> None:
         """Stop what still runs. Idempotent."""
@@ -141,10 +129,7 @@ class _Merge:
     async def _read(self, index: int, answer: AnswerStream) -> None:
         async for delta in answer:
             before = self._waiting.get(index)
-            if before is not None:
-                joined = before.token_ids + delta.token_ids
-                delta = TextDelta(before.text + delta.text, delta.end, joined)
-            self._waiting[index] = delta
+            self._waiting[index] = delta if before is None else join_deltas([before, delta])
             self._arrived.set()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -12,12 +13,15 @@ from starlette.responses import Response
 from pagewire.services.router.answers import AnswerSet
 from pagewire.services.router.http_io import EventStream, received_body, unless_disconnected
 from pagewire.services.router.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.logprobs import CompletionLogprobs
 from pagewire.services.router.responses import (
     ChatFormat,
     CompletionFormat,
+    Extras,
     Format,
     model_card,
 )
+from pagewire.services.router.served_model import ServedModel
 from pagewire.services.router.service import INLINE_BODY_BYTES, InputReader, RouterService
 from pagewire.shared.answer_text import TextDelta
 
@@ -43,9 +47,16 @@ async def get_model(request: Request, model_id: str) -> Response:
 async def complete(request: Request) -> Response:
     """Continue one or several prompts."""
 
-    def make_format(model: str, asked: GenerationInput) -> Format:
-        echoes = [prompt.echo for prompt in asked.prompts for _ in range(asked.n)]
-        return CompletionFormat(model, echoes, asked.include_usage, asked.return_token_ids)
+    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        echoes = [prompt.echo or "" for prompt in prompts]
+        token_bytes = model.tokenizer.token_bytes
+        logprobs = [
+            CompletionLogprobs(token_bytes, None if prompt.echo is None else prompt.token_ids[0])
+            for prompt in prompts
+            if prompt.sampling.logprobs is not None
+        ]
+        return CompletionFormat(model.name, echoes, _extras(model, asked), logprobs)
 
     return await _generate(request, read_completion, make_format)
 
@@ -54,8 +65,8 @@ async def complete(request: Request) -> Response:
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
 
-    def make_format(model: str, asked: GenerationInput) -> Format:
-        return ChatFormat(model, asked.n, asked.include_usage, asked.return_token_ids)
+    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        return ChatFormat(model.name, asked.n, _extras(model, asked))
 
     return await _generate(request, read_chat, make_format)
 
@@ -77,20 +88,25 @@ async def metrics(request: Request) -> Response:
 async def _generate(
     request: Request,
     reader: InputReader,
-    make_format: Callable[[str, GenerationInput], Format],
+    make_format: Callable[[ServedModel, GenerationInput], Format],
 ) -> Response:
     service = _service(request)
     service.check_room()
     async with received_body(request, service.bodies) as raw:
         with service.admit():
             asked = await _read(request, reader, raw)
-    form = make_format(service.model.name, asked)
+    form = make_format(service.model, asked)
     answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
         if not asked.stream:
             whole = await unless_disconnected(request, answers.collect())
             answers.close()
-            return Response(form.whole(whole, answers.usage), media_type="application/json")
+            if any(answer.prompt_logprobs is not None for answer in whole):
+                # A long prompt's take a while: the other answers go on meanwhile.
+                body = await asyncio.to_thread(form.whole, whole, answers.usage)
+            else:
+                body = form.whole(whole, answers.usage)
+            return Response(body, media_type="application/json")
         # The status line waits for the first token, so that a refusal has a status of its own.
         rest = answers.deltas()
         first = await unless_disconnected(request, _first(rest))
@@ -109,6 +125,15 @@ async def _read(request: Request, reader: InputReader, raw: bytes) -> Generation
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
     return await anext(deltas)
+
+
+def _extras(model: ServedModel, asked: GenerationInput) -> Extras:
+    return Extras(
+        usage=asked.include_usage,
+        token_ids=asked.return_token_ids,
+        prompt_logprobs=asked.prompt_logprobs,
+        token_bytes=model.tokenizer.token_bytes,
+    )
 
 
 def _service(request: Request) -> RouterService:

@@ -51,7 +51,8 @@ class Attempt:
     def on_output(self, output: TokenOutput) -> None:
         """Take what a step gave."""
         self._on_arrival(output)
-        self._unload(prefill_only=output.finish_reason is None)
+        if output.token_ids or output.finish_reason is not None:
+            self._unload(prefill_only=output.finish_reason is None)
         self.mailbox.put_output(output)
 
     def on_refused(self, refused: Refused) -> None:

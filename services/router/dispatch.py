@@ -61,6 +61,7 @@ class TokenStream:
         self._dispatcher, self._place = dispatcher, place
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._output_ids: list[int] = []
+        self._scored_until = 1  # the prompt's first token has no log probability
         self._meter = dispatcher.metrics.meter(len(prompt_ids))
         self._attempt: Attempt | None = None
         self._refused_by: set[str] = set()
@@ -137,7 +138,12 @@ class TokenStream:
             return Lost("the worker aborted the request")
         return event
 
-    def _take(self, output: TokenOutput) -> TokenOutput:
+    def _take(self, output: TokenOutput) -> TokenOutput | None:
+        """Note what has come; None if it came before, from a worker that was lost."""
+        if output.prompt_logprobs is not None:
+            news = output.prompt_logprobs.since(self._scored_until)
+            self._scored_until = max(self._scored_until, news.end)
+            return msgspec.structs.replace(output, prompt_logprobs=news) if news.tokens else None
         self._output_ids += output.token_ids
         if output.finish_reason is not None:
             self._ended = True
@@ -192,6 +198,12 @@ class TokenStream:
             self._overloaded = False
             await asyncio.sleep(RETRY_S)
 
+    def _remaining_sampling(self) -> ResolvedSampling:
+        """Return the parameters, without what the prompt has been asked for and has given."""
+        if self._scored_until < len(self._prompt_ids):
+            return self._sampling
+        return msgspec.structs.replace(self._sampling, prompt_logprobs=None)
+
     def _may_wait(self, exc: NoWorkerError | OverloadedError) -> bool:
         """Whether to wait for a worker: not for room in a queue, unless the request has begun."""
         if self._moves:
@@ -219,7 +231,7 @@ class TokenStream:
                     Generate(
                         request_id=attempt.request_id,
                         prompt_token_ids=self._prompt_ids,
-                        sampling=self._sampling,
+                        sampling=self._remaining_sampling(),
                         output_token_ids=self._output_ids,
                         prefill_workers=prefills,
                     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import msgspec
+
 from pagewire.services.router.errors import ContextLengthError
 from pagewire.services.router.schemas import (
     ChatBody,
@@ -20,6 +22,7 @@ from pagewire.shared.tokenizer import REPLACEMENT
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
 # A longer text cannot fit, whatever its tokens: refused before it costs time to tokenize.
 MAX_CHARS_PER_TOKEN = 256
 
@@ -30,12 +33,12 @@ class PromptInput:
 
     Attributes:
         sampling: its seed is None where the client gave none.
-        echo: text to repeat in front of the answer.
+        echo: text to repeat in front of the answer; None if it is not asked for.
     """
 
     token_ids: list[int]
     sampling: ResolvedSampling
-    echo: str = ""
+    echo: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class GenerationInput:
         prompts: at least one; each is answered `n` times.
         stops: strings that end an answer and are not part of it.
         return_token_ids: the answer carries its token ids beside its text.
+        generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
+        prompt_logprobs: the response has a field of this name.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -54,6 +59,8 @@ class GenerationInput:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    generates: bool
+    prompt_logprobs: bool
 
     @property
     def num_answers(self) -> int:
@@ -73,11 +80,15 @@ def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> Gener
     for prompt in _split_prompts(body.prompt):
         ids = _prompt_ids(prompt, model, max_model_len)
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
-        max_tokens = body.max_tokens or model.defaults.answer_length(
-            room, DEFAULT_COMPLETION_TOKENS
-        )
-        echo = _echo_text(prompt, model) if body.echo else ""
-        prompts.append(PromptInput(ids, _sampling(body, max_tokens, model), echo))
+        max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
+        if body.max_tokens is not None:
+            # Without an answer the first token, which comes with the prompt, is dropped.
+            max_tokens = max(1, body.max_tokens)
+        sampling = _sampling(body, max_tokens, model)
+        if body.echo and sampling.prompt_logprobs is None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+        echo = _echo_text(prompt, model) if body.echo else None
+        prompts.append(PromptInput(ids, sampling, echo))
     return _input(body, prompts)
 
 
@@ -104,6 +115,7 @@ def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationI
 
 def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
     options = body.stream_options
+    _check_prompt_logprobs(body, prompts)
     return GenerationInput(
         prompts=tuple(prompts),
         n=body.n or 1,
@@ -111,7 +123,25 @@ def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
         stream=bool(body.stream),
         include_usage=bool(options is not None and options.include_usage),
         return_token_ids=bool(body.return_token_ids),
+        generates=body.max_tokens != 0,
+        prompt_logprobs=body.sampling.prompt_logprobs is not None,
     )
+
+
+def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:
+    """Bound the size of a response."""
+    count = (body.n or 1) * sum(
+        len(prompt.token_ids) * (1 + prompt.sampling.prompt_logprobs)
+        for prompt in prompts
+        if prompt.sampling.prompt_logprobs is not None
+    )
+    if count > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if body.sampling.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"{field}: {count} log probabilities of prompt tokens are too many: at most "
+            f"{MAX_PROMPT_LOGPROBS} in one response",
+            field,
+        )
 
 
 def _sampling(body: GenerationBody, max_tokens: int, model: ServedModel) -> ResolvedSampling:

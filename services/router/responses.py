@@ -5,17 +5,43 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from pagewire.services.router.answers import Answer, Usage
+from pagewire.services.router.answers import Usage
+from pagewire.services.router.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.answer_text import TextDelta
+from pagewire.shared.token_bytes import TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What responses carry beyond texts.
+
+    Attributes:
+        usage: a stream ends with a chunk that carries the usage.
+        token_ids: choices carry their token ids, as `token_ids`.
+        prompt_logprobs: a response without streaming has vLLM's field of this name.
+        token_bytes: the vocabulary; given if there are log probabilities.
+    """
+
+    usage: bool = False
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+    token_bytes: TokenBytes | None = None
+
+    def prompt(self, answer: TextDelta) -> dict[str, Any]:
+        """Return the field with the prompt's log probabilities, if the response has it."""
+        if not self.prompt_logprobs or self.token_bytes is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(answer.prompt_logprobs, self.token_bytes)}
 
 
 class CompletionFormat:
@@ -23,22 +49,25 @@ class CompletionFormat:
 
     Args:
         echoes: text in front of each answer.
-        with_usage: whether a stream ends with a chunk that carries the usage.
-        with_tokens: whether choices carry their token ids, as `token_ids`.
+        logprobs: of each answer; empty if they are not asked for.
     """
 
     def __init__(
-        self, model: str, echoes: Sequence[str], with_usage: bool, with_tokens: bool = False
+        self,
+        model: str,
+        echoes: Sequence[str],
+        extras: Extras,
+        logprobs: Sequence[CompletionLogprobs] = (),
     ) -> None:
-        self._echoes, self._with_usage, self._with_tokens = list(echoes), with_usage, with_tokens
+        self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
         self._head = _head("cmpl-", "text_completion", model)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """Return the response to a request without streaming."""
+    def whole(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
         choices = [
             {
-                **_completion_choice(index, self._echoes[index] + answer.text, answer.end),
-                **_tokens(answer, self._with_tokens),
+                **self._choice(index, self._echoes[index] + answer.text, answer),
+                **self._extras.prompt(answer),
             }
             for index, answer in enumerate(answers)
         ]
@@ -48,41 +77,48 @@ class CompletionFormat:
         """Return the event of a piece; empty if there is nothing to tell."""
         echo, self._echoes[index] = self._echoes[index], ""
         text = echo + delta.text
-        tokens = _tokens(delta, self._with_tokens)
-        if not text and not tokens and delta.end is None:
+        choice = self._choice(index, text, delta)
+        if not text and delta.end is None and not _has_tokens(choice):
             return b""
-        choice = {**_completion_choice(index, text, delta.end), **tokens}
-        return _event(self._head, [choice], self._with_usage)
+        return _event(self._head, [choice], self._extras.usage)
+
+    def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs[index].of(delta) if self._logprobs else None,
+            "finish_reason": delta.end,
+            **_tokens(delta, self._extras.token_ids),
+        }
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        return _last(self._head, usage, self._with_usage)
+        return _last(self._head, usage, self._extras.usage)
 
 
 class ChatFormat:
-    """Responses of `/v1/chat/completions`; arguments as of `CompletionFormat`."""
+    """Responses of `/v1/chat/completions`."""
 
-    def __init__(
-        self, model: str, num_choices: int, with_usage: bool, with_tokens: bool = False
-    ) -> None:
-        self._with_usage, self._with_tokens = with_usage, with_tokens
+    def __init__(self, model: str, num_choices: int, extras: Extras) -> None:
+        self._extras = extras
         self._unbegun = set(range(num_choices))
         self._head = _head("chatcmpl-", "chat.completion", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """Return the response to a request without streaming."""
+    def whole(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
         choices = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": None,
+                "logprobs": self._logprobs(answer),
                 "finish_reason": answer.end,
-                **_tokens(answer, self._with_tokens),
+                **_tokens(answer, self._extras.token_ids),
             }
             for index, answer in enumerate(answers)
         ]
-        return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
+        head = {**self._head, **self._extras.prompt(answers[0])}
+        return _encode({**head, "choices": choices, "usage": _usage(usage)})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a piece; empty if there is nothing to tell."""
@@ -90,21 +126,25 @@ class ChatFormat:
         if index in self._unbegun:
             self._unbegun.discard(index)
             content = {"role": "assistant", "content": delta.text}
-        tokens = _tokens(delta, self._with_tokens)
-        if not content and not tokens and delta.end is None:
-            return b""
         choice = {
             "index": index,
             "delta": content,
-            "logprobs": None,
+            "logprobs": self._logprobs(delta),
             "finish_reason": delta.end,
-            **tokens,
+            **_tokens(delta, self._extras.token_ids),
         }
-        return _event(self._chunk_head, [choice], self._with_usage)
+        if not content and delta.end is None and not _has_tokens(choice):
+            return b""
+        return _event(self._chunk_head, [choice], self._extras.usage)
+
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        if not delta.logprobs or self._extras.token_bytes is None:
+            return None
+        return chat_logprobs(delta.logprobs, self._extras.token_bytes)
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        return _last(self._chunk_head, usage, self._with_usage)
+        return _last(self._chunk_head, usage, self._extras.usage)
 
 
 Format = CompletionFormat | ChatFormat
@@ -137,11 +177,11 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
     }
 
 
-def _completion_choice(index: int, text: str, end: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    return choice["logprobs"] is not None or "token_ids" in choice
 
 
-def _tokens(part: Answer | TextDelta, wanted: bool) -> dict[str, list[int]]:
+def _tokens(part: TextDelta, wanted: bool) -> dict[str, list[int]]:
     return {"token_ids": list(part.token_ids)} if wanted and part.token_ids else {}
 
 

@@ -17,6 +17,7 @@ from pydantic import (
 
 from pagewire.services.router.unsupported import refuse_unsupported
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.logprobs import MAX_TOP
 from pagewire.shared.sampling import SamplingFields, SamplingParams
 
 MAX_CHOICES = 16
@@ -40,6 +41,7 @@ StopStrings = Annotated[
 ]
 # Larger numbers than any context, and none that is too long to be printed.
 AtLeastOne = Annotated[int, Field(ge=1, le=2**63 - 1)]
+AtLeastZero = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class StreamOptions(BaseModel):
@@ -74,9 +76,11 @@ class CompletionBody(GenerationBody):
 
     Attributes:
         prompt: text, several texts, token ids, or several lists of token ids.
+        max_tokens: may be 0 if the prompt is echoed: nothing is generated then.
     """
 
     prompt: Any
+    max_tokens: AtLeastZero | None = None
     echo: bool | None = None
 
 
@@ -103,6 +107,8 @@ class ChatBody(GenerationBody):
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]
     max_completion_tokens: AtLeastOne | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
@@ -120,19 +126,39 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidRequestError("the body must be a JSON object")
     refuse_unsupported(fields, chat=kind is ChatBody)
     try:
-        body = kind.model_validate(fields | {"sampling": _sampling(fields)})
+        body = kind.model_validate(fields | {"sampling": _sampling(fields, kind)})
     except ValidationError as exc:
         raise _invalid(exc) from exc
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError(
-            "stream_options is only allowed when stream is true", "stream_options"
-        )
+    _check_together(body)
     return body
 
 
-def _sampling(fields: dict[str, Any]) -> SamplingParams:
-    names = SamplingFields.__struct_fields__
-    return SamplingParams(**{n: fields[n] for n in names if fields.get(n) is not None})
+def _sampling(fields: dict[str, Any], kind: type[GenerationBody]) -> SamplingParams:
+    asked = {n: fields[n] for n in SamplingFields.__struct_fields__ if fields.get(n) is not None}
+    if kind is ChatBody and "logprobs" in asked:  # a boolean there, and the number has a field
+        del asked["logprobs"]
+        if fields["logprobs"] is True:
+            asked["logprobs"] = fields.get("top_logprobs") or 0
+    return SamplingParams(**asked)
+
+
+def _check_together(body: GenerationBody) -> None:
+    """Check fields that go with others.
+
+    Raises:
+        InvalidRequestError: one lacks the other, or excludes it; names the field.
+    """
+    problems = {}
+    if body.stream_options is not None and not body.stream:
+        problems["stream_options"] = "is only allowed when stream is true"
+    if body.sampling.prompt_logprobs is not None and body.stream:
+        problems["prompt_logprobs"] = "cannot be streamed"
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        problems["top_logprobs"] = "is only allowed when logprobs is true"
+    if isinstance(body, CompletionBody) and body.max_tokens == 0 and not body.echo:
+        problems["max_tokens"] = "must be at least 1, or 0 with echo"
+    for field, problem in problems.items():
+        raise InvalidRequestError(f"{field} {problem}", field)
 
 
 def _invalid(error: ValidationError) -> InvalidRequestError:

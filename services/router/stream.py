@@ -25,13 +25,18 @@ class TokenSource(Protocol):
 class AnswerStream:
     """One answer as text. Iterate to its end, or `close` it.
 
+    Args:
+        generates: whether the answer has tokens; otherwise it ends where the first would be.
+
     Attributes:
         cached_tokens: prompt tokens that nobody had to compute; known with the first output.
     """
 
-    def __init__(self, source: TokenSource, assembler: TextAssembler) -> None:
+    def __init__(
+        self, source: TokenSource, assembler: TextAssembler, generates: bool = True
+    ) -> None:
         self.cached_tokens: int | None = None
-        self._source, self._assembler = source, assembler
+        self._source, self._assembler, self._generates = source, assembler, generates
         self._ended = False
 
     @property
@@ -51,13 +56,19 @@ class AnswerStream:
         if self._ended:
             raise StopAsyncIteration
         output = await self._source.__anext__()
+        if output.prompt_logprobs is not None:
+            return TextDelta("", prompt_logprobs=output.prompt_logprobs.tokens)
         if self.cached_tokens is None:  # what a move found cached is the answer itself
             self.cached_tokens = output.cached_tokens
-        delta = self._assembler.push(output.token_ids, _end(output))
+        end = _end(output)
+        if self._generates:
+            delta = self._assembler.push(output.token_ids, end, output.logprobs)
+        else:
+            delta = TextDelta("", "length")
         if delta.end is not None:
             self._ended = True
             # At a stop string, which only the router knows, the worker goes on till told.
-            self._source.close("stop")
+            self._source.close(delta.end)
         return delta
 
     def close(self) -> None:

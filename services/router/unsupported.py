@@ -33,7 +33,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "min_tokens": _ZERO,
     "presence_penalty": _ZERO,
     "priority": _ZERO,
-    "prompt_logprobs": (None,),
     "regex": (None,),
     "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
@@ -45,7 +44,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
 REFUSED_IN_COMPLETIONS = _COMMON | {
     "add_special_tokens": (None, True),
     "best_of": (None, 1),
-    "logprobs": (None,),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
 }
@@ -60,12 +58,10 @@ REFUSED_IN_CHATS = _COMMON | {
     "echo": _OFF,
     "function_call": (None, "none"),
     "functions": (None,),
-    "logprobs": _OFF,
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "tool_choice": (None, "none"),
     "tools": (None,),
-    "top_logprobs": _ZERO,
     "web_search_options": (None,),
 }
 

@@ -332,16 +332,19 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     length = min(
         settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
     )
-    sampling = ResolvedSampling(temperature=1.0, top_p=0.9, top_k=8, seed=0)
+    sampling = ResolvedSampling(
+        temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1
+    )
     block_ids = list(range(-(-(length + 1) // settings.block_size)))
     prefill = StepPlan(
         number=0,
         new_slots=[NewSlot(0, sampling)],
         blocks=TableEntries([0] * len(block_ids), list(range(len(block_ids))), block_ids),
-        chunks=[PrefillChunk(0, 0, [0] * length, samples=True)],
+        chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )
     runner.execute(prefill).wait()
     runner.execute(StepPlan(number=0, decodes=[0])).wait()
+    runner.execute(StepPlan(number=0, freed=[0]))
     parts = runner.mover.parts
     size = parts.packed_bytes(1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)

@@ -21,9 +21,10 @@ from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
 from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import StepPlan
-from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+from pagewire.shared.engine.step import StepPlan, StepResult, StepScores
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs, prompt_outputs, token_output
 from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
+from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.request import RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -253,20 +254,23 @@ class EngineCore:
     def _postprocess(self, launched: _Launched) -> None:
         schedule = launched.schedule
         try:
-            tokens = launched.pending.wait().tokens
+            result = launched.pending.wait()
         except Exception as exc:
             logger.exception("a step failed, and with it its requests")
             self._fail_step(schedule, exc)
             return
         self._failed_steps = 0
         try:
-            self._accept(schedule, tokens, launched.lost)
+            self._accept(schedule, result, launched.lost)
         except Exception:
             logger.exception("postprocessing failed, and with it the requests of this step")
             self._contain(schedule.sequences)
 
-    def _accept(self, schedule: Schedule, tokens: list[int], lost: set[Sequence]) -> None:
+    def _accept(self, schedule: Schedule, result: StepResult, lost: set[Sequence]) -> None:
         """Append a step's tokens to their sequences."""
+        tokens, scores = result.tokens, result.scores
+        if scores is not None:
+            self._deliver_prompts(schedule, scores)
         for part in (*schedule.entries, *schedule.chunks):
             if part.sequence not in lost:
                 self.scheduler.register_blocks(part.sequence, part.start, part.end)
@@ -275,6 +279,10 @@ class EngineCore:
         rows = schedule.rows
         row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
         special = self._special(schedule, row_tokens, lost)
+        of_tokens = {} if scores is None else scores.tokens
+        if of_tokens:
+            sampled = schedule.sampled
+            special.update([sampled[index] for index in of_tokens])
         request_ids, token_lists, plain_tokens = rows.request_ids, rows.token_ids, row_tokens
         if special:
             is_plain = [sequence not in special for sequence in rows.sequences]
@@ -284,10 +292,17 @@ class EngineCore:
         if len(plain_tokens) != len(token_lists):
             raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
         deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop in C
-        for sequence, token in zip(schedule.sampled, tokens, strict=True) if special else ():
+        sampled_tokens = zip(schedule.sampled, tokens, strict=True) if special else ()
+        for index, (sequence, token) in enumerate(sampled_tokens):
             if sequence in special:
-                self._accept_one(sequence, token, lost)
+                self._accept_one(sequence, token, lost, of_tokens.get(index))
         self._plain = request_ids, plain_tokens
+
+    def _deliver_prompts(self, schedule: Schedule, scores: StepScores) -> None:
+        for index, scored in scores.prompts.items():
+            part = schedule.chunks[index]
+            if not part.sequence.is_finished:
+                self._others += prompt_outputs(part.sequence, part.start + 1, scored)
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
@@ -301,8 +316,10 @@ class EngineCore:
             special.update(s for s, token in pairs if token in s.stop_token_ids)
         return special
 
-    def _accept_one(self, sequence: Sequence, token: int, lost: set[Sequence]) -> None:
-        """Take a token that may be the first or the last, or of a life that is over."""
+    def _accept_one(
+        self, sequence: Sequence, token: int, lost: set[Sequence], logprobs: Logprobs | None
+    ) -> None:
+        """Take a token that may be the first or the last, of a life that is over, or has more."""
         if sequence in lost:
             sequence.num_late_tokens -= 1
             if sequence.is_finished or sequence.prefill_only:
@@ -310,15 +327,16 @@ class EngineCore:
                 self.stats.tokens_generated -= 1
                 return
         sequence.token_ids.append(token)
-        self._deliver(sequence, token)
+        self._deliver(sequence, token, logprobs)
 
-    def _deliver(self, sequence: Sequence, token: int) -> None:
+    def _deliver(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1
         is_first = len(sequence.token_ids) == first
         status = self._end_of(sequence, token)
         if status is not None:
             self._end(sequence, status)
-        self._others.append(self._output_of(sequence, token, is_first, status))
+        now_s = self.clock() if is_first else None
+        self._others.append(token_output(sequence, token, status, logprobs, now_s))
 
     def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
         if sequence.prefill_only:
@@ -329,28 +347,13 @@ class EngineCore:
             return RequestStatus.FINISHED_LENGTH
         return None
 
-    def _output_of(
-        self, sequence: Sequence, token: int, first: bool, status: RequestStatus | None
-    ) -> StepOutput:
-        reason = status.finish_reason if status is not None else None
-        if not first:
-            return StepOutput(sequence.request_id, [token], reason)
-        started = sequence.first_scheduled_s or sequence.arrival_s
-        return StepOutput(
-            sequence.request_id,
-            [token],
-            reason,
-            cached_tokens=min(sequence.num_cached_tokens or 0, sequence.num_prompt_tokens),
-            queue_s=started - sequence.arrival_s,
-            prefill_s=self.clock() - started,
-        )
-
     def activate(self, sequence: Sequence, first_token: int) -> None:
         """Let a reserved sequence run on from its first token.
 
         The token's own output has been delivered by whoever computed it; only its end is reported.
         """
         self.scheduler.activate(sequence, first_token)
+        sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
         self._has_news = True
         status = self._end_of(sequence, first_token)
         if status is not None:
@@ -374,6 +377,7 @@ class EngineCore:
         if first_token is None:
             return
         sequence.token_ids.append(first_token)
+        sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
         sequence.num_resumed_tokens += 1
         status = self._end_of(sequence, first_token)
         if status is not None:

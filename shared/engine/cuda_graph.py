@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +26,26 @@ LARGEST_PREFILL = {1: 1024, 8: 512}
 # the device longer than to launch one step for all takes the host.
 LARGEST_BESIDE_DECODES = 256
 
+ResultT = TypeVar("ResultT")
+
 # A point in the work that has been launched on a device; None where work runs at once.
 Marker = torch.cuda.Event | None
+
+
+class Sampled(NamedTuple):
+    """What a step sampled; a graph's own are overwritten by its next replay.
+
+    Attributes:
+        tokens: [B] int64.
+        logits: [B, vocab], from which they were drawn; overwritten by any graph's next replay.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+    def first(self, count: int) -> Sampled:
+        """Return the first rows."""
+        return Sampled(self.tokens[:count], self.logits[:count])
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -54,10 +72,8 @@ class GraphPool:
         self._pool: Any = None  # torch names no type for it
 
     @torch.inference_mode()
-    def capture(
-        self, step: Callable[[], torch.Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Return a graph of a step and the tensor that holds its result after each replay."""
+    def capture(self, step: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
+        """Return a graph of a step and the tensors that hold its result after each replay."""
         step()  # compiles kernels and fills caches outside the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -82,26 +98,26 @@ class DecodeGraphs:
     slots: torch.Tensor
     padding_slot: int
     _graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    _tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    _sampled: dict[int, Sampled] = field(default_factory=dict)
     _current: list[int] = field(default_factory=list)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[torch.Tensor], torch.Tensor],
+        step: Callable[[torch.Tensor], Sampled],
         sizes: list[int],
         padding_slot: int,
         device: torch.device,
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> DecodeGraphs:
-        """Capture `step(slots) -> tokens` at each size, largest first so that memory is shared."""
+        """Capture `step(slots)` at each size, largest first so that memory is shared."""
         slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
         graphs = cls(sorted(sizes), slots, padding_slot)
         for size in reversed(graphs.sizes):
             view = slots[:size]
-            graph, tokens = pool.capture(lambda view=view: step(view))  # type: ignore[misc]
-            graphs._graphs[size], graphs._tokens[size] = graph, tokens
+            graph, sampled = pool.capture(partial(step, view))
+            graphs._graphs[size], graphs._sampled[size] = graph, sampled
             progress(f"decode of {size}")
         graphs._current = [padding_slot] * max(sizes)
         return graphs
@@ -110,8 +126,8 @@ class DecodeGraphs:
         """Whether a batch of this size can be replayed."""
         return num_rows <= self.sizes[-1]
 
-    def replay(self, slots: list[int]) -> torch.Tensor:
-        """Run a decode step of these slots; returns their tokens, [len(slots)] int64."""
+    def replay(self, slots: list[int]) -> Sampled:
+        """Run a decode step of these slots."""
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         padded = slots + [self.padding_slot] * (size - len(slots))
         if padded != self._current[:size]:
@@ -119,7 +135,7 @@ class DecodeGraphs:
             self.slots[:size].copy_(host, non_blocking=True)
             self._current[:size] = padded
         self._graphs[size].replay()
-        return self._tokens[size][: len(slots)]
+        return self._sampled[size].first(len(slots))
 
 
 @dataclass(slots=True)
@@ -135,13 +151,13 @@ class PrefillGraphs:
     padding_slot: int
     _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
     _graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    _tokens: dict[PrefillShape, torch.Tensor] = field(default_factory=dict)
+    _sampled: dict[PrefillShape, Sampled] = field(default_factory=dict)
     _markers: dict[PrefillShape, list[Marker]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[PrefillInputs, list[Marker]], torch.Tensor],
+        step: Callable[[PrefillInputs, list[Marker]], Sampled],
         shapes: list[PrefillShape],
         block_size: int,
         padding_slot: int,
@@ -149,7 +165,7 @@ class PrefillGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
-        """Capture `step(inputs, markers) -> tokens` at each shape.
+        """Capture `step(inputs, markers)` at each shape.
 
         A step fills `markers` with events that each replay records again.
         """
@@ -157,14 +173,16 @@ class PrefillGraphs:
         for shape in reversed(shapes):
             inputs = graphs._padded([], shape, np.zeros((0, 0), np.int64)).to(device)
             markers: list[Marker] = []
-            graph, tokens = pool.capture(partial(step, inputs, markers))
+            graph, sampled = pool.capture(partial(step, inputs, markers))
             graphs._inputs[shape], graphs._markers[shape] = inputs, markers
-            graphs._graphs[shape], graphs._tokens[shape] = graph, tokens
+            graphs._graphs[shape], graphs._sampled[shape] = graph, sampled
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
 
     def shape_of(self, chunks: list[PrefillChunk], *, beside_decodes: bool) -> PrefillShape | None:
         """Return the smallest shape that these chunks fit, None if they had better be launched."""
+        if any(chunk.scored for chunk in chunks):
+            return None  # a graph keeps no hidden states
         tokens = sum(chunk.length for chunk in chunks)
         if beside_decodes and tokens > LARGEST_BESIDE_DECODES:
             return None
@@ -179,12 +197,12 @@ class PrefillGraphs:
 
     def replay(
         self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
-    ) -> torch.Tensor:
-        """Run a prefill step; returns the tokens of the chunks that sample, perhaps none."""
+    ) -> Sampled:
+        """Run a prefill step; the rows are the chunks that sample, perhaps none."""
         host = self._padded(chunks, shape, tables).buffer.pin_memory()
         self._inputs[shape].buffer.copy_(host, non_blocking=True)
         self._graphs[shape].replay()
-        return self._tokens[shape][: sum(chunk.samples for chunk in chunks)]
+        return self._sampled[shape].first(sum(chunk.samples for chunk in chunks))
 
     def _padded(
         self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables

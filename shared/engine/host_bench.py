@@ -27,7 +27,8 @@ from pagewire.kernels import load_ops
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.model_runner import ModelRunner, PendingTokens
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.pending import PendingTokens
 from pagewire.shared.engine.prefill_inputs import PrefillInputs, PrefillShape
 from pagewire.shared.engine.schedule import Schedule, SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
@@ -114,7 +115,7 @@ class NoModel:
         """Nobody calls it."""
         raise NotImplementedError
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Nobody calls it."""
         raise NotImplementedError
 

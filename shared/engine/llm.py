@@ -13,11 +13,12 @@ from pagewire.shared.chat_messages import read_conversation
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine, new_sequence
 from pagewire.shared.engine.llm_progress import GenerationProgress
-from pagewire.shared.engine.outputs import CompletionOutput, RequestOutput
+from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.kv_cache.block_pool import BlockCounts
+from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import ResolvedSampling, SamplingParams
 from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -205,7 +206,8 @@ class _Answer:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.prompt_index, self.output, self.sampling = prompt_index, output, sampling
-        self._result = CompletionOutput(choice)
+        self._result = CompletionOutput(choice, logprobs=None if sampling.logprobs is None else [])
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
         output.outputs.append(self._result)
         self._tokenizer = tokenizer
         self._assembler: TextAssembler | None = None
@@ -226,12 +228,14 @@ class _Answer:
         """
         if step.finish_reason == "error" or step.finish_reason == "abort":
             raise RequestFailedError(step.error or "the engine failed")
+        if step.prompt_logprobs is not None:
+            self._prompt_logprobs += self._readable(step.prompt_logprobs.tokens)
         prompt_tokens = 0
         if step.cached_tokens is not None:
             prompt_tokens = len(self.output.prompt_token_ids)
             if self._result.index == 0:
                 self.output.cached_tokens = step.cached_tokens
-        return self.add(step.token_ids, step.finish_reason, progress, prompt_tokens)
+        return self.add(step.token_ids, step.finish_reason, progress, prompt_tokens, step.logprobs)
 
     def add(
         self,
@@ -239,6 +243,7 @@ class _Answer:
         finish_reason: AnswerEnd | None,
         progress: GenerationProgress,
         prompt_tokens: int = 0,
+        logprobs: Logprobs | None = None,
     ) -> bool:
         """Add tokens; returns whether the answer has ended."""
         result = self._result
@@ -246,18 +251,27 @@ class _Answer:
             result.token_ids.extend(token_ids)
             result.finish_reason = finish_reason
         else:
-            delta = self._assembler.push(token_ids, finish_reason)
+            delta = self._assembler.push(token_ids, finish_reason, logprobs)
             result.token_ids.extend(delta.token_ids)
             result.text += delta.text
             result.finish_reason = delta.end
+            logprobs = delta.logprobs
+        if logprobs is not None and result.logprobs is not None:
+            result.logprobs += self._readable(logprobs)
         ended = result.finish_reason is not None
         if ended:
             self._finish()
         progress.add(ended, prompt_tokens, len(token_ids))
         return ended
 
+    def _readable(self, logprobs: Logprobs) -> list[dict[int, Logprob]]:
+        tokenizer = self._tokenizer
+        return logprobs_of(logprobs, None if tokenizer is None else tokenizer.token_bytes.text)
+
     def _finish(self) -> None:
         result = self._result
+        if self.sampling.prompt_logprobs is not None and result.index == 0:
+            self.output.prompt_logprobs = self._prompt_logprobs
         if self._assembler is not None:
             result.stop_reason = self._assembler.matched
         elif self._tokenizer is not None:  # without stop strings the text is not needed earlier

@@ -6,7 +6,7 @@ that the host prepares the next step while the device runs this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,20 +20,16 @@ from pagewire.shared.engine.cuda_graph import (
     GraphPool,
     Marker,
     PrefillGraphs,
+    Sampled,
     batch_buckets,
     prefill_shapes,
 )
 from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.pending import PendingSupply, PendingTokens
 from pagewire.shared.engine.plan_events import PlanEvents
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
-from pagewire.shared.engine.step import (
-    Expect,
-    Export,
-    PrefillChunk,
-    StepPlan,
-    StepResult,
-    Supply,
-)
+from pagewire.shared.engine.scoring import Scoring
+from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
 
@@ -47,66 +43,9 @@ class CausalLM(Protocol):
         """Return the final hidden states [T, hidden]; writes the step's KV."""
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [N, vocab] logits of [N, hidden] states."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [N, vocab] logits of [N, hidden] states, in `out` if it is given."""
         ...
-
-
-class PendingTokens:
-    """Tokens of a launched step, on their way to the host."""
-
-    __slots__ = ("_event", "_host", "_number")
-
-    def __init__(self, number: int, tokens: torch.Tensor) -> None:
-        self._number = number
-        self._event: torch.cuda.Event | None = None
-        self._host = tokens
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def is_done(self) -> bool:
-        """Whether the tokens are here, without waiting."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> StepResult:
-        """Wait for the step and return its tokens."""
-        if self._event is not None:
-            self._event.synchronize()
-        return StepResult(self._number, self._host.tolist())
-
-
-@dataclass(slots=True)
-class PendingSupply:
-    """A step whose forward has been launched, and whose sampling waits for its supply.
-
-    Attributes:
-        hidden: [N, hidden] of the rows that sample.
-        slots, positions: [N] int64, where the tokens go.
-        tokens: once they are sampled.
-    """
-
-    number: int
-    hidden: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    tokens: PendingTokens | None = None
-
-    def is_done(self) -> bool:
-        """Whether the tokens are here, without waiting."""
-        return self.tokens is not None and self.tokens.is_done()
-
-    def wait(self) -> StepResult:
-        """Wait for the step and return its tokens.
-
-        Raises:
-            IntegrityError: nothing was supplied, so that they would never come.
-        """
-        if self.tokens is None:
-            raise IntegrityError(f"step {self.number} waits for a supply")
-        return self.tokens.wait()
 
 
 @dataclass(slots=True)
@@ -117,6 +56,7 @@ class ModelRunner:
         kv_pool: [NB, L, 2, KH, BS, D].
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
+        scoring: computes log probabilities where a slot asks for them.
     """
 
     model: CausalLM
@@ -126,6 +66,8 @@ class ModelRunner:
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
+    scoring: Scoring = field(init=False)
+    _logits: torch.Tensor | None = None  # [S, vocab], of all graphs, of which one runs at a time
     _events: PlanEvents = field(default_factory=PlanEvents)
     _part_markers: list[Marker] = field(default_factory=list)  # of the present plan
     _marks_parts: bool = False  # the present plan does
@@ -133,6 +75,7 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
+        self.scoring = Scoring(self.ops, self.state.upload)
 
     @property
     def block_size(self) -> int:
@@ -156,6 +99,7 @@ class ModelRunner:
         self._part_markers = []
         self._marks_parts = any(isinstance(work, Export) for work in plan.kv)
         self.state.apply(plan)
+        self.scoring.apply(plan)
         pending = self._launch(plan)
         if self._marks_parts:
             is_complete = len(self._part_markers) == self.mover.parts.count
@@ -174,10 +118,12 @@ class ModelRunner:
         if pending is None or pending.number != supply.number:
             raise IntegrityError(f"step {supply.number} does not wait for a supply")
         logits = self.model.compute_logits(pending.hidden)
+        raw = logits.clone() if supply.masks and self.scoring.of_tokens else logits
         for row, mask in supply.masks.items():
             logits[row] = logits[row].masked_fill(~self._allowed(mask, logits), -torch.inf)
-        tokens = self._sample(logits, pending.slots, pending.positions)
-        pending.tokens = PendingTokens(pending.number, tokens)
+        tokens = self._sample(logits, pending.slots, pending.positions).tokens
+        self._score(Sampled(tokens, raw), pending.host_slots)
+        pending.tokens = PendingTokens(pending.number, tokens, self.scoring.take())
 
     def _allowed(self, mask: bytes, logits: torch.Tensor) -> torch.Tensor:
         """Return which tokens a mask allows, [vocab] bool."""
@@ -194,15 +140,17 @@ class ModelRunner:
         if not plan.has_rows:
             return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
         if plan.awaits_supply:
-            pending = PendingSupply(plan.number, *self._forward(slots, chunks))
+            sampling = [*slots, *(chunk.slot for chunk in chunks if chunk.samples)]
+            pending = PendingSupply(plan.number, *self._forward(slots, chunks), sampling)
             self._awaiting = pending
             return pending
         tokens = self._replay(slots, chunks)
         if tokens is None and not chunks:
-            tokens = self.decode(self.state.upload([slots])[0])
+            sampled = self.decode(self.state.upload([slots])[0])
+            tokens = self._score(sampled, slots)
         if tokens is None:
             tokens = self._run_mixed(slots, chunks)
-        return PendingTokens(plan.number, tokens)
+        return PendingTokens(plan.number, tokens, self.scoring.take())
 
     def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> torch.Tensor | None:
         """Run a step by CUDA graphs, or return None if there are none for all of it.
@@ -221,15 +169,37 @@ class ModelRunner:
             if shape is None:
                 return None
         if slots and self.decode_graphs is not None:
-            tokens.append(self.decode_graphs.replay(slots))
+            # Now: the prefill's logits come into the same memory.
+            tokens.append(self._score(self.decode_graphs.replay(slots), slots))
         if shape is not None and self.prefill_graphs is not None:
-            tokens.append(self.prefill_graphs.replay(chunks, shape, self.state.host_tables))
+            sampled = self.prefill_graphs.replay(chunks, shape, self.state.host_tables)
+            tokens.append(self._score(sampled, [], chunks, first=len(slots)))
             if self._marks_parts:
                 self._part_markers = self.prefill_graphs.markers_of(shape)
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
-    def decode(self, slots: torch.Tensor) -> torch.Tensor:
-        """Run one decode step of these slots, [B] int64, and return the tokens, [B] int64.
+    def _score(
+        self,
+        sampled: Sampled,
+        slots: list[int],
+        chunks: Iterable[PrefillChunk] = (),
+        first: int = 0,
+    ) -> torch.Tensor:
+        """Launch the tokens' log probabilities if a slot asks for them; return the tokens.
+
+        Args:
+            sampled: of the decode rows and of the chunks that sample.
+            slots: of the decode rows.
+            chunks: likewise; some may not sample.
+            first: index in the step's tokens of the first row.
+        """
+        if self.scoring.of_tokens:
+            rows = [*slots, *(chunk.slot for chunk in chunks if chunk.samples)]
+            self.scoring.score_tokens(sampled.logits, sampled.tokens, rows, first)
+        return sampled.tokens
+
+    def decode(self, slots: torch.Tensor) -> Sampled:
+        """Run one decode step of these slots, [B] int64.
 
         Everything is read from and written to the device, so that this can be captured.
         """
@@ -238,22 +208,22 @@ class ModelRunner:
         # The padding slot stays at position 0: it runs in many more steps than a sequence does.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
-        return self._sample(self.model.compute_logits(hidden), slots, positions)
+        return self._sample(self._compute_logits(hidden), slots, positions)
 
-    def prefill(
-        self, inputs: PrefillInputs, behind_layer: BehindLayer | None = None
-    ) -> torch.Tensor:
-        """Run a step of prefill chunks alone and return the tokens of those that sample.
+    def prefill(self, inputs: PrefillInputs, behind_layer: BehindLayer | None = None) -> Sampled:
+        """Run a step of prefill chunks alone; those sample that are to.
 
         Everything is read from and written to the device, so that this can be captured.
         """
         forward = inputs.forward_batch(self.state.block_tables)
         hidden = self.model.forward(forward, self.kv_pool, behind_layer)
-        if inputs.num_samples == 0:
-            # On the device all the same: a step is waited for by its tokens.
-            return inputs.sample_slots
-        logits = self.model.compute_logits(hidden[inputs.rows])
+        logits = self._compute_logits(hidden[inputs.rows])
         return self._sample(logits, inputs.sample_slots, inputs.sample_positions)
+
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits that stay where they are when a graph that has computed them ends."""
+        out = None if self._logits is None else self._logits[: len(hidden)]
+        return self.model.compute_logits(hidden, out)
 
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
         state = self.state
@@ -281,7 +251,8 @@ class ModelRunner:
         if not len(hidden):
             # On the device all the same: a step is waited for by its tokens.
             return sample_slots
-        return self._sample(self.model.compute_logits(hidden), sample_slots, positions)
+        sampled = self._sample(self.model.compute_logits(hidden), sample_slots, positions)
+        return self._score(sampled, slots, chunks)
 
     def _forward(
         self, slots: list[int], chunks: list[PrefillChunk]
@@ -298,10 +269,12 @@ class ModelRunner:
         forward = inputs.forward_batch(state.block_tables)
         if not slots:
             hidden = self.model.forward(forward, self.kv_pool, behind_layer)
+            self._score_prompts(hidden, chunks)
             return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
         decode_slots = state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
         hidden = self.model.forward(_joined(decodes, forward), self.kv_pool, behind_layer)
+        self._score_prompts(hidden[len(slots) :], chunks)
         decode_rows = torch.arange(len(slots), device=state.device)
         return (
             hidden[torch.cat([decode_rows, inputs.rows + len(slots)])],
@@ -309,15 +282,24 @@ class ModelRunner:
             torch.cat([decodes.positions + 1, inputs.sample_positions]),
         )
 
+    def _score_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
+        """Launch the log probabilities of the prompts that ask; `hidden` is [T, hidden]."""
+        start = 0
+        for index, chunk in enumerate(chunks):
+            if chunk.scored:
+                own = hidden[start : start + chunk.length]
+                self.scoring.score_prompt(index, chunk, own, self.model.compute_logits)
+            start += chunk.length
+
     def _sample(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Sampled:
         """Draw a token a row of `logits` [B, vocab] and leave it in its slot."""
         state = self.state
         tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
         state.last_token.index_copy_(0, slots, tokens)
         state.position.index_copy_(0, slots, positions)
-        return tokens
+        return Sampled(tokens, logits)
 
     def _marking(self, markers: list[Marker], *, in_graph: bool = False) -> BehindLayer:
         """Return what notes the ends of the parts in a list as a step is launched."""
@@ -329,7 +311,7 @@ class ModelRunner:
 
         return mark_part_end
 
-    def _captured_prefill(self, inputs: PrefillInputs, markers: list[Marker]) -> torch.Tensor:
+    def _captured_prefill(self, inputs: PrefillInputs, markers: list[Marker]) -> Sampled:
         markers.clear()  # a step is run before it is captured
         return self.prefill(inputs, self._marking(markers, in_graph=True))
 
@@ -359,6 +341,9 @@ class ModelRunner:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""
         state = self.state
         pool = GraphPool(state.device)
+        with torch.inference_mode():
+            every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
+            self._logits = self.decode(every).logits
         sizes = batch_buckets(state.num_slots)
         self.decode_graphs = DecodeGraphs.capture(
             self.decode, sizes, state.padding_slot, state.device, pool, progress

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from pagewire.shared.logprobs import Token
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log probability at one position.
+
+    Attributes:
+        logprob: by the raw logits.
+        rank: 1 for the most likely token.
+        decoded_token: its text; None if the model has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = list[dict[int, Logprob]]  # by token id; the first of each position is its own token
 
 
 @dataclass(slots=True)
@@ -16,6 +37,7 @@ class CompletionOutput:
         finish_reason: "stop" or "length".
         stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None if
             it was the model's own end of sequence.
+        logprobs: of each token, if `SamplingParams.logprobs` asks for them.
     """
 
     index: int
@@ -23,6 +45,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(slots=True)
@@ -35,12 +58,15 @@ class RequestOutput:
         prompt: its text; None if token ids were given.
         outputs: the answers, `n` of them.
         cached_tokens: prompt tokens that were found in the prefix cache.
+        prompt_logprobs: of each prompt token, None for the first, if
+            `SamplingParams.prompt_logprobs` asks for them.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def text(self) -> str:
@@ -56,3 +82,22 @@ class RequestOutput:
     def finish_reason(self) -> str | None:
         """Why the first answer ended."""
         return self.outputs[0].finish_reason
+
+
+def logprobs_of(tokens: Iterable[Token], text_of: Callable[[int], str] | None) -> Logprobs:
+    """Return the log probabilities of tokens by id.
+
+    Args:
+        tokens: each with its most likely alternatives.
+        text_of: a token's text, if there is a tokenizer.
+    """
+    found = []
+    for token in tokens:
+        ranked = [(token.id, token.logprob, token.rank)]
+        ranked += [(other, value, rank) for rank, (other, value) in enumerate(token.top, start=1)]
+        position: dict[int, Logprob] = {}
+        for token_id, value, rank in ranked:
+            text = None if text_of is None else text_of(token_id)
+            position.setdefault(token_id, Logprob(value, rank, text))
+        found.append(position)
+    return found

@@ -197,5 +197,8 @@ class PlanDraft:
 
 
 def _chunk_of(part: ScheduledTokens) -> PrefillChunk:
-    tokens = part.sequence.token_ids[part.start : part.end]
-    return PrefillChunk(slot_of(part.sequence), part.start, tokens, part.samples)
+    sequence, start, end = part.sequence, part.start, part.end
+    tokens, scored = sequence.token_ids[start:end], []
+    if sequence.awaits_scores:
+        scored = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+    return PrefillChunk(slot_of(sequence), start, tokens, part.samples, scored)

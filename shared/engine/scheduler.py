@@ -233,7 +233,7 @@ class Scheduler(SequenceTable):
 
     def _usable_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks of a sequence, at least one token short of all it has."""
-        if not self.pool.enable_caching:
+        if not self.pool.enable_caching or sequence.awaits_scores:
             return []
         sequence.extend_hashes(self.hasher)
         most = (len(sequence.token_ids) - 1) // self.block_size

@@ -38,6 +38,7 @@ class Sequence:
         block_hashes: of the full blocks of `token_ids`.
         num_late_tokens: sampled in an earlier life, and not known to the host yet.
         num_cached_tokens: found in the prefix cache at the first admission.
+        scored_until: position of the next prompt token whose log probability is to be reported.
         num_exported_blocks: of this life, reported as final to the KV side.
         slot: row of the device state while it runs.
         decodes_from_slot: the slot holds the next input token.
@@ -59,6 +60,7 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_late_tokens: int = 0
     num_cached_tokens: int | None = None
+    scored_until: int = 1
     num_exported_blocks: int = 0
     slot: int | None = None
     decodes_from_slot: bool = False
@@ -98,6 +100,15 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the next steps have to run, as far as they can be known."""
         return 1 if self.decodes_from_slot else len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether log probabilities of its prompt are wanted and not all reported.
+
+        Its prompt is then computed without the prefix cache, which has no logits.
+        """
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and self.scored_until < self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

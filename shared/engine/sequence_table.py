@@ -151,6 +151,8 @@ class SequenceTable:
         )
         if not is_there or not self._free_slots or self.pool.num_available == 0:
             return
+        if child.awaits_scores:
+            return  # it needs the logits of all its prompt
         self.waiting.remove(child)
         blocks = parent.block_ids[: self._blocks_for(known)]
         child.block_ids, own = self.pool.fork(blocks, known // self.block_size)

@@ -27,6 +27,7 @@ from itertools import compress
 
 import msgspec
 
+from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.sampling import ResolvedSampling
 
 
@@ -78,18 +79,20 @@ class SlotInput(msgspec.Struct, frozen=True):
     position: int
 
 
-class PrefillChunk(msgspec.Struct, frozen=True):
+class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens of a prompt to run.
 
     Attributes:
         start: position of the first token.
         samples: a token is sampled after the last one.
+        scored: the tokens from position `start + 1` on whose log probabilities are wanted.
     """
 
     slot: int
     start: int
     token_ids: list[int]
     samples: bool
+    scored: list[int] = []
 
     @property
     def length(self) -> int:
@@ -181,16 +184,30 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
         return len(self.decodes) + sum(chunk.samples for chunk in self.chunks)
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepScores(msgspec.Struct, frozen=True):
+    """The log probabilities that a step's slots ask for.
+
+    Attributes:
+        tokens: index in `StepResult.tokens` -> of that token.
+        prompts: index of a chunk -> of its `scored` tokens.
+    """
+
+    tokens: dict[int, Logprobs] = {}
+    prompts: dict[int, Logprobs] = {}
+
+
+class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step sampled.
 
     Attributes:
         number: of the plan.
         tokens: one of each decode row, then one of each chunk that samples.
+        scores: None if no slot asks for any.
     """
 
     number: int
     tokens: list[int]
+    scores: StepScores | None = None
 
 
 class Supply(msgspec.Struct, frozen=True, tag=True):

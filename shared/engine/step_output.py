@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pagewire.shared.request import FinishReason
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.logprobs import Logprobs, PromptLogprobs
+from pagewire.shared.request import FinishReason, RequestStatus
 
 
 class StepOutput(msgspec.Struct, frozen=True, gc=False):
@@ -15,6 +17,8 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache; with the first output only.
         queue_s, prefill_s: time waited and computed until the first token; likewise.
+        logprobs: of the tokens, if the sequence asks for them.
+        prompt_logprobs: of a part of the prompt, in an output of their own.
     """
 
     request_id: str
@@ -24,6 +28,8 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     error: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):
@@ -51,3 +57,47 @@ class StepOutputs(msgspec.Struct, frozen=True, gc=False):
         for request_id, token in zip(self.request_ids, self.token_ids, strict=True):
             yield StepOutput(request_id, [token])
         yield from self.others
+
+
+def token_output(
+    sequence: Sequence,
+    token: int,
+    status: RequestStatus | None,
+    logprobs: Logprobs | None,
+    now_s: float | None,
+) -> StepOutput:
+    """Return the output of a token.
+
+    Args:
+        sequence: whose it is.
+        token: its id.
+        status: that ended the sequence with it, None if it goes on.
+        logprobs: of the token, if they were asked for.
+        now_s: given with the first token, whose output reports what the prompt took.
+    """
+    reason = status.finish_reason if status is not None else None
+    if now_s is None:
+        return StepOutput(sequence.request_id, [token], reason, logprobs=logprobs)
+    started = sequence.first_scheduled_s or sequence.arrival_s
+    return StepOutput(
+        sequence.request_id,
+        [token],
+        reason,
+        cached_tokens=min(sequence.num_cached_tokens or 0, sequence.num_prompt_tokens),
+        queue_s=started - sequence.arrival_s,
+        prefill_s=now_s - started,
+        logprobs=logprobs,
+    )
+
+
+def prompt_outputs(sequence: Sequence, start: int, scored: Logprobs) -> list[StepOutput]:
+    """Return what has not been reported of a prompt's log probabilities, in bounded parts.
+
+    Args:
+        sequence: counts what is reported.
+        start: position of the first token.
+        scored: from there on; a prompt that is computed again begins from its start.
+    """
+    news = PromptLogprobs(start, scored).since(sequence.scored_until)
+    sequence.scored_until = max(sequence.scored_until, news.end)
+    return [StepOutput(sequence.request_id, [], prompt_logprobs=part) for part in news.parts()]

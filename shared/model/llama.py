@@ -228,9 +228,14 @@ class LlamaForCausalLM:
         return self.norm(hidden, residual)[0]
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[N, vocab]` of hidden states `[N, hidden]`, in the model's dtype."""
-        return self._linear(hidden, self.lm_head)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits `[N, vocab]` of hidden states `[N, hidden]`, in the model's dtype.
+
+        Args:
+            hidden: final hidden states.
+            out: [N, vocab] to write them to, if they are to be there.
+        """
+        return self._linear(hidden, self.lm_head, out=out)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield every checkpoint tensor's name and the part of a parameter that it fills."""

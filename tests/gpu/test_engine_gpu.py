@@ -58,6 +58,34 @@ def test_demo_tokens_equal_the_cpus() -> None:
         torch.cuda.empty_cache()
 
 
+def test_log_probabilities_equal_the_cpus() -> None:
+    """Of graphs' logits, with decode rows and prefill chunks in one step, and of prompts."""
+    cpu = LLM("demo", device="cpu", dtype="float32")
+    prompts = _prompts(cpu, 24, 700)
+    variants: list[dict[str, int]] = [{"logprobs": 3}, {}, {"logprobs": 0, "prompt_logprobs": 2}]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **variants[i % 3])
+        for i in range(24)
+    ]
+    truth = cpu.generate(prompts, params)
+    for options in ({}, {"cuda_graphs": False}, {"max_num_batched_tokens": 100}):
+        llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
+        for got, want in zip(llm.generate(prompts, params), truth, strict=True):
+            assert got.token_ids == want.token_ids
+            pairs = [(got.outputs[0].logprobs, want.outputs[0].logprobs)]
+            pairs.append((got.prompt_logprobs, want.prompt_logprobs))
+            for ours, theirs in pairs:
+                assert (ours is None) == (theirs is None)
+                for one, other in zip(ours or [], theirs or [], strict=True):
+                    assert list(one or {})[:1] == list(other or {})[:1]
+                    values = [each.logprob for each in (one or {}).values()]
+                    expected = [each.logprob for each in (other or {}).values()]
+                    assert values == pytest.approx(expected, abs=1e-3)
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
     llm = LLM("demo", device="cuda", gpu_memory_utilization=0.2)
     prompts = _prompts(llm, 16, 600)

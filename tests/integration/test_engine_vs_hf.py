@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
+from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, Sampled, prefill_shapes
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.outputs import RequestOutput
 from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillShape
@@ -180,10 +180,10 @@ class PaddedSteps(DecodeGraphs):
 
     runner: ModelRunner
 
-    def replay(self, slots: list[int]) -> torch.Tensor:
+    def replay(self, slots: list[int]) -> Sampled:
         size = next(size for size in self.sizes if size >= len(slots))
         padded = slots + [self.padding_slot] * (size - len(slots))
-        return self.runner.decode(torch.tensor(padded))[: len(slots)]
+        return self.runner.decode(torch.tensor(padded)).first(len(slots))
 
 
 class PaddedPrefills(PrefillGraphs):
@@ -193,10 +193,10 @@ class PaddedPrefills(PrefillGraphs):
 
     def replay(
         self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
-    ) -> torch.Tensor:
-        tokens = self.runner.prefill(self._padded(chunks, shape, tables))
-        assert tokens.shape == (shape.num_chunks,)
-        return tokens[: sum(chunk.samples for chunk in chunks)]
+    ) -> Sampled:
+        sampled = self.runner.prefill(self._padded(chunks, shape, tables))
+        assert sampled.tokens.shape == (shape.num_chunks,)
+        return sampled.first(sum(chunk.samples for chunk in chunks))
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 64])

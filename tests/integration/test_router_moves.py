@@ -112,6 +112,46 @@ def test_usage_after_a_move_is_that_of_one_answer(redis_url):
     with_workers(redis_url, 2, scenario)
 
 
+PROMPT = TOKENIZER.encode("The with statement is used to wrap the execution of a block.")
+SCORED = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 200}
+
+
+def test_a_prompt_that_another_worker_scores_again_is_shown_once(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        for worker in workers:
+            worker.hold.clear()
+            worker.most_parts = 2
+        pending = asyncio.create_task(router.complete(**SCORED))
+        await eventually(lambda: any(w.active for w in workers))
+        busy, (other,) = the_busy(workers)
+        await asyncio.sleep(0.1)
+        other.most_parts = 100
+        other.hold.set()
+        await busy.die()
+        choice = (await pending).json()["choices"][0]
+        expected = [None, *(-token - 0.5 for token in [*PROMPT[1:], *ANSWER])]
+        assert choice["logprobs"]["token_logprobs"] == expected
+        assert other.generated[0].sampling.prompt_logprobs == 0
+
+    with_workers(redis_url, 2, scenario)
+
+
+def test_a_prompt_that_is_scored_is_not_scored_again_after_a_move(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        async def kill() -> None:
+            busy, _ = the_busy(workers)
+            await busy.die()
+
+        text = await stream_until(router, 20, kill, **SCORED)
+        assert text == TOKENIZER.decode(PROMPT) + TEXT
+        requests = [request for worker in workers for request in worker.generated]
+        before, after = sorted(requests, key=lambda request: len(request.output_token_ids))
+        assert (before.sampling.prompt_logprobs, after.sampling.prompt_logprobs) == (0, None)
+        assert after.sampling.logprobs == 0
+
+    with_workers(redis_url, 2, scenario)
+
+
 def test_a_request_that_waits_for_its_first_token_is_moved(redis_url):
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         for worker in workers:

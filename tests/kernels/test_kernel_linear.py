@@ -57,6 +57,18 @@ def test_shares_are_added_up_again_and_again(device, kernels):
         assert torch.equal(kernels.linear(x, weight), first)
 
 
+@pytest.mark.parametrize("backend", ["kernels", "reference"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("outs", [64, 100], ids=["tiled", "cublas"])
+def test_out_is_written(outs, with_bias, backend, request, device, assert_close):
+    ops = request.getfixturevalue(backend)
+    x, weight = _operands(3, outs, 128, device, torch.float16)
+    bias = weight[:, 0].contiguous() if with_bias else None
+    out = torch.empty(8, outs, device=device, dtype=x.dtype)[:3]
+    assert ops.linear(x, weight, bias, out=out) is out
+    assert_close(out, ops.linear(x, weight, bias))
+
+
 def test_tilings_fill_the_processors():
     for rows in (1, 16, 17, 32, 33, 64):
         for outs, ins in SHAPES_8B:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pagewire.shared.channel import ClusterKeys, ControlServer
+from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.protocol import (
     PROTOCOL_VERSION,
     BlockLayout,
@@ -21,6 +22,7 @@ from pagewire.shared.protocol import (
 )
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import CardPublisher, LinkInfo, Registry, WorkerCard, WorkerLoad
+from pagewire.tests.support.fake_device import score
 
 HEARTBEAT_S = 0.1
 LEASE_S = 1.0
@@ -42,6 +44,7 @@ class FakeDecodeWorker:
         answer: the tokens of every answer; a moved request goes on where it was.
         step_s: pause before each token.
         hold: while cleared, no tokens are sent.
+        most_parts: of a prompt's log probabilities, four tokens each; no more are sent.
         refuse: reason to refuse every request with, if any.
         generated: requests that came, in order.
         cancelled: ids of those that were cancelled.
@@ -64,6 +67,7 @@ class FakeDecodeWorker:
         self.step_s = step_s
         self.hold = asyncio.Event()
         self.hold.set()
+        self.most_parts = 1 << 20
         self.refuse: str | None = None
         self.error: str | None = None
         self.cached_tokens = 0
@@ -162,6 +166,7 @@ class FakeDecodeWorker:
 
     async def _generate(self, peer_id: str, request: Generate) -> None:
         first = len(request.output_token_ids)
+        self._send_prompt_logprobs(peer_id, request)
         tokens = self.answer[: request.sampling.max_tokens]
         for position in range(first, len(tokens)):
             await asyncio.sleep(self.step_s)
@@ -174,6 +179,7 @@ class FakeDecodeWorker:
                 cached_tokens=self.cached_tokens if position == first else None,
                 finish_reason=reason if is_last else None,
                 timings=Timings(queue_s=0.01, prefill_s=0.02) if is_last else None,
+                logprobs=None if request.sampling.logprobs is None else score([tokens[position]]),
             )
             if self.error is not None:
                 output = TokenOutput(
@@ -183,6 +189,15 @@ class FakeDecodeWorker:
             if output.finish_reason is not None:
                 break
         self._tasks.pop(request.request_id, None)
+
+    def _send_prompt_logprobs(self, peer_id: str, request: Generate) -> None:
+        if request.sampling.prompt_logprobs is None:
+            return
+        whole = score(request.prompt_token_ids[1:])
+        for start in range(0, min(len(whole), 4 * self.most_parts), 4):
+            part = PromptLogprobs(1 + start, whole.part(start, start + 4))
+            output = TokenOutput(request_id=request.request_id, prompt_logprobs=part)
+            self._server.post(peer_id, TokenBatch(outputs=[output]))
 
 
 def prefill_card(redis_url: str, secret: str, worker_id: str, **card: Any) -> FakeDecodeWorker:

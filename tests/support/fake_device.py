@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from pagewire.kernels.kv_staging import move_order
@@ -20,9 +21,18 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, StepResult, Supply
+from pagewire.shared.engine.step import (
+    Expect,
+    Export,
+    PrefillChunk,
+    StepPlan,
+    StepResult,
+    StepScores,
+    Supply,
+)
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
+from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.sampling import ResolvedSampling
 
 VOCAB = 7
@@ -33,6 +43,12 @@ NUM_PARTS = 2  # of a block; a part is not some layers here but some of its toke
 def next_token(seed: int, tokens: list[int]) -> int:
     """What the fake model samples behind these tokens."""
     return zlib.crc32(bytes([seed, *tokens])) % VOCAB
+
+
+def score(tokens: list[int]) -> Logprobs:
+    """What the fake model says of these tokens: no alternatives."""
+    ids = np.array(tokens, np.int32)
+    return Logprobs(1, ids.tobytes(), (-ids - 0.5).astype(np.float32).tobytes(), ids.tobytes())
 
 
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
@@ -119,9 +135,11 @@ class FakeSlot:
     Attributes:
         token, position: input of the next decode row, if a step has left one.
         computed: tokens that were run in it.
+        scores: log probabilities of its tokens are wanted.
     """
 
     seed: int
+    scores: bool = False
     table: list[int] = field(default_factory=list)
     token: int | None = None
     position: int = 0
@@ -194,7 +212,11 @@ class FakeDevice:
             self.awaiting = FakePending(self, StepResult(plan.number, sampled), error)
             return self.awaiting
         tokens = [self._sample(slot, None) for slot in sampled]
-        return FakePending(self, StepResult(plan.number, tokens), error)
+        scores = StepScores(
+            {i: score([tokens[i]]) for i, slot in enumerate(sampled) if self._slots[slot].scores},
+            {i: score(chunk.scored) for i, chunk in enumerate(plan.chunks) if chunk.scored},
+        )
+        return FakePending(self, StepResult(plan.number, tokens, scores), error)
 
     def supply(self, supply: Supply) -> None:
         pending, self.awaiting = self.awaiting, None
@@ -283,7 +305,8 @@ class FakeDevice:
         for new in plan.new_slots:
             owner = self._slots.get(new.slot)  # the same one, if the last plan failed to launch
             assert owner is None or owner.computed is None, "the slot has an owner"
-            self._slots[new.slot] = FakeSlot(new.sampling.seed or 0)
+            scores = new.sampling.logprobs is not None
+            self._slots[new.slot] = FakeSlot(new.sampling.seed or 0, scores)
             if new.slot not in running:
                 self.prepared.append(new.slot)
         entries = plan.blocks

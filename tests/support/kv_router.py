@@ -62,6 +62,8 @@ class Router:
         prompt: list[int] | None = None,
         workers: tuple[str, ...] = ("prefill-0",),
         max_tokens: int = MAX_TOKENS,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **fields: Any,
     ) -> None:
         """Post a request."""
@@ -71,7 +73,12 @@ class Router:
             Generate(
                 request_id=request_id,
                 prompt_token_ids=prompt,
-                sampling=ResolvedSampling(max_tokens=max_tokens, seed=SEED),
+                sampling=ResolvedSampling(
+                    max_tokens=max_tokens,
+                    seed=SEED,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                ),
                 prefill_workers=list(workers),
                 **fields,
             )
@@ -85,9 +92,21 @@ class Router:
         """All that came for a request so far."""
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
+    def scored(self, request_id: str = "r") -> list[int]:
+        """The prompt tokens whose log probabilities came so far, from position 1 on, each once."""
+        found: list[int] = []
+        for output in self.outputs[request_id]:
+            if output.prompt_logprobs is not None:
+                assert not output.token_ids
+                assert output.prompt_logprobs.start <= 1 + len(found), "a gap"
+                news = output.prompt_logprobs.since(1 + len(found))
+                found += [token.id for token in news.tokens]
+        return found
+
     def prefilled_by(self, request_id: str = "r") -> str | None:
         """The worker that sampled the first token; None if the decode worker did."""
-        return self.outputs[request_id][0].prefill_worker
+        outputs = self.outputs[request_id]
+        return next(output for output in outputs if output.token_ids).prefill_worker
 
     async def first_token(self, request_id: str = "r") -> None:
         """Wait for it."""

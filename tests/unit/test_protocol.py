@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.errors import ProtocolError, VersionMismatchError
+from pagewire.shared.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
 from pagewire.shared.protocol import (
     MAX_FRAME_BYTES,
     MAX_TEXT_CHARS,
@@ -16,6 +17,7 @@ from pagewire.shared.protocol import (
     ControlMessage,
     Generate,
     Ping,
+    PromptScored,
     Refused,
     clip_text,
     decode,
@@ -26,6 +28,16 @@ from pagewire.shared.sampling import ResolvedSampling
 MESSAGE_TYPES = get_args(ControlMessage)
 PACK = msgspec.msgpack.encode
 VERSION = bytes([PROTOCOL_VERSION])
+
+
+@st.composite
+def logprobs_columns(draw: st.DrawFn) -> Logprobs:
+    count, width = draw(st.integers(0, 3)), draw(st.integers(1, 21))
+    ids, logprobs = (draw(st.binary(min_size=n, max_size=n)) for n in [4 * count * width] * 2)
+    return Logprobs(width, ids, logprobs, draw(st.binary(min_size=4 * count, max_size=4 * count)))
+
+
+LOGPROBS = logprobs_columns()
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -56,6 +68,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3)
         case msgspec.inspect.UnionType():
             return st.one_of([values_of(one) for one in kind.types])
+        case msgspec.inspect.StructType(cls=cls) if cls is Logprobs:
+            return LOGPROBS
         case msgspec.inspect.StructType():
             return st.builds(kind.cls, **{f.name: values_of(f.type) for f in kind.fields})
     raise AssertionError(f"no strategy for {kind}")
@@ -113,6 +127,17 @@ def test_mutated_frames_raise_protocol_errors_or_are_messages(frame: bytes) -> N
 
 def with_fields(message: ControlMessage, /, **changes: Any) -> bytes:
     return VERSION + PACK(msgspec.to_builtins(message) | changes)
+
+
+def test_the_largest_part_of_a_prompts_log_probabilities_is_a_small_message() -> None:
+    size = 4 * MAX_POSITIONS * (1 + MAX_TOP)
+    columns = Logprobs(1 + MAX_TOP, bytes(size), bytes(size), bytes(4 * MAX_POSITIONS))
+    message = PromptScored(job_id="job", prompt_logprobs=PromptLogprobs(1, columns))
+    assert len(encode(message)) < 100_000
+    for changed in (columns.ids[4:], columns.ids + b"0"):
+        fields = [1, [columns.width, changed, columns.logprobs, columns.ranks]]
+        with pytest.raises(ProtocolError, match="different lengths"):
+            decode(with_fields(message, prompt_logprobs=fields))
 
 
 BAD_FRAMES = {

@@ -7,7 +7,7 @@ import pytest
 
 from pagewire.services.router.answers import Usage
 from pagewire.services.router.http_io import EventStream
-from pagewire.services.router.responses import CompletionFormat
+from pagewire.services.router.responses import CompletionFormat, Extras
 from pagewire.shared.answer_text import TextDelta
 from pagewire.shared.errors import NoWorkerError
 from pagewire.tests.support.aio import run_async
@@ -52,7 +52,7 @@ async def words(*texts: str, error: Exception | None = None) -> AsyncGenerator:
 
 
 def stream(answers: Answers, rest: AsyncGenerator, timeout: float = 5) -> EventStream:
-    form = CompletionFormat("m", [""], with_usage=False)
+    form = CompletionFormat("m", [""], Extras())
     return EventStream(answers, form, (0, TextDelta("first")), rest, timeout)
 
 

@@ -5,9 +5,15 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
-from pagewire.services.router.answers import Answer, Usage
+from pagewire.services.router.answers import Usage
 from pagewire.services.router.errors import BodyTooLargeError, ContextLengthError, describe
-from pagewire.services.router.responses import DONE, ChatFormat, CompletionFormat, model_card
+from pagewire.services.router.responses import (
+    DONE,
+    ChatFormat,
+    CompletionFormat,
+    Extras,
+    model_card,
+)
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.answer_text import TextDelta
 from pagewire.shared.config import RouterSettings
@@ -30,8 +36,8 @@ def events(raw: bytes) -> list[dict]:
 
 
 def test_a_completion_is_what_openais_client_reads():
-    form = CompletionFormat("m", ["", "Echo"], with_usage=False)
-    raw = form.whole([Answer("one", "stop"), Answer(" two", "length")], USAGE)
+    form = CompletionFormat("m", ["", "Echo"], Extras())
+    raw = form.whole([TextDelta("one", "stop"), TextDelta(" two", "length")], USAGE)
     parsed = Completion.model_validate_json(raw, strict=True)
     assert [c.text for c in parsed.choices] == ["one", "Echo two"]
     assert [c.finish_reason for c in parsed.choices] == ["stop", "length"]
@@ -41,7 +47,7 @@ def test_a_completion_is_what_openais_client_reads():
 
 
 def test_a_chat_answer_is_what_openais_client_reads():
-    raw = ChatFormat("m", 1, with_usage=False).whole([Answer("Hello", "stop")], USAGE)
+    raw = ChatFormat("m", 1, Extras()).whole([TextDelta("Hello", "stop")], USAGE)
     parsed = ChatCompletion.model_validate_json(raw, strict=True)
     assert parsed.choices[0].message.content == "Hello"
     assert parsed.choices[0].message.role == "assistant"
@@ -49,7 +55,7 @@ def test_a_chat_answer_is_what_openais_client_reads():
 
 
 def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
-    form = ChatFormat("m", 2, with_usage=False)
+    form = ChatFormat("m", 2, Extras())
     deltas = [(0, TextDelta("A")), (1, TextDelta("")), (0, TextDelta("", "stop"))]
     chunks = [ChatCompletionChunk.model_validate(e) for d in deltas for e in events(form.chunk(*d))]
     assert [c.choices[0].delta.role for c in chunks] == ["assistant", "assistant", None]
@@ -60,21 +66,21 @@ def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
 
 
 def test_a_piece_without_text_is_no_event():
-    chat, completion = ChatFormat("m", 1, False), CompletionFormat("m", [""], False)
+    chat, completion = ChatFormat("m", 1, Extras()), CompletionFormat("m", [""], Extras())
     chat.chunk(0, TextDelta("x"))
     assert chat.chunk(0, TextDelta("")) == b""
     assert completion.chunk(0, TextDelta("")) == b""
 
 
 def test_an_echo_comes_once_and_first():
-    form = CompletionFormat("m", ["Echo", ""], with_usage=False)
+    form = CompletionFormat("m", ["Echo", ""], Extras())
     deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]
     texts = [e["choices"][0]["text"] for d in deltas for e in events(form.chunk(*d))]
     assert texts == ["Echo", " a", "b"]
 
 
 def test_usage_is_null_until_the_last_chunk():
-    form = ChatFormat("m", 1, with_usage=True)
+    form = ChatFormat("m", 1, Extras(usage=True))
     (chunk,) = events(form.chunk(0, TextDelta("x")))
     (last,) = events(form.last(USAGE))
     assert chunk["usage"] is None

@@ -1,5 +1,6 @@
 import asyncio
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from pagewire.services.router.mailbox import MAX_TAKEN_TOKENS, Lost, Mailbox
 from pagewire.services.router.stream import AnswerStream
 from pagewire.shared.answer_text import TextAssembler, TextDelta
 from pagewire.shared.errors import RequestFailedError
+from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.protocol import Refused, TokenOutput
 from pagewire.shared.tokenizer import Tokenizer
@@ -40,6 +42,14 @@ class ScriptedSource:
 
 def output(*token_ids: int, **fields: object) -> TokenOutput:
     return TokenOutput(request_id="r", token_ids=list(token_ids), **fields)
+
+
+def columns(*token_ids: int) -> Logprobs:
+    """Tokens with one alternative each."""
+    numbers = np.array([[token_id, token_id + 1] for token_id in token_ids], np.int32)
+    logprobs = (-numbers - 0.5).astype(np.float32)
+    ranks = np.full(len(token_ids), 3, np.int32)
+    return Logprobs(2, numbers.tobytes(), logprobs.tobytes(), ranks.tobytes())
 
 
 def answer_of(source: ScriptedSource, *stops: str) -> AnswerStream:
@@ -160,6 +170,50 @@ def test_a_mailbox_hands_out_a_long_backlog_in_parts():
         assert (second.token_ids, second.finish_reason) == (tokens[MAX_TAKEN_TOKENS:], "stop")
 
     run_async(scenario())
+
+
+def test_a_mailbox_keeps_log_probabilities_with_their_tokens():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        part = PromptLogprobs(1, columns(8, 9))
+        mailbox.put_output(output(prompt_logprobs=part))
+        tokens = list(range(MAX_TAKEN_TOKENS + 10))
+        for token in tokens:
+            mailbox.put_output(output(token, logprobs=columns(token)))
+        mailbox.put_output(output(finish_reason="stop"))
+        assert (await mailbox.take(1)).prompt_logprobs == part
+        taken = [await mailbox.take(1) for _ in range(2)]
+        for each in taken:
+            assert [token.id for token in each.logprobs] == each.token_ids
+        assert [token for each in taken for token in each.token_ids] == tokens
+
+    run_async(scenario())
+
+
+def test_a_stop_string_cuts_the_log_probabilities_too():
+    token_ids = ids(" One two three four five six")
+    source = ScriptedSource(output(*token_ids, logprobs=columns(*token_ids)))
+    (delta,) = run_async(deltas(answer_of(source, "ee four")))
+    assert [token.id for token in delta.logprobs] == list(delta.token_ids)
+    assert 0 < len(delta.token_ids) < len(token_ids)
+
+
+def test_log_probabilities_of_the_prompt_come_first_and_without_text():
+    part = columns(5, 6)
+    source = ScriptedSource(
+        output(prompt_logprobs=PromptLogprobs(1, part)), output(7, finish_reason="length")
+    )
+    first, last = run_async(deltas(answer_of(source)))
+    assert (first.text, first.end, first.prompt_logprobs) == ("", None, part)
+    assert (last.end, last.prompt_logprobs) == ("length", None)
+
+
+def test_an_answer_that_is_not_wanted_ends_without_tokens():
+    source = ScriptedSource(output(7), output(8, finish_reason="stop"))
+    answer = AnswerStream(source, TextAssembler(TOKENIZER, PROMPT, []), generates=False)
+    (only,) = run_async(deltas(answer))
+    assert (only.text, only.end, only.token_ids, answer.num_tokens) == ("", "length", (), 0)
+    assert source.closed == ["length"]
 
 
 def test_a_loss_comes_after_the_tokens_before_it_and_the_first_end_counts():

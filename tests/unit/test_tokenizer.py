@@ -20,6 +20,7 @@ from pagewire.shared.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.tests.support.sentencepiece import sentencepiece_tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())
 
@@ -202,27 +203,7 @@ class TestIncrementalDetokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """Llama 2's kind: spaces as U+2581, one stripped at the start, byte fallback."""
-    from tokenizers import Regex, decoders, models, normalizers
-
-    words = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁h", "▁w"]
-    vocab = {word: i for i, word in enumerate(words)}
-    merges = [("▁", "h"), ("▁", "w")]
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(Regex(" "), "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    backend.add_special_tokens(["<s>"])
-    return Tokenizer(backend, None, 1, frozenset())
+    return sentencepiece_tokenizer()
 
 
 class TestSentencePieceStyle:

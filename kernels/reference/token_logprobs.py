@@ -1,0 +1,35 @@
+"""Log probabilities of tokens in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def token_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, log probabilities and ranks.
+
+    Shapes and meaning are those of `pagewire.kernels.TokenLogprobs`.
+    """
+    scores = logits[rows].float()
+    scores = scores.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+    chosen = tokens[rows][:, None]
+    score = scores.gather(1, chosen)
+    ranks = (scores > score).sum(-1, dtype=torch.int32) + 1
+    ids = torch.cat([chosen, _most_likely(scores, top)], dim=1)
+    values = scores.gather(1, ids)
+    logprobs = values - scores.logsumexp(-1, keepdim=True)
+    logprobs = logprobs.masked_fill_(values == -torch.inf, -torch.inf)
+    return ids.to(torch.int32), logprobs, ranks.to(torch.int32)
+
+
+def _most_likely(scores: torch.Tensor, top: int) -> torch.Tensor:
+    """Return the ids of the highest scores [N, top], of equal ones the lowest ids first."""
+    bits = (scores + 0.0).view(torch.int32).long()  # -0 equals 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    # `topk` leaves the order of equal keys open, so no two are equal.
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    return ((ordered << 32) | (0x7FFFFFFF - ids)).topk(top, dim=-1).indices

@@ -1,0 +1,85 @@
+"""Results of launched steps, on their way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.shared.engine.scoring import DeviceScores
+from pagewire.shared.engine.step import StepResult, StepScores
+from pagewire.shared.errors import IntegrityError
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Launch a copy to the host; the tensor itself if it is there."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class PendingTokens:
+    """Tokens of a launched step, and their log probabilities where somebody asked for them."""
+
+    __slots__ = ("_event", "_host", "_number", "_scores")
+
+    def __init__(
+        self, number: int, tokens: torch.Tensor, scores: Sequence[DeviceScores] = ()
+    ) -> None:
+        self._number = number
+        self._event: torch.cuda.Event | None = None
+        self._host = _to_host(tokens)
+        self._scores = [each.map(_to_host) for each in scores] if scores else None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether the tokens are here, without waiting."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> StepResult:
+        """Wait for the step and return its tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._scores is None:
+            return StepResult(self._number, self._host.tolist())
+        found = StepScores()
+        for scores in self._scores:
+            scores.add_to(found)
+        return StepResult(self._number, self._host.tolist(), found)
+
+
+@dataclass(slots=True)
+class PendingSupply:
+    """A step whose forward has been launched, and whose sampling waits for its supply.
+
+    Attributes:
+        hidden: [N, hidden] of the rows that sample.
+        slots, positions: [N] int64, where the tokens go.
+        host_slots: the same slots.
+        tokens: once they are sampled.
+    """
+
+    number: int
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    host_slots: list[int]
+    tokens: PendingTokens | None = None
+
+    def is_done(self) -> bool:
+        """Whether the tokens are here, without waiting."""
+        return self.tokens is not None and self.tokens.is_done()
+
+    def wait(self) -> StepResult:
+        """Wait for the step and return its tokens.
+
+        Raises:
+            IntegrityError: nothing was supplied, so that they would never come.
+        """
+        if self.tokens is None:
+            raise IntegrityError(f"step {self.number} waits for a supply")
+        return self.tokens.wait()

@@ -1,0 +1,135 @@
+"""Log probabilities of sampled tokens and of prompts, for the slots that ask for them.
+
+They are computed from the logits that a step leaves on the device, after its graphs have run. A
+batch in which nobody asks launches nothing for them and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.engine.step import PrefillChunk, StepPlan, StepScores
+from pagewire.shared.logprobs import Logprobs
+
+TILE_ROWS = 256  # of a prompt, whose logits are in memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceScores:
+    """What `kernels.TokenLogprobs` returned, and whose it is.
+
+    Attributes:
+        rows: index in the step's tokens of each row, if they were sampled.
+        tops: how many most likely tokens each of them asks for.
+        chunk: index of the chunk, if they are a prompt's.
+    """
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    rows: tuple[int, ...] = ()
+    tops: tuple[int, ...] = ()
+    chunk: int | None = None
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> DeviceScores:
+        """Return the same with each tensor moved."""
+        tensors = (move(self.ids), move(self.logprobs), move(self.ranks))
+        return replace(self, ids=tensors[0], logprobs=tensors[1], ranks=tensors[2])
+
+    def add_to(self, found: StepScores) -> None:
+        """Enter them into those of their step; the tensors are on the host and complete."""
+        ids, logprobs, ranks = self.ids.numpy(), self.logprobs.numpy(), self.ranks.numpy()
+        if self.chunk is not None:
+            columns = (ids.tobytes(), logprobs.tobytes(), ranks.tobytes())
+            found.prompts[self.chunk] = Logprobs(ids.shape[1], *columns)
+        for index, (row, top) in enumerate(zip(self.rows, self.tops, strict=True)):
+            width = min(1 + top, ids.shape[1])
+            found.tokens[row] = Logprobs(
+                width,
+                ids[index, :width].tobytes(),
+                logprobs[index, :width].tobytes(),
+                ranks[index : index + 1].tobytes(),
+            )
+
+
+@dataclass(slots=True)
+class Scoring:
+    """Knows which slots ask for log probabilities, and launches their computation.
+
+    Attributes:
+        of_tokens, of_prompts: slot -> how many most likely tokens it asks for.
+        upload: copies equally long rows of integers to the device.
+    """
+
+    ops: Ops
+    upload: Callable[[list[list[int]]], torch.Tensor]
+    of_tokens: dict[int, int] = field(default_factory=dict)
+    of_prompts: dict[int, int] = field(default_factory=dict)
+    _scores: list[DeviceScores] = field(default_factory=list)  # of the present step
+
+    def apply(self, plan: StepPlan) -> None:
+        """Note what the slots' new owners ask for, and begin a step."""
+        self._scores = []
+        for slot in plan.freed if self.of_tokens or self.of_prompts else ():
+            self.of_tokens.pop(slot, None)
+            self.of_prompts.pop(slot, None)
+        for new in plan.new_slots:
+            if new.sampling.logprobs is not None:
+                self.of_tokens[new.slot] = new.sampling.logprobs
+            if new.sampling.prompt_logprobs is not None:
+                self.of_prompts[new.slot] = new.sampling.prompt_logprobs
+
+    def take(self) -> list[DeviceScores]:
+        """Return what has been launched for the present step."""
+        scores, self._scores = self._scores, []
+        return scores
+
+    def score_tokens(
+        self, logits: torch.Tensor, tokens: torch.Tensor, slots: list[int], first: int
+    ) -> None:
+        """Score sampled tokens.
+
+        Args:
+            logits: [B, vocab] as they were before sampling.
+            tokens: [B] int64.
+            slots: of the B rows.
+            first: index in the step's tokens of the first row.
+        """
+        rows = [row for row, slot in enumerate(slots) if slot in self.of_tokens]
+        if not rows:
+            return
+        tops = [self.of_tokens[slots[row]] for row in rows]
+        top = min(max(tops), logits.shape[1])
+        scores = self.ops.token_logprobs(logits, self.upload([rows])[0], tokens, top)
+        indices = tuple(first + row for row in rows)
+        self._scores.append(DeviceScores(*scores, rows=indices, tops=tuple(tops)))
+
+    def score_prompt(
+        self,
+        index: int,
+        chunk: PrefillChunk,
+        hidden: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Score the tokens of a prompt that follow those of a chunk.
+
+        Args:
+            index: of the chunk in its plan.
+            chunk: with the tokens to be scored.
+            hidden: [T, hidden] of the chunk's tokens.
+            compute_logits: of up to `TILE_ROWS` rows.
+        """
+        tokens = self.upload([chunk.scored])[0]
+        tiles = []
+        for start in range(0, len(chunk.scored), TILE_ROWS):
+            targets = tokens[start : start + TILE_ROWS]
+            logits = compute_logits(hidden[start : start + len(targets)])
+            top = min(self.of_prompts[chunk.slot], logits.shape[1])
+            rows = torch.arange(len(targets), device=targets.device)
+            tiles.append(self.ops.token_logprobs(logits, rows, targets, top))
+        columns = [torch.cat(column) for column in zip(*tiles, strict=True)]
+        self._scores.append(DeviceScores(columns[0], columns[1], columns[2], chunk=index))

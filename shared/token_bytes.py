@@ -1,0 +1,69 @@
+"""The bytes of single tokens: what each adds to a text, even where a character spans several."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return the bytes that the characters of a byte-level vocabulary stand for, as GPT-2 has it.
+
+    Printable characters of Latin-1 stand for themselves, those from U+0100 on for the others.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class TokenBytes:
+    """The bytes of each token of a vocabulary.
+
+    A byte-level vocabulary and byte tokens such as `<0x0A>` give each token's own bytes, which
+    joined are those of the text. SentencePiece's first space is there although decoding drops it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._is_byte_level = _is_byte_level(backend.decoder)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is not part of an answer's text, such as one that ends it."""
+        return token_id in self._special
+
+    def of(self, token_id: int) -> bytes:
+        """Return a token's bytes; none for an id that the vocabulary does not have."""
+        if (content := self._added.get(token_id)) is not None:
+            return content.encode()
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(char in _BYTE_OF_CHAR for char in token):
+            return bytes([_BYTE_OF_CHAR[char] for char in token])
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(byte[1], 16)])
+        return token.replace(_WORD_START, " ").encode()
+
+    def text(self, token_id: int) -> str:
+        """Return a token's text; U+FFFD for a part of a character."""
+        return self.of(token_id).decode(errors="replace")
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", [])])

@@ -1,0 +1,148 @@
+"""Strangers at every TCP port that a cluster opens, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.greedy_prompts import GreedyPrompts
+from pagewire.tests.support.hostile_bytes import hostile_bytes
+from pagewire.tests.support.listening import listening_sockets
+from pagewire.tests.support.local_cluster import START_TIMEOUT_S, LocalCluster
+from pagewire.tests.support.strangers import Stranger
+from pagewire.tests.support.tcp_relay import (
+    REAL_HOST,
+    RELAY_HOST,
+    RELAYED_ENV,
+    Recorder,
+    recording,
+)
+
+WORKERS = 2
+PORTS = 1 + 2 * WORKERS + 1  # the router's; control and metrics of each; the decode worker's for KV
+SEED = 20
+IN_FLIGHT = 4
+MIN_VISITS = 10  # of each stranger
+# What a process may have open, and take of memory, more than before
+SPARE_FILES, SPARE_MIB = 10, 128
+
+
+class Marker:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def listening(cluster: LocalCluster) -> list[tuple[str, int]]:
+    """Return address and port of each socket on which the cluster listens."""
+    pids = [cluster.process.pid, *cluster.processes()]
+    return sorted((str(address), port) for address, port in listening_sockets(pids))
+
+
+@contextmanager
+def recorded_cluster(
+    *options: str, start_timeout: float = START_TIMEOUT_S
+) -> Iterator[tuple[LocalCluster, Recorder]]:
+    """Run a prefill and a decode worker, and record what passes through their ports."""
+    cluster = LocalCluster("--prefill", "1", "--decode", "1", *options, env=RELAYED_ENV)
+    with recording(lambda: [port for _, port in listening(cluster)]) as recorder:
+        try:
+            cluster.wait_ready(start_timeout)
+            yield cluster, recorder
+        finally:
+            cluster.stop()
+
+
+def usage(cluster: LocalCluster) -> dict[int, tuple[int, int]]:
+    """Open files and resident MiB of each process of the cluster."""
+    found = {}
+    for pid in cluster.processes():
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        found[pid] = (len(os.listdir(f"/proc/{pid}/fd")), pages * resource.getpagesize() >> 20)
+    return found
+
+
+def check_ports(cluster: LocalCluster) -> None:
+    """Fail unless the cluster listens on the known ports, of loopback alone."""
+    sockets = listening(cluster)
+    assert cluster.port in [port for _, port in sockets]
+    assert [address for address, _ in sockets] == [REAL_HOST] * PORTS
+
+
+def let_strangers_in(
+    cluster: LocalCluster,
+    recorder: Recorder,
+    expected: GreedyPrompts,
+    seconds: float,
+    directory: Path,
+) -> None:
+    """Send strangers' bytes to each port, while requests go on; fails if they do anything.
+
+    Args:
+        cluster: of `recorded_cluster`.
+        recorder: likewise.
+        expected: what the cluster must answer.
+        seconds: of visits.
+        directory: where a stranger would leave a file.
+    """
+    run_async(expected.ask(cluster.url.replace(REAL_HOST, RELAY_HOST), timeout=60), 90)
+    run_async(expected.ask(cluster.url, IN_FLIGHT, timeout=60), 90)
+    cluster.wait_idle(WORKERS)  # asks for the workers' metrics
+    left = directory / "unpickled"
+    strangers = make_strangers(cluster, recorder, pickle.dumps(Marker(left)))
+    before = usage(cluster)
+    rounds = run_async(ask_amid(strangers, cluster, expected, seconds), seconds + 120)
+    print(f"{rounds} rounds of requests, {sum(each.visits for each in strangers)} visits")
+    assert set(cluster.processes()) == set(before), cluster.output
+    assert " died" not in cluster.output
+    assert all(stranger.visits >= MIN_VISITS for stranger in strangers)
+    cluster.wait_idle(WORKERS)
+    run_async(expected.ask(cluster.url, timeout=60), 90)
+    assert not left.exists()
+    after = usage(cluster)
+    print(before, after)
+    for pid, (files, mib) in before.items():
+        assert after[pid][0] <= files + SPARE_FILES, (before, after)
+        assert after[pid][1] <= mib + SPARE_MIB, (before, after)
+
+
+def make_strangers(cluster: LocalCluster, recorder: Recorder, exploit: bytes) -> list[Stranger]:
+    """Return three strangers for each port, two of which know what passes there."""
+    sockets, streams = listening(cluster), recorder.recorded()
+    assert {port for _, port in sockets} == set(streams)
+    strangers = []
+    for number, (host, port) in enumerate(sockets):
+        own, all_ports = streams[port], [each for seen in streams.values() for each in seen]
+        for place, samples in enumerate((own, own, all_ports)):
+            rng = random.Random(f"{SEED} {number} {place}")
+            payloads = hostile_bytes(rng, samples, [exploit])
+            strangers.append(Stranger(host, port, payloads, rng))
+    return strangers
+
+
+async def ask_amid(
+    strangers: list[Stranger], cluster: LocalCluster, expected: GreedyPrompts, seconds: float
+) -> int:
+    """Ask everything again and again while strangers come; returns how often."""
+    deadline = time.monotonic() + seconds
+    rounds = 0
+    async with asyncio.TaskGroup() as group:
+        for stranger in strangers:
+            group.create_task(stranger.visit_until(deadline))
+        while time.monotonic() < deadline:
+            await expected.ask(cluster.url, IN_FLIGHT, timeout=60)
+            rounds += 1
+    return rounds

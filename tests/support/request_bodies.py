@@ -1,0 +1,35 @@
+"""Requests as the router reads them."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagewire.services.router.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.served_model import ServedModel
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import InvalidRequestError
+
+MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
+PLAIN = ServedModel.load(RouterSettings(served_model_name="m", generation_config="none"))
+CONTEXT = 512
+
+
+def completion(**body: Any) -> GenerationInput:
+    return read_completion(encoded({"model": "m", "prompt": "Hi", **body}), MODEL, CONTEXT)
+
+
+def chat(**body: Any) -> GenerationInput:
+    messages = [{"role": "user", "content": "Hi"}]
+    return read_chat(encoded({"model": "m", "messages": messages, **body}), MODEL, CONTEXT)
+
+
+def encoded(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def refusal(call: Callable[..., object], **body: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        call(**body)
+    return caught.value
