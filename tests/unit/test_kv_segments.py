@@ -222,14 +222,3 @@ def test_a_segment_far_outside_is_refused_at_once() -> None:
     ]:
         assert not coverage.allows(positions, parts)
     assert coverage.allows(range(2, 5), range(4))
-
-
-def test_short_ends_are_segments_of_their_own() -> None:
-    parts = BlockParts(count=2, nbytes=1024)
-    queue = ExportQueue(parts, parts.packed_bytes(4), 1)
-    queue.add(list(range(14)), 1, by_part=False, short=2)
-    cuts = []
-    while (ready := queue.next()) is not None:
-        cuts.append(ready[0].positions)
-        queue.take()
-    assert cuts == [range(1, 3), range(3, 7), range(7, 11), range(11, 12), range(12, 14)]
