@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from pagewire.shared.kv_cache.parts import BlockParts
 
@@ -48,15 +47,13 @@ class ExportQueue:
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
 
-    def add(self, block_ids: list[int], plan: int, *, by_part: bool, short: int = 0) -> None:
+    def add(self, block_ids: list[int], plan: int, *, by_part: bool) -> None:
         """Note blocks that a plan makes final.
 
         Args:
             block_ids: they follow those exported before.
             plan: its number.
             by_part: they leave by layer group.
-            short: so many of the first and of the last are segments of their own, if there are
-                more: nothing else crosses while the first is packed and the last is unpacked.
         """
         self._blocks += block_ids
         final = len(self._blocks)
@@ -64,12 +61,8 @@ class ExportQueue:
         groups = self.parts.halvings() if by_part else [self.parts.whole]
         for group in groups:
             most = self.parts.max_blocks(self.slot_bytes, len(group))
-            ends = [self.planned, final]
-            if final - self.planned > 2 * short > 0:
-                ends[1:1] = [self.planned + short, final - short]
-            for first, last in pairwise(ends):
-                for start in range(first, last, most):
-                    self._cuts.append(Cut(range(start, min(start + most, last)), group))
+            for first in range(self.planned, final, most):
+                self._cuts.append(Cut(range(first, min(first + most, final)), group))
         self.planned = max(self.planned, final)
 
     def lose_blocks(self) -> None:

@@ -36,7 +36,6 @@ MAX_SENDS = 3  # of one segment
 # A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
 # to move fewer takes less time than to handle the further segments.
 DIVIDED_BYTES = 64 << 20
-SHORT_BYTES = 16 << 20  # of the first and last segment of what is as large and leaves undivided
 
 
 @dataclass(slots=True, eq=False)
@@ -196,9 +195,7 @@ class KvSender(KvHalf):
                 num_bytes = job.queue.num_new(work.block_ids) * self.parts.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
                 by_part = is_large and self.moves.marks_parts(plan.number)
-                is_short = is_large and not by_part
-                short = self.parts.max_blocks(SHORT_BYTES) if is_short else 0
-                job.queue.add(work.block_ids, plan.number, by_part=by_part, short=short)
+                job.queue.add(work.block_ids, plan.number, by_part=by_part)
             elif isinstance(work, Withdraw):
                 job.queue.lose_blocks()
                 job.life += 1

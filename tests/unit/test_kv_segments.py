@@ -214,25 +214,3 @@ def test_a_segment_far_outside_is_refused_at_once() -> None:
     ]:
         assert not coverage.allows(positions, parts)
     assert coverage.allows(range(2, 5), range(4))
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "cuts"),
-    [
-        (14, [range(1, 3), range(3, 7), range(7, 11), range(11, 12), range(12, 14)]),
-        (6, [range(1, 3), range(3, 4), range(4, 6)]),
-        (5, [range(1, 5)]),
-        (2, [range(1, 2)]),
-    ],
-)
-def test_short_ends_are_segments_of_their_own_if_there_is_more(
-    num_blocks: int, cuts: list[range]
-) -> None:
-    parts = BlockParts(count=2, nbytes=1024)
-    queue = ExportQueue(parts, parts.packed_bytes(4), 1)
-    queue.add(list(range(num_blocks)), 1, by_part=False, short=2)
-    taken = []
-    while (ready := queue.next()) is not None:
-        taken.append(ready[0].positions)
-        queue.take()
-    assert taken == cuts
