@@ -180,7 +180,7 @@ class Results:
                 "prompt": int(prompt.total) if prompt.count else None,
                 "cached": int(self.cached_tokens.total) if self.cached_tokens.count else None,
                 "prompt_per_request": prompt.summary(),
-                "counted_by_pieces": self.inexact,
+                "counted_by_chunks": self.inexact,
                 "miscounted": self.miscounted,
             },
             "ttft_ms": self.ttft.summary(1e3),

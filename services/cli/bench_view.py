@@ -100,7 +100,7 @@ def _warnings(requests: dict[str, Any], tokens: dict[str, Any]) -> Iterator[str]
         yield f"failed, {kind}: {count} ({requests['first_messages'][kind]})"
     if requests["unfinished"]:
         yield f"{requests['unfinished']} not ended when the bench was stopped"
-    if tokens["counted_by_pieces"]:
+    if tokens["counted_by_chunks"]:
         yield "the server reports neither token ids nor usage: each chunk of text counts as one"
     if tokens["miscounted"]:
         yield f"{tokens['miscounted']} replies had another number of token ids than their usage"
