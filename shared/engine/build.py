@@ -31,7 +31,7 @@ from pagewire.shared.model.config import ModelConfig, load_config, model_fingerp
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.protocol import BlockLayout
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
@@ -239,22 +239,22 @@ def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) 
 def new_sequence(
     request_id: str,
     prompt_token_ids: list[int],
-    sampling: ResolvedSampling,
+    spec: RequestSpec,
     eos_token_ids: tuple[int, ...],
     output_token_ids: list[int] | None = None,
 ) -> Sequence:
     """Make a sequence; one without a seed gets one, so that recomputing it gives the same."""
     resumed = output_token_ids or []
-    stops = frozenset(sampling.stop_token_ids)
-    if sampling.seed is None:
-        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    stops = frozenset(spec.stop_token_ids)
+    if spec.seed is None:
+        spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
     return Sequence(
         request_id=request_id,
         token_ids=[*prompt_token_ids, *resumed],
         num_prompt_tokens=len(prompt_token_ids),
         num_resumed_tokens=len(resumed),
-        sampling=sampling,
-        stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(eos_token_ids),
+        spec=spec,
+        stop_token_ids=stops if spec.ignore_eos else stops | frozenset(eos_token_ids),
     )
 
 
@@ -332,13 +332,11 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     length = min(
         settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
     )
-    sampling = ResolvedSampling(
-        temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1
-    )
+    spec = RequestSpec(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1)
     block_ids = list(range(-(-(length + 1) // settings.block_size)))
     prefill = StepPlan(
         number=0,
-        new_slots=[NewSlot(0, sampling)],
+        new_slots=[NewSlot(0, spec)],
         blocks=TableEntries([0] * len(block_ids), list(range(len(block_ids))), block_ids),
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )
