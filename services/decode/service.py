@@ -204,6 +204,7 @@ class DecodeService:
         for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             request = self._requests.get(engine_id)
             if request is not None:
+                self._remote.on_running(request)
                 token_output = TokenOutput(request_id=request.message.request_id, token_ids=[token])
                 by_peer[request.peer_id].append(token_output)
         for output in outputs.others:
@@ -211,6 +212,7 @@ class DecodeService:
             if request is not None and output.prompt_logprobs is not None:
                 self._on_prompt_scored(request, output.prompt_logprobs)
             elif request is not None:
+                self._remote.on_running(request)
                 by_peer[request.peer_id].append(self._token_output(request, output))
                 if output.finish_reason is not None:
                     self._forget(request)

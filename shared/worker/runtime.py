@@ -283,12 +283,7 @@ class WorkerRuntime:
         """Return the links that a prefill worker sends by."""
         links = list(self.kv.links) if isinstance(self.kv, KvSender) else []
         return [
-            LinkInfo(
-                peer=link.peer,
-                transport=link.carrier,
-                lane=link.outbound.lane(),
-                gbps=link.gb_per_s,
-            )
+            LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s)
             for link in links
             if link.gb_per_s
         ]

@@ -207,4 +207,4 @@ def prefill_card(redis_url: str, secret: str, worker_id: str, **card: Any) -> Fa
 
 def link(peer: str, gbps: float = 0.0) -> LinkInfo:
     """A KV way to a peer."""
-    return LinkInfo(peer=peer, transport="zmq", lane="tcp", gbps=gbps)
+    return LinkInfo(peer=peer, transport="zmq", gbps=gbps)

@@ -121,9 +121,9 @@ class KvPair:
 
     def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
         """Open a link, of which nothing is known yet."""
-        received, offer = decode.receiver.offer(prefill.name)
+        received = decode.receiver.offer(prefill.name)
         try:
-            sent = prefill.sender.connect(hello_of(decode, offer))
+            sent = prefill.sender.connect(hello_of(decode, received))
         except TransferError:
             decode.receiver.close(received)
             raise

@@ -1,4 +1,4 @@
-"""Which hardware way UCX has chosen: said nowhere but in what libucp prints for people."""
+"""Which hardware UCX has chosen: said nowhere but in what libucp prints for people."""
 
 from __future__ import annotations
 
