@@ -34,7 +34,7 @@ from pagewire.shared.setting_names import (
     is_from_kubernetes,
 )
 
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+SettingsT = TypeVar("SettingsT", bound="Settings")
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -59,33 +59,12 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 GenerationConfig = Literal["auto", "none"]
 
 
-class ClusterSettings(BaseSettings):
-    """What every service of one cluster must be told alike.
-
-    Attributes:
-        cluster_secret: keys of the control channel and of block hashes derive from it.
-        redis_url: `redis://[:password@]host:port/db` or `unix:///path/to/socket`.
-        host: address that this service's sockets listen on.
-        advertise_host: name or address that others reach it by; None takes `host`, or where that
-            is all addresses (0.0.0.0, ::) this machine's own on the way to Redis.
-        lease_s: a worker whose card was not renewed for this long is dead.
-        heartbeat_s: how often cards are renewed and peers are pinged.
-        log_level: of the standard library's logging.
-    """
+class Settings(BaseSettings):
+    """Read from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
     )
-
-    cluster_secret: SecretStr = Field(
-        default_factory=lambda: SecretStr(secrets.token_hex(32)), min_length=8
-    )
-    redis_url: str = "redis://127.0.0.1:6379/0"
-    host: str = "127.0.0.1"
-    advertise_host: HostName | None = None
-    lease_s: Seconds = 5.0
-    heartbeat_s: Seconds = 1.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @classmethod
     def settings_customise_sources(
@@ -105,6 +84,31 @@ class ClusterSettings(BaseSettings):
             }
         return init_settings, env_settings
 
+
+class ClusterSettings(Settings):
+    """What every service of one cluster must be told alike.
+
+    Attributes:
+        cluster_secret: keys of the control channel and of block hashes derive from it.
+        redis_url: `redis://[:password@]host:port/db` or `unix:///path/to/socket`.
+        host: address that this service's sockets listen on.
+        advertise_host: name or address that others reach it by; None takes `host`, or where that
+            is all addresses (0.0.0.0, ::) this machine's own on the way to Redis.
+        lease_s: a worker whose card was not renewed for this long is dead.
+        heartbeat_s: how often cards are renewed and peers are pinged.
+        log_level: of the standard library's logging.
+    """
+
+    cluster_secret: SecretStr = Field(
+        default_factory=lambda: SecretStr(secrets.token_hex(32)), min_length=8
+    )
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    host: str = "127.0.0.1"
+    advertise_host: HostName | None = None
+    lease_s: Seconds = 5.0
+    heartbeat_s: Seconds = 1.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
     @field_validator("advertise_host")
     @classmethod
     def _leads_somewhere(cls, value: str | None) -> str | None:
@@ -121,7 +125,7 @@ class ClusterSettings(BaseSettings):
         return value
 
 
-class EngineSettings(ClusterSettings):
+class EngineSettings(Settings):
     """The engine of a worker or of the offline `LLM`.
 
     Attributes:
@@ -184,7 +188,7 @@ class LLMSettings(EngineSettings):
     generation_config: GenerationConfig = "auto"
 
 
-class WorkerSettings(EngineSettings):
+class WorkerSettings(ClusterSettings, EngineSettings):
     """A prefill or decode service.
 
     Attributes:
@@ -251,17 +255,13 @@ class RouterSettings(ClusterSettings):
     ] = ()
 
 
-class ClientSettings(BaseSettings):
+class ClientSettings(Settings):
     """The commands that talk to an endpoint.
 
     Attributes:
         url: of the endpoint, with or without `/v1`.
         api_key: sent as a bearer token.
     """
-
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
-    )
 
     url: str = "http://127.0.0.1:8000"
     api_key: SecretStr | None = None

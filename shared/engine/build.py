@@ -61,6 +61,7 @@ class BuiltEngine:
 
 def build_engine(
     settings: EngineSettings,
+    hash_secret: str | None = None,
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
@@ -70,6 +71,8 @@ def build_engine(
 
     Args:
         settings: validated settings.
+        hash_secret: keys of block hashes derive from it; the same in all of a cluster. None makes
+            one up, for an engine whose hashes nobody else reads.
         listener: hears what enters and leaves the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
         progress: told what is going on, for people to read.
@@ -103,7 +106,7 @@ def build_engine(
     layout = _layout(fingerprint, config, dtype, shape)
     pool = BlockPool(num_blocks, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
-    scheduler = Scheduler(limits, pool, _hasher(settings, layout))
+    scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
     return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
 
@@ -135,8 +138,7 @@ def _limits(
     )
 
 
-def _hasher(settings: EngineSettings, layout: BlockLayout) -> BlockHasher:
-    secret = settings.cluster_secret.get_secret_value()
+def _hasher(secret: str, layout: BlockLayout) -> BlockHasher:
     return BlockHasher(secret, layout.fingerprint, layout.dtype, layout.block_size)
 
 
