@@ -252,8 +252,8 @@ class WorkerSettings(ClusterSettings, EngineSettings):
     metrics_port: Port = described(0, "Port of /metrics and /health; 0 takes a free one.")
     kv_transport: KvTransport = described(
         "auto",
-        "How KV blocks are sent. auto: between GPUs of one host by CUDA IPC, then UCX if the KV "
-        "network is private; otherwise ZeroMQ, which is encrypted.",
+        "How KV blocks are sent. auto: between GPUs ipc (CUDA IPC, one host), then ucx if the KV "
+        "network is private; otherwise zmq, which is encrypted.",
     )
     kv_network: KvNetwork = described(
         "untrusted",
