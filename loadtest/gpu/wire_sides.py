@@ -43,7 +43,7 @@ from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool
 from pagewire.shared.protocol import BlockLayout, KvHello
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.worker.kv import open_carrier
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
@@ -133,9 +133,9 @@ class Engine:
 
     def start_stepping(self) -> None:
         """Add sequences that decode for as long as the bench lasts. In the engine's thread."""
-        sampling = ResolvedSampling(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
+        spec = RequestSpec(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
         for number in range(STEPPING_ROWS):
-            self.core.add(new_sequence(f"step-{number}", [7] * 32, sampling, ()))
+            self.core.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Tokens of sequences that step, and first tokens."""
@@ -159,8 +159,8 @@ class Engine:
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
         """Add a sequence. In the engine's thread."""
-        sampling = ResolvedSampling(max_tokens=1, ignore_eos=True, seed=1)
-        sequence = new_sequence(name, [7] * self.num_tokens, sampling, ())
+        spec = RequestSpec(max_tokens=1, ignore_eos=True, seed=1)
+        sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
         sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
         self.core.add(sequence)
 

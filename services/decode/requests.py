@@ -84,6 +84,6 @@ class DecodeRequest:
             decode_epoch=decode_epoch,
             prefill_epoch=prefill_epoch,
             token_ids=self.token_ids,
-            sampling=self.message.sampling,
+            spec=self.message.spec,
             first_block=self.first_block,
         )

@@ -218,6 +218,7 @@ class WorkerRuntime:
     def _build(self, index: IndexPublisher) -> BuiltEngine:
         return build_engine(
             self.settings,
+            hash_secret=self.settings.cluster_secret.get_secret_value(),
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),

@@ -19,7 +19,7 @@ from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.model.llama import LlamaForCausalLM
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
 LAYERS = 4  # of the demo model; each is a part
@@ -45,8 +45,8 @@ class Plans:
 
 def launch(llm: LLM, prompt: list[int], *, prefill_only: bool = False) -> Sequence:
     """Launch a step that computes the prompt."""
-    sampling = ResolvedSampling(temperature=0, max_tokens=2, ignore_eos=True)
-    sequence = new_sequence(f"s{len(prompt)}", prompt, sampling, ())
+    spec = RequestSpec(temperature=0, max_tokens=2, ignore_eos=True)
+    sequence = new_sequence(f"s{len(prompt)}", prompt, spec, ())
     sequence.prefill_only = prefill_only
     llm.engine.core.add(sequence)
     llm.engine.core.step(wait=False)

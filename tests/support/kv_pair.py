@@ -191,7 +191,7 @@ class KvPair:
         """Let a prefill worker compute a request's prompt."""
         request.job = job
         request.tried.append(link)
-        prompt, seed = request.sequence.token_ids, request.sequence.sampling.seed or 0
+        prompt, seed = request.sequence.token_ids, request.sequence.spec.seed or 0
         sequence = make_sequence(job, list(prompt), prefill_only=True, seed=seed)
         link.prefill.core.add(sequence)
         try:
