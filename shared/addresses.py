@@ -1,7 +1,7 @@
 """Under which address others reach this service, and where a name leads.
 
 A service in a container listens on all addresses (0.0.0.0), which is none that it could announce.
-What it announces may be a name: the address behind it can then change while the service runs.
+What it announces may be a name: its address can then change while the service runs.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ async def numeric_endpoint(endpoint: str) -> str:
     """Resolve the name in an endpoint, e.g. "tcp://prefill:1234", ahead of libzmq.
 
     libzmq looks names up in the thread that serves all connections, and does not say when there
-    is no such name.
+    is nothing of that name.
 
     Raises:
-        OSError: the name has no address at present, or it is no endpoint.
+        OSError: the name has no address at present, or it is not an endpoint.
     """
     try:
         host = urlsplit(endpoint).hostname

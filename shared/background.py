@@ -1,4 +1,4 @@
-"""Tasks that run beside everything else until their owner ends them."""
+"""Tasks that run alongside everything else until their owner ends them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
 
 
 async def end_task(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait until it has ended, however it ends; None is no task."""
+    """Cancel a task and wait until it has ended, however it ends; None is fine."""
     while task is not None and not task.done():
         # Again and again: asyncio.wait_for in Python 3.11 may swallow a cancellation.
         task.cancel()

@@ -5,7 +5,7 @@
 A connection lives once. A client that loses its server (closed connection, silence for a lease, a
 new epoch) reports that once and is done; a server forgets a client that left, fell silent or
 does not read, and says so to it, should it speak again, by a `Pong` of epoch 0. So neither side
-goes on where messages may have been lost in between, and the owner starts anew.
+goes on where messages may have been lost in between, and the owner starts again.
 
 All calls are made in the event loop's thread. `post` never waits; queues are bounded.
 """

@@ -40,7 +40,7 @@ class ControlServer:
     Args:
         bind_host: name or address of the interface to listen on.
         port: 0 takes a free one.
-        worker_id, epoch: what `Pong` tells; the epoch is at least 1.
+        worker_id, epoch: what `Pong` says; the epoch is at least 1.
         on_message: called with peer id and message, in order per peer. Pings are answered here
             and not passed on.
         on_peer_lost: called once for a client that is gone: what it owned is to be cancelled.
@@ -128,7 +128,7 @@ class ControlServer:
         """Queue a message to a client.
 
         Returns:
-            False if the client is gone, which `on_peer_lost` tells or has told. A client that
+            False if the client is gone, which `on_peer_lost` reports or has reported. A client that
             does not read fast enough counts as gone.
 
         Raises:
@@ -188,7 +188,7 @@ class ControlServer:
             self._on_message(peer.decode(), message)
 
     def _welcome(self, peer: bytes) -> bool:
-        """Whether a client not known so far is taken; else it is told that it is forgotten."""
+        """Whether a client not known so far is taken; otherwise it learns that it is forgotten."""
         if peer in self._forgotten or len(self._last_seen) >= MAX_PEERS:
             self._try_send(peer, self._goodbye)
             return False

@@ -133,7 +133,7 @@ class Settings(BaseSettings):
 
 
 class ClusterSettings(Settings):
-    """What every service of one cluster must be told alike."""
+    """What must be the same for every service of one cluster."""
 
     cluster_secret: SecretStr = described(
         lambda: SecretStr(secrets.token_hex(32)),

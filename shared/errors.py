@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import msgspec
 
-# What msgspec raises for bytes that are no message of a type: text that is no UTF-8, in tags, map
-# keys and lists, is a plain UnicodeDecodeError there.
+# What msgspec raises for bytes that are not a message of a type: text that is not UTF-8, in tags,
+# map keys and lists, is a plain UnicodeDecodeError there.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 

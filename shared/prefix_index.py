@@ -1,6 +1,6 @@
 """Which worker has which KV blocks cached: block hash -> workers, in Redis.
 
-    pagewire:<tag>:b:<hash>    hash: worker id -> epoch, or epoch and end of a speculation
+    pagewire:<tag>:b:<hash>    hash: worker id -> epoch, or epoch and end of an optimistic entry
     pagewire:<tag>:w:<id>      the worker's epoch, its sign of life; gone if Redis lost data
 
 Soft state: a wrong or missing entry costs time, never correctness. Entries of another epoch mean
@@ -205,21 +205,21 @@ class PrefixIndex:
 
 
 class IndexPublisher:
-    """Tells the index what a worker caches and no longer caches, in batches, in the background.
+    """Publishes what a worker caches and no longer caches, in batches, in the background.
 
     While Redis is away changes are kept up to a bound; past it, and whenever Redis turns out to
-    have lost data, everything is told anew from a snapshot.
+    have lost data, everything is published again from a snapshot.
 
     Args:
         snapshot: returns the hashes of all blocks that are cached now. Called in the event loop's
-            thread, so it must be safe beside the engine's; a change that it misses or has early
-            is told by `added` or `removed` afterwards.
+            thread, so it must be safe alongside the engine's; a change that it misses or has early
+            is reported by `added` or `removed` afterwards.
         flush_interval_s: how long changes are collected.
         touch_interval_s: how often Redis is asked whether it still knows the worker.
 
     Attributes:
         failed_flushes: batches that Redis did not take.
-        resyncs: how often everything was told anew.
+        resyncs: how often everything was published again.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class IndexPublisher:
 
     @property
     def pending(self) -> int:
-        """Changes that wait to be told."""
+        """Changes that wait to be published."""
         return len(self._pending)
 
     def start(self) -> None:
@@ -266,7 +266,7 @@ class IndexPublisher:
         self._note(hashes, False)
 
     def resync(self) -> None:
-        """Tell everything anew, soon. Callable from any thread."""
+        """Publish everything again, soon. Callable from any thread."""
         with self._lock:
             self._needs_resync = True
             self._wake()

@@ -1,8 +1,8 @@
 """The Lua scripts of the prefix index. Each call is one round trip, whatever the prompt's length.
 
-A block's entry is a hash: field worker id, value "<epoch>", or "<epoch>:<expires, ms>" for a
-speculation. Several 16-byte block hashes come as one string. Numbers above 2^53 are no numbers
-in Lua, so epochs stay strings. Entries of a wrong type are garbage: read as none, overwritten.
+A block's entry is a hash: field worker id, value "<epoch>", or "<epoch>:<expires, ms>" for an
+optimistic entry. Several 16-byte block hashes come as one string. Lua cannot hold numbers above
+2^53, so epochs stay strings. Entries of a wrong type are garbage: read as none, overwritten.
 """
 
 # Leading blocks that each worker has. ARGV: key prefix, hashes, now in ms, then id, epoch pairs.

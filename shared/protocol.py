@@ -51,7 +51,7 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """The server's loop is alive; `epoch` tells a client that its server was restarted.
+    """The server's loop is alive; `epoch` shows a client that its server was restarted.
 
     `FORGOTTEN_EPOCH` says that the server does not know the client, or not any more.
     """
@@ -66,7 +66,7 @@ class Generate(Message, frozen=True, kw_only=True):
     Attributes:
         prompt_token_ids: the prompt, at least one token.
         output_token_ids: tokens already delivered by a worker that died; generation goes on
-            behind them and they count against `spec.max_tokens`.
+            after them and they count against `spec.max_tokens`.
         spec: with a seed, always: the router draws one where the client gave none.
         prefill_workers: ids in order of preference; empty means prefill locally.
     """
@@ -189,7 +189,7 @@ class Prefill(Message, frozen=True, kw_only=True):
 
     Attributes:
         decode_epoch, prefill_epoch: the ticket; a restarted side voids it.
-        token_ids: prompt, and the output of an interrupted answer behind it.
+        token_ids: prompt, and the output of an interrupted answer after it.
         first_block: the decode worker holds the blocks before this position already.
     """
 
@@ -263,13 +263,13 @@ def encode(message: ControlMessage) -> bytes:
     """Return the frame of a message.
 
     Raises:
-        ProtocolError: the frame would be larger than any peer accepts, or holds text that is no
+        ProtocolError: the frame would be larger than any peer accepts, or holds text that is not
             Unicode (see `clip_text`).
     """
     try:
         frame = _VERSION_BYTE + _encoder.encode(message)
     except UnicodeEncodeError as exc:
-        raise ProtocolError(f"a {type(message).__name__} with text that is no Unicode") from exc
+        raise ProtocolError(f"a {type(message).__name__} with text that is not Unicode") from exc
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}"
@@ -282,7 +282,7 @@ def decode(frame: bytes | memoryview) -> ControlMessage:
 
     Raises:
         VersionMismatchError: the peer speaks another version.
-        ProtocolError: the frame is too large, or is no known message.
+        ProtocolError: the frame is too large, or is not a known message.
     """
     if not 1 < len(frame) <= MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes is not between 2 and {MAX_FRAME_BYTES}")

@@ -31,7 +31,7 @@ class RecentSpeculations:
     def extend(
         self, counts: dict[str, int], hashes: Sequence[BlockHash], epochs: Mapping[str, int]
     ) -> None:
-        """Lengthen each worker's prefix, in place, by the blocks speculated behind it."""
+        """Lengthen each worker's prefix, in place, by the blocks assumed after it."""
         self._sweep()
         if not self._entries:
             return

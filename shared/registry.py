@@ -1,9 +1,9 @@
-"""Who works in the cluster: worker cards with a lease, in Redis.
+"""Who works in the cluster: worker records with a lease, in Redis.
 
     pagewire:<tag>:workers        set of worker ids
-    pagewire:<tag>:worker:<id>    the card, msgpack, expires after the lease
+    pagewire:<tag>:worker:<id>    the record, msgpack, expires after the lease
 
-A card that is not renewed is gone; ids without a card are swept by whoever lists.
+A record that is not renewed is gone; ids without a record are swept by whoever lists.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MAX_LOGGED_IDS = 256
 
 
 class Registry:
-    """Reads and writes worker cards.
+    """Reads and writes worker records.
 
     Args:
         redis: shared with others; not closed here.
         tag: of the cluster, see `cluster_tag`.
-        lease_s: how long a card lives unless renewed.
+        lease_s: how long a record lives unless renewed.
         timeout_s: for each call.
 
     Attributes:
@@ -72,7 +72,7 @@ class Registry:
         self._logged: set[tuple[str, int | str]] = set()
 
     async def publish(self, card: WorkerCard) -> None:
-        """Write or renew a card.
+        """Write or renew a record.
 
         Raises:
             RedisUnavailableError: Redis does not answer.
@@ -80,7 +80,7 @@ class Registry:
         await redis_call(self._publish(card), self._timeout_s)
 
     async def withdraw(self, worker_id: str) -> None:
-        """Remove a card at once.
+        """Remove a record at once.
 
         Raises:
             RedisUnavailableError: Redis does not answer.
@@ -98,7 +98,7 @@ class Registry:
     async def new_epoch(self, worker_id: str) -> int:
         """Return an epoch greater than those of all earlier runs of a worker.
 
-        The clock gives it; a card that is still there guards against a clock set back.
+        The clock gives it; a record that is still there guards against a clock set back.
         """
         now = time.time_ns()
         try:
@@ -106,7 +106,7 @@ class Registry:
                 self._redis.get(self._card_prefix + worker_id), self._timeout_s
             )
         except RedisUnavailableError as exc:
-            logger.warning("no look at the earlier card of %s: %s", worker_id, exc)
+            logger.warning("the earlier record of %s cannot be read: %s", worker_id, exc)
             return now
         earlier = None if raw is None else _epoch_in(raw)
         return now if earlier is None or earlier == MAX_EPOCH else max(now, earlier + 1)
@@ -121,7 +121,7 @@ class Registry:
         pipeline.sadd(self._ids_key, card.worker_id)
         _, added = await pipeline.execute(raise_on_error=False)
         if isinstance(added, ResponseError):
-            # Something that is no set lies under the key: it is ours, so it goes.
+            # Something that is not a set lies under the key: it is ours, so it goes.
             await self._redis.delete(self._ids_key)
             await self._redis.sadd(self._ids_key, card.worker_id)
         elif isinstance(added, Exception):
@@ -176,7 +176,7 @@ def _epoch_in(raw: bytes) -> int | None:
 
 
 class CardPublisher:
-    """Renews a worker's card in the background, and removes it at the end.
+    """Renews a worker's record in the background, and removes it at the end.
 
     Args:
         make_card: called before each renewal.
@@ -197,7 +197,7 @@ class CardPublisher:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the first card, then go on in the background.
+        """Publish the first record, then go on in the background.
 
         Raises:
             RedisUnavailableError: Redis does not answer.
@@ -212,7 +212,7 @@ class CardPublisher:
         self._due.set()
 
     async def close(self) -> None:
-        """Stop, and remove the card if Redis is there. Idempotent."""
+        """Stop, and remove the record if Redis is there. Idempotent."""
         if self._task is None:
             return
         task, self._task = self._task, None
@@ -222,7 +222,7 @@ class CardPublisher:
                 await self._registry.withdraw(self._worker_id)
             except RedisUnavailableError as exc:
                 logger.warning(
-                    "the card of %s stays until its lease ends: %s", self._worker_id, exc
+                    "the record of %s stays until its lease ends: %s", self._worker_id, exc
                 )
 
     async def _run(self) -> None:
@@ -239,11 +239,11 @@ class CardPublisher:
         except RedisUnavailableError as exc:
             self.failed_renewals += 1
             if not self._failing:
-                logger.warning("the worker card cannot be renewed: %s", exc)
+                logger.warning("the worker record cannot be renewed: %s", exc)
             self._failing = True
         else:
             if self._failing:
-                logger.info("the worker card is renewed again")
+                logger.info("the worker record is renewed again")
             self._failing = False
 
 
@@ -251,14 +251,14 @@ class WorkerDirectory:
     """Knows the workers without asking Redis at each request.
 
     A worker that is missing from an answer stays for one lease more, so that a flushed or
-    restarted Redis costs nothing: cards are back with the next heartbeat. While Redis does not
+    restarted Redis costs nothing: records are back with the next heartbeat. While Redis does not
     answer the last view stays for a grace time. Deaths show sooner on the control channel.
 
     Args:
         poll_s: how often the registry is read.
         grace_s: how long the last view counts while Redis does not answer.
-        on_join: called with the card of a worker that is new.
-        on_leave: called with the last card of one that is gone. A worker that was restarted, so
+        on_join: called with the record of a worker that is new.
+        on_leave: called with the last record of one that is gone. A worker that was restarted, so
             has a new epoch, leaves and joins.
 
     Attributes:
@@ -286,11 +286,11 @@ class WorkerDirectory:
         self._task: asyncio.Task[None] | None = None
 
     def workers(self, role: Role | None = None) -> tuple[WorkerCard, ...]:
-        """Return the cards of the workers known to be alive, draining ones included."""
+        """Return the records of the workers known to be alive, draining ones included."""
         return tuple(c for c in self._cards.values() if role is None or c.role == role)
 
     def get(self, worker_id: str) -> WorkerCard | None:
-        """Return one worker's card."""
+        """Return one worker's record."""
         return self._cards.get(worker_id)
 
     async def start(self) -> None:

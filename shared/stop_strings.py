@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces."""
+"""Finding stop strings in text that arrives bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class StopMatcher:
     """Lets text through up to the first stop string.
 
     The first is the one that is complete first, and of several that end at once the longest. So
-    the result does not depend on how the text is cut into pieces.
+    the result does not depend on how the text is cut.
 
     Attributes:
         matched_stop: the stop string that was found; then nothing more comes through.

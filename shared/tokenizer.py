@@ -19,8 +19,8 @@ from pagewire.shared.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-CONTEXT_TOKENS = 8  # left context of a piece of text: decides e.g. whether it begins with a space
-MAX_HELD_TOKENS = 64  # so many tokens without the end of a character: this is no UTF-8
+CONTEXT_TOKENS = 8  # left context of a text: decides e.g. whether it begins with a space
+MAX_HELD_TOKENS = 64  # this many tokens without the end of a character: it is not UTF-8
 
 
 class Tokenizer:
@@ -55,7 +55,7 @@ class Tokenizer:
         """Load the tokenizer of a Hugging Face model directory.
 
         Raises:
-            ModelLoadError: a file is missing or damaged; the message says which and what to do.
+            ModelLoadError: a file is missing or corrupt; the message says which and what to do.
         """
         backend = _load_backend(path / "tokenizer.json")
         config = _read_json(path / "tokenizer_config.json")
@@ -84,7 +84,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are no UTF-8 become U+FFFD; unknown ids are left out."""
+        """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -189,7 +189,7 @@ def _load_backend(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as exc:  # The library raises nothing more special.
         reason = str(exc).splitlines()[0]
-        raise ModelLoadError(f"{file} is damaged ({reason}): fetch the model again") from exc
+        raise ModelLoadError(f"{file} is corrupt ({reason}): fetch the model again") from exc
 
 
 def _read_json(file: Path) -> dict[str, Any]:

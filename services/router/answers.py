@@ -1,4 +1,4 @@
-"""All answers to one request: several prompts, several choices each, as one stream of pieces."""
+"""All answers to one request: several prompts, several choices each, as one stream of deltas."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AnswerSet:
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield index and piece, in the order of arrival, until all answers have ended.
+        """Yield index and delta, in the order of arrival, until all answers have ended.
 
         Raises:
             PagewireError: one of them failed.
@@ -94,7 +94,7 @@ class AnswerSet:
 
 
 class _Merge:
-    """Reads several answers at once; pieces that nobody took yet are joined by answer."""
+    """Reads several answers at once; deltas that nobody took yet are joined by answer."""
 
     def __init__(self, answers: list[AnswerStream]) -> None:
         self._arrived = asyncio.Event()
@@ -109,7 +109,7 @@ class _Merge:
 
     @property
     def is_done(self) -> bool:
-        """Whether all answers have ended and all pieces are taken."""
+        """Whether all answers have ended and all deltas are taken."""
         return not self._unended and not self._waiting
 
     async def take(self) -> list[tuple[int, TextDelta]]:

@@ -23,7 +23,7 @@ class Attempt:
         mailbox: where its events arrive.
 
     Args:
-        on_arrival: called with each output before it goes into the mailbox.
+        on_arrival: called with each output before it goes into the output buffer.
     """
 
     def __init__(

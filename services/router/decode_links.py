@@ -22,7 +22,7 @@ MAX_RETRY_S = 1.0
 
 
 class RequestListener(Protocol):
-    """Who hears of one request's fate on one link."""
+    """Hears what becomes of one request on one link."""
 
     def on_output(self, output: TokenOutput) -> None:
         """Take what a step gave."""
@@ -60,7 +60,7 @@ class DecodeLink:
         self._listeners.pop(request_id, None)
 
     def on_message(self, message: ControlMessage) -> None:
-        """Hand a message to the requests that it speaks of; those gone meanwhile are no news."""
+        """Hand a message to the requests that it is about, except those that have ended meanwhile."""
         match message:
             case TokenBatch():
                 for output in message.outputs:
@@ -73,7 +73,7 @@ class DecodeLink:
                 logger.warning("%s sent a %s here", self.worker_id, type(message).__name__)
 
     def lose(self, reason: str) -> None:
-        """Tell all requests that the worker is gone. Idempotent."""
+        """Notify all requests that the worker is gone. Idempotent."""
         if self.lost.is_set():
             return
         self.lost.set()
@@ -128,7 +128,7 @@ class DecodeLinks:
             keeper.cancel()
             self._ending.add(keeper)
             keeper.add_done_callback(self._ending.discard)
-        self._drop(card.worker_id, "its card is gone")
+        self._drop(card.worker_id, "its record is gone")
 
     async def close(self) -> None:
         """End all links."""

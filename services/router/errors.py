@@ -46,7 +46,7 @@ class ClientGoneError(PagewireError):
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """What a client is told.
+    """What a client gets.
 
     Attributes:
         kind: OpenAI's `type`.
@@ -79,7 +79,7 @@ class ApiError:
 
 
 def describe(exc: Exception) -> ApiError:
-    """Map an exception to what a client is told."""
+    """Map an exception to what a client gets."""
     match exc:
         case ModelNotFoundError():
             return ApiError(404, exc.message, _INVALID, exc.param, "model_not_found")

@@ -18,7 +18,7 @@ def describe_services(
     A decode worker's `missing_links` are the prefill workers that it has no KV link to yet.
 
     Args:
-        cards: of all workers that are alive.
+        cards: records of all workers that are alive.
         others: live workers that speak another protocol version.
         reachable: ids of the decode workers that this router is connected to.
     """
@@ -61,7 +61,7 @@ def _other_version(other: OtherVersion) -> dict[str, Any]:
 
 
 def _links_by_decode_worker(cards: Sequence[WorkerCard]) -> dict[str, list[dict[str, Any]]]:
-    """Return the KV ways that end at each decode worker, whichever side has measured them."""
+    """Return the KV links that end at each decode worker, whichever side has measured them."""
     roles = {card.worker_id: card.role for card in cards}
     found: dict[tuple[str, str], LinkInfo] = {}
     for card in cards:

@@ -122,7 +122,7 @@ class EventStream(Response):
     """The answers to one request as server-sent events; closes them whatever happens.
 
     Args:
-        first: the first piece, already taken from `rest`.
+        first: the first event, already taken from `rest`.
         send_timeout_s: a client that takes nothing for so long is given up.
     """
 

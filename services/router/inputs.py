@@ -48,7 +48,7 @@ class GenerationInput:
     Attributes:
         prompts: at least one; each is answered `n` times.
         stops: strings that end an answer and are not part of it.
-        return_token_ids: the answer carries its token ids beside its text.
+        return_token_ids: the answer carries its token ids as well as its text.
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
     """
@@ -154,7 +154,7 @@ def _spec(body: GenerationBody, max_tokens: int, model: ServedModel) -> RequestS
 
 
 def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:
-    """Return how many tokens fit behind the prompt; check that those asked for do."""
+    """Return how many tokens fit after the prompt; check that those asked for do."""
     if not ids:
         raise InvalidRequestError(f"{param} must not be empty", param)
     room = max_model_len - len(ids)
@@ -189,7 +189,7 @@ def _split_prompts(prompt: object) -> list[str] | list[list[int]]:
 
 
 def _are_ints(value: list[Any]) -> TypeGuard[list[int]]:
-    return all(type(item) is int for item in value)  # bool is no token id
+    return all(type(item) is int for item in value)  # a bool is not a token id
 
 
 def _are_texts(value: list[Any]) -> TypeGuard[list[str]]:

@@ -1,7 +1,7 @@
-"""What this router has sent to workers that their cards may not show yet.
+"""What this router has sent to workers that their records may not show yet.
 
-A card's load is as old as its last renewal, and a burst of requests comes faster than that. So
-what was placed lately counts on top of it, until a card must have seen it. While no cards arrive,
+A record's load is as old as its last renewal, and a burst of requests comes faster than that. So
+what was placed lately counts on top of it, until a record must have it. While no records arrive,
 everything that runs counts.
 """
 
@@ -27,7 +27,7 @@ class LoadLedger:
     """Sums up recent placements by worker.
 
     Args:
-        settle_s: age after which a placement is part of the worker's card.
+        settle_s: age after which a placement is part of the worker's record.
         clock: in seconds.
     """
 
@@ -50,7 +50,7 @@ class LoadLedger:
             self._entries.pop(entry.worker_id, None)
 
     def pending(self, worker_id: str, cards_arrive: bool = True) -> int:
-        """Return the load on top of a worker's card."""
+        """Return the load on top of a worker's record."""
         oldest = self._clock() - self._settle_s if cards_arrive else float("-inf")
         total = 0
         for entry in reversed(self._entries.get(worker_id, {}).values()):

@@ -70,7 +70,7 @@ async def _serve(settings: RouterSettings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`: uvicorn would raise them anew once it has shut down."""
+    """Leaves signals to `_serve`: uvicorn would raise them again once it has shut down."""
 
     def __init__(self, config: uvicorn.Config, service: RouterService) -> None:
         super().__init__(config)

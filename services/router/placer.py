@@ -43,7 +43,7 @@ class Placer:
         self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
 
     def decode_cards(self) -> list[WorkerCard]:
-        """Return the cards of the decode workers that take requests and can be reached."""
+        """Return the records of the decode workers that take requests and can be reached."""
         cards = (self._directory.get(link.worker_id) for link in self._links)
         return [card for card in cards if card is not None and card.state == "ready"]
 

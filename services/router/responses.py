@@ -74,7 +74,7 @@ class CompletionFormat:
         return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the event of a piece; empty if there is nothing to tell."""
+        """Return the event of a delta; empty if there is nothing to send."""
         echo, self._echoes[index] = self._echoes[index], ""
         text = echo + delta.text
         choice = self._choice(index, text, delta)
@@ -121,7 +121,7 @@ class ChatFormat:
         return _encode({**head, "choices": choices, "usage": _usage(usage)})
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the event of a piece; empty if there is nothing to tell."""
+        """Return the event of a delta; empty if there is nothing to send."""
         content: dict[str, str] = {"content": delta.text} if delta.text else {}
         if index in self._unbegun:
             self._unbegun.discard(index)

@@ -1,4 +1,4 @@
-"""Everything behind the router's HTTP endpoint: the model's tokenizer, Redis, the workers."""
+"""Everything that the router's HTTP endpoint uses: the model's tokenizer, Redis, the workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pagewire.shared.protocol import PROTOCOL_VERSION
 from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.shared.registry import Registry, WorkerDirectory
 
-INLINE_BODY_BYTES = 8 << 10  # a larger body is read in a thread, beside the streams
+INLINE_BODY_BYTES = 8 << 10  # a larger body is read in a thread, while the streams go on
 INPUT_THREADS = 2
 
 InputReader = Callable[[bytes, ServedModel, int], GenerationInput]
@@ -65,12 +65,12 @@ class RouterService:
         self.directory = WorkerDirectory(
             workers,
             settings.heartbeat_s / 2,
-            grace_s=math.inf,  # the control channel tells who is alive where Redis cannot
+            grace_s=math.inf,  # the control channel shows who is alive where Redis cannot
             on_join=self._links.join,
             on_leave=self._links.leave,
         )
         self._index = PrefixIndex(redis, tag)
-        # A worker's card is renewed each heartbeat and read each half.
+        # A worker's record is renewed each heartbeat and read each half.
         ledger = LoadLedger(settle_s=2 * settings.heartbeat_s)
         self.placer = Placer(
             secret, self.directory, self._links, self._index, _policy(settings), ledger

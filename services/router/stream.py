@@ -48,7 +48,7 @@ class AnswerStream:
         return self
 
     async def __anext__(self) -> TextDelta:
-        """Return the next piece, one per arrival of tokens; the last one has an `end`.
+        """Return the next delta, one per arrival of tokens; the last one has an `end`.
 
         Raises:
             PagewireError: it failed.
@@ -67,7 +67,7 @@ class AnswerStream:
             delta = TextDelta("", "length")
         if delta.end is not None:
             self._ended = True
-            # At a stop string, which only the router knows, the worker goes on till told.
+            # At a stop string, which only the router knows, the worker goes on until cancelled.
             self._source.close(delta.end)
         return delta
 

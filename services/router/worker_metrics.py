@@ -1,6 +1,6 @@
-"""What the router shows of the workers: their own metrics, relayed, or else what their cards say.
+"""What the router shows of the workers: their own metrics, relayed, or else what their records say.
 
-A card is as old as the last heartbeat, and stands still while Redis does not answer.
+A record is as old as the last heartbeat, and stands still while Redis does not answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RELAYED_PREFIX = "pagewire_"
 
 
 class WorkerScraper:
-    """Gets the metrics of the workers, from each itself or else from its card.
+    """Gets the metrics of the workers, from each itself or else from its record.
 
     Args:
         model_name: what all of them serve.
@@ -49,8 +49,8 @@ class WorkerScraper:
     async def scrape(self, cards: Sequence[WorkerCard]) -> list[Metric]:
         """Return the workers' families, each sample labelled with its worker and role.
 
-        Of a worker that does not answer, in time and in Prometheus' format, there is what its card
-        says. One family is of all of them: the used share of the decode workers' KV blocks.
+        Of a worker that does not answer, in time and in Prometheus' format, there is what its
+        record says. One family is of all of them: the used share of the decode workers' KV blocks.
         """
         pages = await asyncio.gather(*[self._fetch(card) for card in cards])
         merged: dict[str, Metric] = {}

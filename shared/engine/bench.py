@@ -2,7 +2,7 @@
 
     python -m pagewire.shared.engine.bench --parts ttft decode throughput
 
-Prints one JSON line a result, medians of several runs with the spread. The ceiling beside a decode
+Prints one JSON line a result, medians of several runs with the spread. The ceiling next to a decode
 step is (bytes of weights + KV read) / device copy bandwidth, measured in the same run.
 """
 
@@ -88,7 +88,7 @@ def throughput(generate: Callable[[int, int, int], float], mixes: list[str], tim
     """Time some of the `MIXES`.
 
     Args:
-        generate: answers so many prompts of a length with so many tokens; returns the seconds.
+        generate: answers (number of prompts, their length, tokens each); returns the seconds.
         mixes: of which lengths.
         times: that each is measured; a quarter of a minute each.
     """

@@ -75,7 +75,7 @@ def build_engine(
             one up, for an engine whose hashes nobody else reads.
         listener: hears what enters and leaves the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
-        progress: told what is going on, for people to read.
+        progress: hears what is going on, for people to read.
         memory_beside: what the caller will allocate on the device as well, in bytes, given the
             parts of a KV block and the device's bytes.
 
@@ -284,7 +284,7 @@ def _fitting_blocks(
     max_model_len: int,
     memory_beside: MemoryBeside,
 ) -> int:
-    """Size the KV pool by what memory is left beside weights, a full step's activations, and more.
+    """Size the KV pool by what memory is left next to weights, a full step's activations, and more.
 
     Raises:
         ConfigError: nothing is left.
@@ -350,4 +350,4 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
     runner.pack([0], parts.whole, staging, 1, after=0)
     if not runner.unpack(staging, [0], parts.whole, 1, after=0).is_intact():
-        raise IntegrityError("a KV block was damaged by packing and unpacking it on this device")
+        raise IntegrityError("a KV block was changed by packing and unpacking it on this device")

@@ -22,7 +22,7 @@ from pagewire.shared.engine.step import PrefillChunk
 # Tokens of a captured prefill step, by chunks: above it the device is the slower one. A worker that
 # prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice as long.
 LARGEST_PREFILL = {1: 1024, 8: 512}
-# Beside decode rows, which are a graph of their own: above it, to read the weights twice takes
+# Next to decode rows, which are a graph of their own: above it, to read the weights twice takes
 # the device longer than to launch one step for all takes the host.
 LARGEST_BESIDE_DECODES = 256
 

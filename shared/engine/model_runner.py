@@ -155,7 +155,7 @@ class ModelRunner:
     def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> torch.Tensor | None:
         """Run a step by CUDA graphs, or return None if there are none for all of it.
 
-        Decode rows beside small chunks take two graphs: to read the weights twice is quicker than
+        Decode rows and small chunks take two graphs: to read the weights twice is quicker than
         to launch every kernel. The decode's tokens must survive the prefill's replay, and they do,
         being alive when the prefill graphs were captured in the same memory.
         """

@@ -225,7 +225,7 @@ class SequenceTable:
         return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
 
     def check_integrity(self) -> None:
-        """Check that the pool's books agree with what the sequences hold.
+        """Check that the pool's accounting agrees with what the sequences hold.
 
         Raises:
             IntegrityError: they do not.

@@ -6,7 +6,7 @@
                                            |
                                            +--StepPlan.kv--> packer, scatterer
 
-The scheduler decides and books. It returns a `Schedule` and calls nobody. The core keeps the
+The scheduler decides and accounts. It returns a `Schedule` and calls nobody. The core keeps the
 schedule, which names sequences, and gives the plan to the executor, which knows slots and blocks
 only. So a plan can be encoded, sent to another process, recorded and replayed, and an executor is
 the model on this process's device, a rank of several, a fake, or a recording.

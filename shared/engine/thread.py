@@ -77,7 +77,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """End the loop behind the step under way; returns whether it ended in time."""
+        """End the loop after the step under way; returns whether it ended in time."""
         with self._lock:
             self._stopping = True
         self._waker.wake()
@@ -93,7 +93,7 @@ class EngineThread:
         Args:
             command: called in the engine's thread.
             admitted: it ends or advances work that was taken in by an earlier command. Such
-                commands are few for each piece of work, so the bound on what enters bounds them,
+                commands are few for each request, so the bound on what enters bounds them,
                 too; and to refuse one would leave blocks held and requests waiting for ever.
 
         Raises:
@@ -202,9 +202,9 @@ class EngineThread:
 
 
 def _nap_precisely() -> None:
-    """Let this thread's naps end in time: Linux adds up to 50 us to each unless it is asked not to.
+    """Let this thread's sleeps end in time: Linux adds up to 50 us to each unless asked not to.
 
-    See prctl(2). Where there is no such call, or it is refused, naps are longer.
+    See prctl(2). Where there is no such call, or it is refused, sleeps are longer.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)

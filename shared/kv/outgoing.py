@@ -44,7 +44,7 @@ class Outgoing:
         return bool(self.packing or self.writing)
 
     def is_due(self) -> bool:
-        """Whether something has ended; quickly told."""
+        """Whether something has ended; takes little time."""
         if self.packing and has_ended(self.packing[0].pending):
             return True
         return bool(self.writing) and has_ended(self.writing[0][1])

@@ -171,7 +171,7 @@ class KvReceiver(KvHalf):
                 self.expected.reserve(work, after=plan.number - 1)
 
     def is_due(self) -> bool:
-        """Whether `after_launch` has something to do; quickly told."""
+        """Whether `after_launch` has something to do; takes little time."""
         if self._unpacking and self._unpacking[0].check.is_done():
             return True
         if any(carrier.poll() for carrier in self.carriers.values()):

@@ -177,7 +177,7 @@ class KvSender(KvHalf):
         """Nothing: what a plan exports is marked on the device as it is launched."""
 
     def is_due(self) -> bool:
-        """Whether `after_launch` has something to do; quickly told."""
+        """Whether `after_launch` has something to do; takes little time."""
         if self._outgoing.is_due():
             return True
         if any(carrier.poll() for carrier in self.carriers.values()):

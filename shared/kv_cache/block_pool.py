@@ -9,7 +9,7 @@ A block is in exactly one of three states, and at every moment
     used    at least one sequence refers to it
 
 Cached blocks are evicted least recently used first. Sequences release their blocks last first,
-and a block is only registered behind a registered parent, so that a parent always leaves the
+and a block is only registered after a registered parent, so that a parent always leaves the
 cache after its children: a cached prefix has no holes.
 """
 
@@ -53,7 +53,7 @@ class BlockPool:
     Attributes:
         num_blocks: size of the pool.
         enable_caching: without it nothing is ever registered.
-        listener: told of every change of the cache's content.
+        listener: hears of every change of the cache's content.
     """
 
     num_blocks: int

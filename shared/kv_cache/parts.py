@@ -66,12 +66,12 @@ class BlockParts:
         return self.count * self.nbytes
 
     def packed_bytes(self, num_blocks: int, num_parts: int | None = None) -> int:
-        """Return the bytes of staging for so many blocks, whole or so many parts of each."""
+        """Return the bytes of staging for a number of blocks, whole or some parts of each."""
         per_block = self.count if num_parts is None else num_parts
         return packed_bytes(num_blocks * per_block, self.nbytes)
 
     def max_blocks(self, num_bytes: int, num_parts: int | None = None) -> int:
-        """Return how many blocks fit so many bytes of staging, likewise."""
+        """Return how many blocks fit a number of bytes of staging, likewise."""
         per_block = self.count if num_parts is None else num_parts
         return max_blocks(num_bytes, self.nbytes) // per_block
 

@@ -170,7 +170,7 @@ def model_fingerprint(
     config: ModelConfig,
     load_format: Literal["safetensors", "dummy"] = "safetensors",
 ) -> str:
-    """Return 32 hex digits that tell models apart.
+    """Return 32 hex digits that distinguish models.
 
     Weights are sampled at both ends of every tensor: quick for any size, and different for two
     fine-tunes of one base. Dummy weights are a function of the configuration alone.

@@ -1,6 +1,6 @@
 """Llama and the architectures that differ from it by biases alone (Mistral, Qwen2).
 
-The residual stream runs beside the hidden states: each normalisation adds the one to the other,
+The residual stream runs alongside the hidden states: each normalisation adds the one to the other,
 so that a layer is a plain list of fused steps.
 """
 
@@ -134,7 +134,7 @@ class Mlp:
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each behind a normalisation."""
+    """Attention and feed-forward, each after a normalisation."""
 
     __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
 
@@ -216,7 +216,7 @@ class LlamaForCausalLM:
             behind_layer: called with the number of each layer, from 0, once it is launched.
 
         Returns:
-            Hidden states behind the last normalisation, `[T, hidden]`.
+            Hidden states after the last normalisation, `[T, hidden]`.
         """
         hidden = F.embedding(batch.input_ids, self.embed_tokens)
         residual: torch.Tensor | None = None

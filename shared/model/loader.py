@@ -50,7 +50,7 @@ def load_model(
         max_positions: longest sequence; None takes the model's.
 
     Raises:
-        ModelLoadError: files are missing, damaged, or of another model, or the device has no
+        ModelLoadError: files are missing, corrupt, or of another model, or the device has no
             memory for them; one line.
     """
     positions = max_positions or config.max_position_embeddings
@@ -61,7 +61,7 @@ def load_model(
             raise ModelLoadError("load_format safetensors needs a model directory")
         checkpoint = find_weights(path)
         config = settle_tie(config, checkpoint, dtype)
-        # A wrong or damaged file should not cost the allocation of a large model: check its
+        # A wrong or corrupt file should not cost the allocation of a large model: check its
         # header against a model that is all shapes and no memory.
         shapes = LlamaForCausalLM(config, torch.device("meta"), dtype, ops, max_positions=1)
         plan = _plan(_targets(shapes, checkpoint), checkpoint, config.tie_word_embeddings)

@@ -28,7 +28,7 @@ class TensorEntry:
     Attributes:
         dtype: in safetensors' spelling, e.g. `BF16`.
         start: of its bytes, from the beginning of the file.
-        end: behind its last byte.
+        end: after its last byte.
     """
 
     dtype: str
@@ -89,7 +89,7 @@ def read_header(file: Path) -> WeightsFile:
     tensors = _parse(file, header)
     end = max((entry.end for entry in tensors.values()), default=_LENGTH_BYTES + length)
     if end != size:
-        raise _damaged(file, f"it has {size} bytes where its header tells of {end}")
+        raise _damaged(file, f"it has {size} bytes, and its header says {end}")
     return WeightsFile(file, size, header, tensors)
 
 

@@ -1,4 +1,4 @@
-"""Tells an engine that hangs from a process that was stopped as a whole."""
+"""Distinguishes an engine that hangs from a process that was stopped as a whole."""
 
 from __future__ import annotations
 

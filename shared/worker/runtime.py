@@ -1,11 +1,11 @@
 """A worker's surroundings: engine thread, control server, KV endpoint, Redis, metrics.
 
-    start:  Redis -> model -> KV endpoint -> server -> engine -> service -> card in Redis
-    stop:   draining card -> running work ends -> card withdrawn -> service -> engine
+    start:  Redis -> model -> KV endpoint -> server -> engine -> service -> record in Redis
+    stop:   draining record -> running work ends -> record withdrawn -> service -> engine
             -> background tasks -> server -> KV endpoint -> Redis
 
 A service (prefill or decode) plugs its handlers in. A worker whose engine's loop is silent has a
-draining card, and soon after ends without waiting for its work, so that it is started again.
+draining record, and soon after ends without waiting for its work, so that it is started again.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class WorkerRuntime:
         """Wrap a callback so that it may be called from any thread and runs in the event loop."""
 
         def call(*args: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to notify
                 self._loop.call_soon_threadsafe(callback, *args)
 
         return call
@@ -202,7 +202,7 @@ class WorkerRuntime:
         index.start()
         stack.push_async_callback(index.close)
         service.start()
-        stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened anew
+        stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened again
         stack.push_async_callback(service.close)
         self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
         await self._publisher.start()
@@ -212,7 +212,7 @@ class WorkerRuntime:
         )
 
     def _cached_hashes(self) -> list[BlockHash]:
-        # One call into C under the interpreter's lock: safe beside the engine's thread.
+        # One call into C under the interpreter's lock: safe alongside the engine's thread.
         return self.built.core.scheduler.pool.cached_hashes()
 
     def _build(self, index: IndexPublisher) -> BuiltEngine:

@@ -19,7 +19,7 @@ MOST_BLOCKS_PER_SLOT = 128
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory; of a host's, where staging is no burden, no bound."""
+    """Return the bytes of a GPU's memory; for a host, where staging costs little, no bound."""
     if device.type != "cuda":
         return sys.maxsize
     return int(torch.cuda.get_device_properties(device).total_memory)
