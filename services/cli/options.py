@@ -128,7 +128,7 @@ CudaGraphs = Annotated[
     bool | None,
     _engine(
         "cuda_graphs",
-        "Replay steps and moves of KV blocks as CUDA graphs.",
+        "Replay steps and copies of KV blocks as CUDA graphs.",
         None,
         "--cuda-graphs/--no-cuda-graphs",
     ),
