@@ -1,6 +1,8 @@
 """Settings of the services, and the one reader of the environment.
 
 Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
+Names, types, defaults and descriptions are here alone: the command line's options are made from
+them, and tests compare `.env.example` and README with them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from pagewire.shared.setting_names import (
     is_from_kubernetes,
 )
 
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+SettingsT = TypeVar("SettingsT", bound="Settings")
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -57,35 +59,59 @@ HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 GenerationConfig = Literal["auto", "none"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+LoadFormat = Literal["safetensors", "dummy"]
+Kernels = Literal["auto", "triton", "torch"]
+KvTransport = Literal["auto", "ipc", "ucx", "zmq"]
+KvNetwork = Literal["untrusted", "private"]
+Policy = Literal["prefix", "round_robin"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class ClusterSettings(BaseSettings):
-    """What every service of one cluster must be told alike.
+def described(default: Any, text: str, *, unset: str | None = None, **rules: Any) -> Any:
+    """Make a field with its one description.
 
-    Attributes:
-        cluster_secret: keys of the control channel and of block hashes derive from it.
-        redis_url: `redis://[:password@]host:port/db` or `unix:///path/to/socket`.
-        host: address that this service's sockets listen on.
-        advertise_host: name or address that others reach it by; None takes `host`, or where that
-            is all addresses (0.0.0.0, ::) this machine's own on the way to Redis.
-        lease_s: a worker whose card was not renewed for this long is dead.
-        heartbeat_s: how often cards are renewed and peers are pinged.
-        log_level: of the standard library's logging.
+    The command line's help, `.env.example` and README's table of settings have this text and
+    default.
+
+    Args:
+        default: a value, or a function that makes one.
+        text: one or two sentences.
+        unset: what applies by default, where that is None or made.
+        rules: for pydantic.
     """
+    rules |= {"default_factory" if callable(default) else "default": default}
+    return Field(description=text, json_schema_extra={"unset": unset}, **rules)
+
+
+def default_text(kind: type[BaseSettings], name: str) -> str:
+    """Return what applies if a setting is not given, for people to read."""
+    field = kind.model_fields[name]
+    match field.json_schema_extra:
+        case {"unset": str(text)}:
+            return text
+    return ("off", "on")[field.default] if isinstance(field.default, bool) else str(field.default)
+
+
+def description(kind: type[BaseSettings], name: str) -> str:
+    """Return the one description of a setting."""
+    return str(kind.model_fields[name].description)
+
+
+GENERATION_CONFIG: Any = described(
+    "auto",
+    "auto: a request that gives no temperature, top_p, top_k or max_tokens gets those of the "
+    "model's generation_config.json; none turns that off.",
+)
+
+
+class Settings(BaseSettings):
+    """Read from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
     )
-
-    cluster_secret: SecretStr = Field(
-        default_factory=lambda: SecretStr(secrets.token_hex(32)), min_length=8
-    )
-    redis_url: str = "redis://127.0.0.1:6379/0"
-    host: str = "127.0.0.1"
-    advertise_host: HostName | None = None
-    lease_s: Seconds = 5.0
-    heartbeat_s: Seconds = 1.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @classmethod
     def settings_customise_sources(
@@ -105,6 +131,35 @@ class ClusterSettings(BaseSettings):
             }
         return init_settings, env_settings
 
+
+class ClusterSettings(Settings):
+    """What every service of one cluster must be told alike."""
+
+    cluster_secret: SecretStr = described(
+        lambda: SecretStr(secrets.token_hex(32)),
+        "Keys of the control channel and of block hashes derive from it; the same in all services.",
+        unset="random",
+        min_length=8,
+    )
+    redis_url: str = described(
+        "redis://127.0.0.1:6379/0",
+        "Redis with prefix index and worker records: redis://[:password@]host:port/db or "
+        "unix:///path.",
+    )
+    host: str = described("127.0.0.1", "Address to listen on.")
+    advertise_host: HostName | None = described(
+        None,
+        "Name or address that other services reach this one by.",
+        unset="`host`, or this machine's own address if that is all addresses",
+    )
+    lease_s: Seconds = described(
+        5.0, "A worker whose record was not renewed for this many seconds is dead."
+    )
+    heartbeat_s: Seconds = described(
+        1.0, "Seconds between renewals of worker records, and between pings."
+    )
+    log_level: LogLevel = described("info", "Level of the services' logs.")
+
     @field_validator("advertise_host")
     @classmethod
     def _leads_somewhere(cls, value: str | None) -> str | None:
@@ -121,42 +176,48 @@ class ClusterSettings(BaseSettings):
         return value
 
 
-class EngineSettings(ClusterSettings):
-    """The engine of a worker or of the offline `LLM`.
+class EngineSettings(Settings):
+    """The engine of a worker or of the offline `LLM`."""
 
-    Attributes:
-        model: a local Hugging Face directory, a hub id, or "demo" for the model in the package.
-        device: `auto` takes CUDA where there is a GPU.
-        dtype: of weights, activations and KV cache; `auto` takes the checkpoint's.
-        load_format: `dummy` gives random weights, for benchmarks of a shape.
-        kernels: backend; `auto` takes Triton on CUDA and torch on the CPU.
-        block_size: tokens in a KV block.
-        num_blocks: of the KV pool; None sizes it by memory.
-        gpu_memory_utilization: share of the GPU that weights, activations and pool may take.
-        max_model_len: longest prompt plus answer; None takes the model's, or what the KV pool
-            holds if that is less.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: of one step; longer prompts are prefilled in chunks.
-        max_waiting: requests that may queue behind those running.
-        enable_prefix_caching: reuse of blocks with equal content.
-        cuda_graphs: replay decode steps, small prefill steps and moves of KV blocks as CUDA
-            graphs (CUDA only).
-    """
-
-    model: str = "demo"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
-    kernels: Literal["auto", "triton", "torch"] = "auto"
-    block_size: BlockSize = 16
-    num_blocks: Positive | None = None
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=0.98)] = 0.85
-    max_model_len: Positive | None = None
-    max_num_seqs: Positive = 256
-    max_num_batched_tokens: Positive = 2048
-    max_waiting: Positive = 1024
-    enable_prefix_caching: bool = True
-    cuda_graphs: bool = True
+    model: str = described(
+        "demo", 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
+    )
+    device: Device = described("auto", "auto takes CUDA where there is a GPU.")
+    dtype: Dtype = described(
+        "auto", "Data type of weights and KV cache; auto takes the checkpoint's."
+    )
+    load_format: LoadFormat = described(
+        "safetensors", "dummy: random weights, for benchmarks of a shape."
+    )
+    kernels: Kernels = described(
+        "auto", "Kernels that run; auto takes Triton on CUDA and torch on the CPU."
+    )
+    block_size: BlockSize = described(
+        16, "Tokens in a KV block, the same in all workers: 16, 32, 64 or 128."
+    )
+    num_blocks: Positive | None = described(
+        None, "Blocks in a worker's KV pool.", unset="as many as fit into memory"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=0.98)] = described(
+        0.85,
+        "Share of the GPU's memory for weights, activations and KV pool; workers that "
+        "`pagewire up` starts on one GPU divide the default.",
+    )
+    max_model_len: Positive | None = described(
+        None,
+        "Longest prompt plus answer, in tokens.",
+        unset="the model's, or what the KV pool holds if that is less",
+    )
+    max_num_seqs: Positive = described(256, "Sequences that run at once.")
+    max_num_batched_tokens: Positive = described(
+        2048, "Tokens of one step; longer prompts run in chunks."
+    )
+    max_waiting: Positive = described(1024, "Sequences that may wait for those that run.")
+    enable_prefix_caching: bool = described(True, "Reuse blocks with equal content.")
+    cuda_graphs: bool = described(
+        True,
+        "Replay decode steps, small prefill steps and copies of KV blocks as CUDA graphs.",
+    )
 
     @field_validator("max_model_len")
     @classmethod
@@ -174,97 +235,93 @@ class EngineSettings(ClusterSettings):
 
 
 class LLMSettings(EngineSettings):
-    """The offline `LLM`.
+    """The offline `LLM`."""
 
-    Attributes:
-        generation_config: `auto` takes sampling defaults from the model's
-            `generation_config.json`, `none` leaves them out.
-    """
-
-    generation_config: GenerationConfig = "auto"
+    generation_config: GenerationConfig = GENERATION_CONFIG
 
 
-class WorkerSettings(EngineSettings):
-    """A prefill or decode service.
+class WorkerSettings(ClusterSettings, EngineSettings):
+    """A prefill or decode service."""
 
-    Attributes:
-        worker_id: stable name of the worker; a restart under the same name has a new epoch.
-        control_port: of the ZeroMQ control socket; 0 takes a free one.
-        metrics_port: of the worker's own HTTP `/metrics` and `/health`; 0 takes a free one.
-        kv_transport: how KV blocks cross. `auto`: between the GPUs of one host by CUDA IPC, else by
-            UCX where the KV network is private, else by ZeroMQ.
-        kv_network: between the workers. `private`: no stranger reaches it, so that UCX may be used:
-            anyone who reaches a UCX port can end the worker, and blocks cross unencrypted.
-        staging_slots: KV segments that may be under way at once. A decode worker lends two or more
-            to each prefill worker, so that it takes half as many links.
-        staging_slot_bytes: upper bound of a segment's blocks, rounded down to whole ones; None
-            picks it from the block's size, and bounds all slots by a share of the GPU's memory.
-            Where workers differ, segments fit the smaller slots of the two.
-        local_prefill_tokens: a decode worker computes up to this many uncached prompt tokens
-            itself instead of sending them away.
-        transfer_timeout_s: for a segment to be acknowledged; also for each step of opening a KV
-            link.
-        prefill_timeout_s: without a segment or the first token of a prefill job, after which the
-            next prefill worker gets it, or with none left this decode worker.
-        drain_timeout_s: for running requests to finish after SIGTERM.
-    """
-
-    worker_id: WorkerId = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
-    control_port: Port = 0
-    metrics_port: Port = 0
-    kv_transport: Literal["auto", "ipc", "ucx", "zmq"] = "auto"
-    kv_network: Literal["private", "untrusted"] = "untrusted"
-    staging_slots: Annotated[int, Field(ge=2, le=256)] = 16
-    staging_slot_bytes: Positive | None = None
-    local_prefill_tokens: Annotated[int, Field(ge=0)] = 32
-    transfer_timeout_s: Seconds = 10.0
-    prefill_timeout_s: Seconds = 30.0
-    drain_timeout_s: Seconds = 30.0
+    worker_id: WorkerId = described(
+        lambda: f"worker-{secrets.token_hex(4)}",
+        "Stable name of this worker; a restart under the same name has a new epoch.",
+        unset="a random one",
+    )
+    control_port: Port = described(0, "Port of the control socket; 0 takes a free one.")
+    metrics_port: Port = described(0, "Port of /metrics and /health; 0 takes a free one.")
+    kv_transport: KvTransport = described(
+        "auto",
+        "How KV blocks are sent. auto: between GPUs ipc (CUDA IPC, one host), then ucx if the KV "
+        "network is private; otherwise zmq, which is encrypted.",
+    )
+    kv_network: KvNetwork = described(
+        "untrusted",
+        "private: auto may take UCX, which is not encrypted. Anyone who reaches a UCX port can "
+        "end the worker.",
+    )
+    # A decode worker lends two or more to each prefill worker, so that it takes half as many links.
+    staging_slots: Annotated[int, Field(ge=2, le=256)] = described(
+        16, "KV segments in flight at once; a decode worker takes half as many links."
+    )
+    # Where workers differ, segments fit the smaller slots of the two.
+    staging_slot_bytes: Positive | None = described(
+        None,
+        "Largest KV segment, in bytes, rounded down to whole blocks.",
+        unset="by the block's size and the GPU's memory",
+    )
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = described(
+        32, "A decode worker computes up to this many uncached prompt tokens itself."
+    )
+    transfer_timeout_s: Seconds = described(
+        10.0,
+        "Seconds for a KV segment to be acknowledged, and for each step of opening a KV link.",
+    )
+    prefill_timeout_s: Seconds = described(
+        30.0,
+        "Seconds without a segment or a first token of a prefill job, after which another worker "
+        "gets it.",
+    )
+    drain_timeout_s: Seconds = described(
+        30.0, "Seconds for running requests to finish after SIGTERM."
+    )
 
 
 class RouterSettings(ClusterSettings):
-    """The router.
+    """The router."""
 
-    Attributes:
-        model: as for the workers; the router reads only its tokenizer and configuration.
-        served_model_name: under which clients ask for it; None takes the directory's or hub
-            id's last part.
-        generation_config: `auto` takes sampling defaults from the model's
-            `generation_config.json`, `none` leaves them out.
-        port: of the HTTP endpoint.
-        policy: `prefix` places by cached prefix and load, `round_robin` in turn.
-        max_queue: requests in the system at once; more are answered 429.
-        request_timeout_s: without any token, after which a request fails.
-        expected_workers: ids, separated by commas, of the workers that `/health` waits for after
-            the router's start before it says ok; requests are served meanwhile.
-    """
-
-    model: str = "demo"
-    served_model_name: str | None = None
-    generation_config: GenerationConfig = "auto"
-    port: Port = 8000
-    policy: Literal["prefix", "round_robin"] = "prefix"
-    max_queue: Positive = 1024
-    request_timeout_s: Seconds = 300.0
-    expected_workers: Annotated[
-        tuple[WorkerId, ...], NoDecode, BeforeValidator(_ids_from_text)
-    ] = ()
-
-
-class ClientSettings(BaseSettings):
-    """The commands that talk to an endpoint.
-
-    Attributes:
-        url: of the endpoint, with or without `/v1`.
-        api_key: sent as a bearer token.
-    """
-
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
+    # Of the model, the router reads only its tokenizer and configuration.
+    model: str = described(
+        EngineSettings.model_fields["model"].default, description(EngineSettings, "model")
+    )
+    served_model_name: str | None = described(
+        None,
+        "The name that clients ask for.",
+        unset="the last part of the model's directory or hub id",
+    )
+    generation_config: GenerationConfig = GENERATION_CONFIG
+    port: Port = described(8000, "Port of the HTTP endpoint.")
+    policy: Policy = described(
+        "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
+    )
+    max_queue: Positive = described(1024, "Requests in one router at once; more are answered 429.")
+    request_timeout_s: Seconds = described(
+        300.0, "A request without any token for this many seconds fails."
+    )
+    expected_workers: Annotated[tuple[WorkerId, ...], NoDecode, BeforeValidator(_ids_from_text)] = (
+        described(
+            (),
+            "Ids, separated by commas, of the workers that /health waits for after the start "
+            "before it says ok; requests are served meanwhile.",
+        )
     )
 
-    url: str = "http://127.0.0.1:8000"
-    api_key: SecretStr | None = None
+
+class ClientSettings(Settings):
+    """The commands that talk to an endpoint."""
+
+    url: str = described("http://127.0.0.1:8000", "URL of the endpoint, with or without /v1.")
+    api_key: SecretStr | None = described(None, "Sent as a bearer token.", unset="none")
 
 
 # All services may share an environment; each reads only its own settings.

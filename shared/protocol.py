@@ -22,9 +22,9 @@ from msgspec import Meta
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.request import FinishReason
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -66,14 +66,14 @@ class Generate(Message, frozen=True, kw_only=True):
     Attributes:
         prompt_token_ids: the prompt, at least one token.
         output_token_ids: tokens already delivered by a worker that died; generation goes on
-            behind them and they count against `sampling.max_tokens`.
-        sampling: with a seed, always: the router draws one where the client gave none.
+            behind them and they count against `spec.max_tokens`.
+        spec: with a seed, always: the router draws one where the client gave none.
         prefill_workers: ids in order of preference; empty means prefill locally.
     """
 
     request_id: Id
     prompt_token_ids: TokenIds
-    sampling: ResolvedSampling
+    spec: RequestSpec
     output_token_ids: TokenIds = []
     prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
 
@@ -198,7 +198,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     decode_epoch: Epoch
     prefill_epoch: Epoch
     token_ids: TokenIds
-    sampling: ResolvedSampling
+    spec: RequestSpec
     first_block: Count
 
 

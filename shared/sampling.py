@@ -1,8 +1,10 @@
-"""How tokens are chosen: what a caller asks for, what the model suggests, and the result.
+"""What a request asks for: what its caller says, what the model suggests, and the result.
 
-    SamplingParams (None: unset)  +  SamplingDefaults of the model  ->  ResolvedSampling
+    SamplingParams (None: unset)  +  SamplingDefaults of the model  ->  RequestSpec
 
-The router and the offline `LLM` resolve a request once. Workers and engines only see the result.
+The router and the offline `LLM` resolve a request once. The result crosses the services' messages
+unchanged and stays with the engine's sequence. A further setting of a request is a field of
+`SamplingFields` and of `RequestSpec`, and code where it acts.
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ MAX_CHOICES = 16_384
 _INT64 = 2**63
 
 
-class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one sequence are chosen and when it stops; nothing is unset.
+class RequestSpec(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """All settings of one request: how its tokens are chosen, reported, and when they end.
+
+    Nothing is unset. `Generate`, `Prefill`, the engine's `Sequence` and `NewSlot` each hold one.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -98,7 +104,7 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                     "stop_token_ids",
                 )
 
-    def for_choice(self, choice: int) -> ResolvedSampling:
+    def for_choice(self, choice: int) -> RequestSpec:
         """Return the parameters of one of n answers: the first has the caller's own seed.
 
         The others' seeds are a function of that seed and their index. Without a seed each answer
@@ -178,7 +184,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         """The stop strings, one or several."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def resolve(self, defaults: SamplingDefaults, max_tokens: int) -> ResolvedSampling:
+    def resolve(self, defaults: SamplingDefaults, max_tokens: int) -> RequestSpec:
         """Fill in what is unset, and check everything.
 
         Args:
@@ -203,7 +209,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         if fields["top_k"] == -1:
             fields["top_k"] = 0
         fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        resolved = ResolvedSampling(**fields)
+        resolved = RequestSpec(**fields)
         resolved.validate()
         return resolved
 

@@ -45,11 +45,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's KV link to a peer: transport, lane and measured GB/s."""
+    """A worker's KV link to a peer: transport and measured GB/s."""
 
     peer: Id
     transport: _Name
-    lane: Annotated[str, Meta(max_length=256)] = ""
     gbps: Annotated[float, Meta(ge=0)] = 0.0
 
 

@@ -2,7 +2,13 @@
 
     python -P -m pagewire.tools.kv_size
 
-Prints a line a file, the sum, and the types of messages between two workers' KV halves.
+Prints a line a file, the sum, the types of messages between two workers' KV halves, and the
+functions that one segment passes through, at the sender and the receiver together. For these, a
+real segment crosses between two endpoints in this process, by ZeroMQ, under a profiler. A segment
+passes through a function that makes it, takes it as an argument, or returns or yields it: itself or
+its acknowledgement, in a tuple or list, or as an object's `segment`. Besides, all functions are
+counted that run while it crosses and not in polls that find nothing.
+`tests/integration/test_kv_size.py` counts hand-overs between threads as well.
 """
 
 from __future__ import annotations
@@ -14,12 +20,14 @@ from pathlib import Path
 from typing import get_args
 
 from pagewire.shared.kv.messages import ToReceiver, ToSender
+from pagewire.tests.support.kv_trace import trace_segment
 
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
     "shared/kv/**/*.py",
     "shared/worker/kv*.py",
-    "services/prefill/*.py",
+    "services/prefill/service.py",
+    "services/prefill/decode_links.py",
     "services/decode/remote_jobs.py",
     "services/decode/worker_links.py",
 )
@@ -52,6 +60,12 @@ def count_lines(source: str) -> int:
     return len(lines - docstrings)
 
 
+def message_names() -> list[str]:
+    """Return the types of messages between two workers' KV halves."""
+    names = [kind.__name__ for kind in (*get_args(ToReceiver), *get_args(ToSender))]
+    return [*names, *CONTROL_MESSAGES]
+
+
 def main() -> None:
     """Count and print."""
     total = 0
@@ -60,9 +74,16 @@ def main() -> None:
         total += count
         print(f"{count:6d}  {file.relative_to(ROOT)}")
     print(f"{total:6d}  in all")
-    names = [kind.__name__ for kind in (*get_args(ToReceiver), *get_args(ToSender))]
-    names += CONTROL_MESSAGES
+    names = message_names()
     print(f"{len(names):6d}  messages: {', '.join(names)}")
+    trace = trace_segment()
+    for where, name in sorted(trace.passed):
+        print(f"        {where}: {name}")
+    num_files = len({where for where, _ in trace.passed})
+    print(
+        f"{len(trace.passed):6d}  functions in {num_files} files, which one segment passes through"
+    )
+    print(f"{len(trace.called):6d}  functions run for it in all")
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def running_cluster(
         ready = json.loads(file.read_bytes())
         for service in ready["services"]:
             for link in service["links"]:
-                lane = f"{link['transport']} ({link['lane']}), {link['gb_per_s']} GB/s"
-                print(f"{link['peer']} -> {service['id']}: {lane}")
+                speed = f"{link['transport']}, {link['gb_per_s']} GB/s"
+                print(f"{link['peer']} -> {service['id']}: {speed}")
         yield Running(ready["url"], process.pid)
 
 

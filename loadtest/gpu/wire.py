@@ -71,7 +71,6 @@ class Bench:
     receiving: Receiving
     prompt_bytes: int
     ceiling: float
-    lane: str = ""
     num_links: int = 0
     alone: dict[int, float] = field(default_factory=dict)
 
@@ -79,7 +78,7 @@ class Bench:
         """Wait for a sender, open its link, send a prompt, and print how long these two took."""
         process.listen()
         started = time.monotonic()
-        self.lane, tested_s = self.receiving.open_link(process, f"sender-{self.num_links}")
+        tested_s = self.receiving.open_link(process, f"sender-{self.num_links}")
         self.receiving.round(process, 1)
         first_prompt_s = time.monotonic() - started
         self._print(
@@ -111,7 +110,7 @@ class Bench:
 
     def _print(self, what: str, **fields: float) -> None:
         options = self.options
-        head = {"what": what, "carrier": options.carrier, "lane": self.lane}
+        head = {"what": what, "carrier": options.carrier}
         print(json.dumps({**head, "stepping": options.stepping, **fields}), flush=True)
 
 

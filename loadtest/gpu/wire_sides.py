@@ -43,7 +43,7 @@ from pagewire.shared.kv.waking import FdWatch
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool
 from pagewire.shared.protocol import BlockLayout, KvHello
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.worker.kv import open_carrier
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
@@ -133,9 +133,9 @@ class Engine:
 
     def start_stepping(self) -> None:
         """Add sequences that decode for as long as the bench lasts. In the engine's thread."""
-        sampling = ResolvedSampling(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
+        spec = RequestSpec(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
         for number in range(STEPPING_ROWS):
-            self.core.add(new_sequence(f"step-{number}", [7] * 32, sampling, ()))
+            self.core.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Tokens of sequences that step, and first tokens."""
@@ -159,8 +159,8 @@ class Engine:
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
         """Add a sequence. In the engine's thread."""
-        sampling = ResolvedSampling(max_tokens=1, ignore_eos=True, seed=1)
-        sequence = new_sequence(name, [7] * self.num_tokens, sampling, ())
+        spec = RequestSpec(max_tokens=1, ignore_eos=True, seed=1)
+        sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
         sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
         self.core.add(sequence)
 
@@ -185,7 +185,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     print("ready", flush=True)
     hello = msgspec.json.decode(sys.stdin.readline(), type=KvHello)
     link = engine.call(lambda: sender.connect(hello))
-    print(link.outbound.lane(), link.outbound.reply.hex() or "-", flush=True)
+    print(link.outbound.reply.hex() or "-", flush=True)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
 
     def begin(jobs: list[str]) -> None:
@@ -243,25 +243,25 @@ class Receiving:
             raise event
         return event
 
-    def open_link(self, process: Sending, name: str) -> tuple[str, float]:
-        """Open a link; returns its lane, and the seconds until its test has come."""
+    def open_link(self, process: Sending, name: str) -> float:
+        """Open a link; returns the seconds until its test has come."""
         started_ns = time.monotonic_ns()
-        link, offer = self._engine.call(lambda: self._receiver.offer(name))
+        link = self._engine.call(lambda: self._receiver.offer(name))
         hello = KvHello(
             worker_id="receiver",
             epoch=1,
             layout=self._engine.layout(),
-            link=offer.link,
-            token=offer.token,
-            endpoint=offer.endpoint,
-            carriers=offer.carriers,
+            link=link.number,
+            token=link.token,
+            endpoint=self._receiver.socket.endpoint,
+            carriers=link.offers,
             slot_bytes=self._engine.staging.slot_bytes,
         )
-        lane, reply = process.ask(msgspec.json.encode(hello).decode()).rsplit(maxsplit=1)
-        answer = bytes.fromhex(reply.strip("-"))
+        reply = process.ask(msgspec.json.encode(hello).decode())
+        answer = bytes.fromhex(reply.strip("-\n"))
         self._engine.call(lambda: self._receiver.accept(link, self._carrier, answer))
-        tested_ns = self._next(f"the test of the link to {name}")
-        return lane, (tested_ns - started_ns) / 1e9
+        tested_ns = int(self._next(f"the test of the link to {name}"))
+        return (tested_ns - started_ns) / 1e9
 
     def _reserve(self, names: list[str]) -> None:
         for name in names:

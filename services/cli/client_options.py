@@ -9,18 +9,13 @@ import typer
 from pagewire.services.cli.options import setting
 from pagewire.shared.config import ClientSettings, load_settings
 
-Url = Annotated[
-    str | None,
-    setting(ClientSettings, "url", "Of the endpoint, with or without /v1; also PAGEWIRE_URL."),
-]
+Url = Annotated[str | None, setting(ClientSettings, "url", note="Also PAGEWIRE_URL.")]
 ApiKey = Annotated[
     str | None,
     setting(
         ClientSettings,
         "api_key",
-        "Sent as a bearer token. Better in PAGEWIRE_API_KEY: other users can see this command "
-        "line.",
-        unset="none",
+        note="Better in PAGEWIRE_API_KEY: other users can see this command line.",
     ),
 ]
 ClientModel = Annotated[

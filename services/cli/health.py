@@ -14,13 +14,11 @@ class Link(msgspec.Struct, frozen=True):
     """The KV link from a prefill worker to a decode worker.
 
     Attributes:
-        lane: what carries the bytes on this transport, e.g. "cuda_ipc".
         gb_per_s: as measured when the two met; None before that.
     """
 
     peer: str
     transport: str
-    lane: str = ""
     gb_per_s: float | None = None
 
 

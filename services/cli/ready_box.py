@@ -62,9 +62,8 @@ def link_lines(services: list[Service]) -> list[str]:
     lines = []
     for service in services:
         for link in service.links:
-            lane = f" ({link.lane})" if link.lane else ""
             speed = f", {link.gb_per_s:.2f} GB/s" if link.gb_per_s is not None else ""
-            lines.append(f"{link.peer} -> {service.id}: {link.transport}{lane}{speed}")
+            lines.append(f"{link.peer} -> {service.id}: {link.transport}{speed}")
     return lines
 
 

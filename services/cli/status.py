@@ -178,15 +178,13 @@ def _workers_table(workers: list[WorkerStatus]) -> Table:
 
 def _links_table(workers: list[WorkerStatus]) -> Table:
     table = _table()
-    for name in ("KV from", "to", "transport", "lane"):
+    for name in ("KV from", "to", "transport"):
         table.add_column(name, no_wrap=True)
     table.add_column("GB/s", justify="right")
     for worker in workers:
         for link in worker.service.links:
             speed = "-" if link.gb_per_s is None else f"{link.gb_per_s:.2f}"
-            table.add_row(
-                *map(Text, (link.peer, worker.service.id, link.transport, link.lane or "-", speed))
-            )
+            table.add_row(*map(Text, (link.peer, worker.service.id, link.transport, speed)))
     return table
 
 

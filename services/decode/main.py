@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
+from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.receiver import KvReceiver
@@ -34,7 +34,9 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
         lambda: runtime.directory.workers("prefill"),
         runtime.keys,
         runtime.tasks,
-        LinkTimes(settings.heartbeat_s, settings.lease_s, settings.transfer_timeout_s),
+        heartbeat_s=settings.heartbeat_s,
+        lease_s=settings.lease_s,
+        timeout_s=settings.transfer_timeout_s,
     )
     jobs = RemoteJobs(
         runtime.identity,

@@ -74,7 +74,6 @@ class RemoteJobs:
             lambda _request, _scored: None
         )
         self._by_job: dict[str, DecodeRequest] = {}
-        self._tell_activated = engine.in_loop(self._on_activated)
         receiver.expected.on_reserved = engine.in_loop(self._on_reserved)
         links.on_message, links.on_lost = self._on_message, self._on_link_lost
 
@@ -153,25 +152,22 @@ class RemoteJobs:
         if first_token is None:
             first_token = request.first_token = done.first_token
             self.on_first_token(request, done, remote.link.worker_id)
-        completion = Completion(
-            remote.job_id,
-            first_token,
-            lambda: self._tell_activated(request, remote, time.monotonic()),
-        )
+        completion = Completion(remote.job_id, first_token, remote.note_activated)
         self._engine.submit(
             lambda _core: self._receiver.expected.complete(request.engine_id, completion),
             admitted=True,
         )
 
-    def _on_activated(self, request: DecodeRequest, remote: RemotePrefill, now: float) -> None:
-        """A sequence runs on with the blocks of a job, which may have been given up meanwhile."""
-        request.transfer_s = now - remote.done_s
-        if request.remote is not remote:
+    def on_running(self, request: DecodeRequest) -> None:
+        """Note that a request's sequence runs on, be it with the blocks of a job given up since."""
+        remote = request.remote
+        if remote is not None and not remote.activated_s:
             self.cancel(request)
-            return
-        remote.stop_deadline()
-        self._by_job.pop(remote.job_id, None)
-        request.remote = None
+        elif remote is not None:
+            request.transfer_s = remote.activated_s - remote.done_s
+            remote.stop_deadline()
+            self._by_job.pop(remote.job_id, None)
+            request.remote = None
 
     def _on_job_failed(self, request: DecodeRequest, remote: RemotePrefill, reason: str) -> None:
         if request.remote is not remote:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,18 @@ class RemotePrefill:
     Attributes:
         deadline: fires if the job shows no sign of life.
         done_s: when `PrefillDone` came.
+        activated_s: when the sequence ran on with its blocks; 0 before that.
     """
 
     job_id: str
     link: Any
     deadline: asyncio.TimerHandle | None = None
     done_s: float = 0.0
+    activated_s: float = 0.0
+
+    def note_activated(self) -> None:
+        """The sequence runs on. Called in the engine's thread."""
+        self.activated_s = time.monotonic()
 
     def stop_deadline(self) -> None:
         """Wait no longer."""
@@ -77,6 +84,6 @@ class DecodeRequest:
             decode_epoch=decode_epoch,
             prefill_epoch=prefill_epoch,
             token_ids=self.token_ids,
-            sampling=self.message.sampling,
+            spec=self.message.spec,
             first_block=self.first_block,
         )

@@ -122,13 +122,13 @@ class DecodeService:
         self._by_router[peer_id, message.request_id] = request
 
     def _check(self, peer_id: str, message: Generate) -> None:
-        message.sampling.validate()
+        message.spec.validate()
         vocab_size = self._engine.vocab_size
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
         if any(t >= vocab_size for t in (*message.prompt_token_ids, *message.output_token_ids)):
             raise InvalidRequestError(f"token ids must be below {vocab_size}", "prompt")
-        if len(message.output_token_ids) >= message.sampling.max_tokens:
+        if len(message.output_token_ids) >= message.spec.max_tokens:
             raise InvalidRequestError("nothing is left to generate", "max_tokens")
         if (peer_id, message.request_id) in self._by_router:
             raise InvalidRequestError("there is a request of this id already", "request_id")
@@ -153,7 +153,7 @@ class DecodeService:
         sequence = new_sequence(
             request.engine_id,
             message.prompt_token_ids,
-            message.sampling,
+            message.spec,
             self._engine.eos_token_ids,
             message.output_token_ids,
         )
@@ -204,6 +204,7 @@ class DecodeService:
         for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             request = self._requests.get(engine_id)
             if request is not None:
+                self._remote.on_running(request)
                 token_output = TokenOutput(request_id=request.message.request_id, token_ids=[token])
                 by_peer[request.peer_id].append(token_output)
         for output in outputs.others:
@@ -211,6 +212,7 @@ class DecodeService:
             if request is not None and output.prompt_logprobs is not None:
                 self._on_prompt_scored(request, output.prompt_logprobs)
             elif request is not None:
+                self._remote.on_running(request)
                 by_peer[request.peer_id].append(self._token_output(request, output))
                 if output.finish_reason is not None:
                     self._forget(request)

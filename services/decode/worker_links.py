@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
 from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.logs import Complaints
 from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome
 from pagewire.shared.registry import WorkerCard
@@ -28,18 +28,29 @@ class PrefillLink:
 
     Attributes:
         welcome: its answer to our `KvHello`.
-        kv: the link that its blocks come by, once it has been offered.
         tested: whether blocks come by it.
-        failure: why it has ended, if it has.
+        kv: the link that its blocks come by, once it has been offered.
+        opening: the attempt.
+        is_open: jobs may use the link.
     """
 
-    worker_id: str
-    epoch: int
+    card: WorkerCard
     client: ControlClient
     welcome: asyncio.Future[KvWelcome]
     tested: asyncio.Future[None]
     kv: ReceiverLink | None = None
-    failure: PagewireError | None = None
+    opening: asyncio.Task[None] | None = None
+    is_open: bool = False
+
+    @property
+    def worker_id(self) -> str:
+        """Of the prefill worker."""
+        return self.card.worker_id
+
+    @property
+    def epoch(self) -> int:
+        """Of the prefill worker's life."""
+        return self.card.epoch
 
     def post(self, message: ControlMessage) -> bool:
         """Queue a message; False if the connection is gone."""
@@ -49,37 +60,6 @@ class PrefillLink:
             logger.info("nothing can be posted to %s: %s", self.worker_id, exc)
             return False
         return True
-
-    def fail(self, error: PagewireError) -> None:
-        """Note the link's end, and end the wait for an answer."""
-        self.failure = error
-        for future in (self.welcome, self.tested):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # mark it as seen: nobody may be waiting
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTimes:
-    """Seconds.
-
-    Attributes:
-        heartbeat_s: how often missing links are looked for, and control servers are pinged.
-        lease_s: silence after which a control server is gone.
-        timeout_s: of each step of a link's opening.
-    """
-
-    heartbeat_s: float
-    lease_s: float
-    timeout_s: float
-
-
-@dataclass(slots=True)
-class _Unfit:
-    """Carriers by which nothing came from one life of a worker."""
-
-    epoch: int
-    carriers: set[str] = field(default_factory=set)
 
 
 class PrefillLinks:
@@ -96,7 +76,9 @@ class PrefillLinks:
         workers: returns the records of the prefill workers that are alive.
         keys: the cluster's.
         tasks: in which links are opened.
-        times: of these links.
+        heartbeat_s: how often missing links are looked for, and control servers are pinged.
+        lease_s: silence after which a control server is gone.
+        timeout_s: of each step of a link's opening.
 
     Attributes:
         on_message: called with the link and each message but `KvWelcome`.
@@ -111,122 +93,113 @@ class PrefillLinks:
         workers: Callable[[], Sequence[WorkerCard]],
         keys: ClusterKeys,
         tasks: TaskSet,
-        times: LinkTimes,
+        *,
+        heartbeat_s: float,
+        lease_s: float,
+        timeout_s: float,
     ) -> None:
         self._identity, self._engine, self._receiver = identity, engine, receiver
-        self._workers, self._keys, self._tasks, self._times = workers, keys, tasks, times
+        self._workers, self._keys, self._tasks = workers, keys, tasks
+        self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
         self.on_message: Callable[[PrefillLink, ControlMessage], None] = lambda _link, _message: (
             None
         )
         self.on_lost: Callable[[PrefillLink], None] = lambda _link: None
         self._links: dict[str, PrefillLink] = {}
-        self._attempts: dict[str, tuple[int, asyncio.Task[None]]] = {}  # with the life's epoch
-        self._opening: set[PrefillLink] = set()
-        self._unfit: dict[str, _Unfit] = {}
+        self._keeping: asyncio.Task[None] | None = None
+        self._unfit: dict[tuple[str, int], set[str]] = {}  # carriers, by name and epoch
         self._complaints = Complaints(logger)
         receiver.on_link_tested = engine.in_loop(self._on_tested)
         receiver.on_link_lost = engine.in_loop(self._on_kv_lost)
 
     def get(self, worker_id: str) -> PrefillLink | None:
         """Return the usable link to a worker."""
-        return self._links.get(worker_id)
+        link = self._links.get(worker_id)
+        return link if link is not None and link.is_open else None
 
     def usable(self) -> list[PrefillLink]:
         """All links over which prompts can be sent away."""
-        return list(self._links.values())
+        return [link for link in self._links.values() if link.is_open]
 
     def start(self) -> None:
         """Open links as workers appear."""
-        self._tasks.spawn(self._keep_open(), "keeping links to prefill workers")
+        self._keeping = self._tasks.spawn(self._keep_open(), "keeping links to prefill workers")
 
     async def _keep_open(self) -> None:
         while True:
             for card in self._workers():
                 self._follow(card)
-            await asyncio.sleep(self._times.heartbeat_s)
+            await asyncio.sleep(self._heartbeat_s)
 
     def _follow(self, card: WorkerCard) -> None:
         """See that there is a link to a worker's present life, or an attempt at one."""
         link = self._links.get(card.worker_id)
         if link is not None and link.epoch != card.epoch:
             self._lose(link, "it was restarted")
-            link = None
-        epoch, task = self._attempts.get(card.worker_id, (0, None))
-        if task is not None and epoch != card.epoch:
-            task.cancel()
-        elif task is None and link is None and card.state == "ready":
-            task = self._tasks.spawn(self._try_open(card), f"link to {card.worker_id}")
-            self._attempts[card.worker_id] = card.epoch, task
-            task.add_done_callback(lambda _task: self._attempts.pop(card.worker_id, None))
+        if card.worker_id not in self._links and card.state == "ready":
+            link = self._links[card.worker_id] = self._new_link(card)
+            link.opening = self._tasks.spawn(self._try_open(link), f"link to {card.worker_id}")
 
-    async def _try_open(self, card: WorkerCard) -> None:
-        link = self._new_link(card)
-        self._opening.add(link)
+    async def _try_open(self, link: PrefillLink) -> None:
         try:
-            await self._open(card, link)
-            if link.failure is not None:  # since it was tested
-                raise link.failure
+            await self._open(link)
         except (PagewireError, TimeoutError) as exc:
-            text = f"no link to {card.worker_id} at {card.endpoint}: {exc or 'no answer'}"
-            self._complaints.say(card.worker_id, card.epoch, text)
+            self._lose(link, str(exc) or "no answer")
         else:
-            self._complaints.forget(card.worker_id, card.epoch)
-            self._links[link.worker_id] = link
-        finally:
-            self._opening.discard(link)
-            if self._links.get(card.worker_id) is not link:
-                self._end(link)
+            self._complaints.forget(link.worker_id, link.epoch)
+            link.is_open = True
 
-    async def _open(self, card: WorkerCard, link: PrefillLink) -> None:
+    async def _open(self, link: PrefillLink) -> None:
         """Connect, agree on layout and carrier, wait until blocks come.
 
         Raises:
             PagewireError, TimeoutError: that failed.
         """
-        timeout_s = self._times.timeout_s
+        card, timeout_s = link.card, self._timeout_s
         pong = await link.client.connect(timeout_s)
         if (pong.worker_id, pong.epoch) != (card.worker_id, card.epoch):
             raise ChannelError(f"{card.endpoint} is another worker's by now")
-        link.client.post(await self._hello(link, timeout_s))
+        kv = await self._offer(link)
         async with asyncio.timeout(timeout_s):
             welcome = await link.welcome
         if welcome.error is not None:
-            self._unfit.pop(card.worker_id, None)  # it may be reached only by what was left out
+            # It may be reached only by what was left out.
+            self._unfit.pop((card.worker_id, card.epoch), None)
             raise TransferError(welcome.error)
-        kv = link.kv
-        if kv is None:
-            raise TransferError("the link was not offered")
         await self._engine.call(
             lambda _core: self._receiver.accept(kv, welcome.carrier, welcome.reply), timeout_s
         )
         try:
             async with asyncio.timeout(timeout_s):
                 await link.tested
-        except (TransferError, TimeoutError):
+        except TimeoutError:
             self._leave_out(card, welcome.carrier)
             raise
         logger.info("linked to %s by %s", card.worker_id, welcome.carrier)
 
-    async def _hello(self, link: PrefillLink, timeout_s: float) -> KvHello:
-        unfit = self._unfit.get(link.worker_id)
-        without = unfit.carriers if unfit is not None and unfit.epoch == link.epoch else ()
+    async def _offer(self, link: PrefillLink) -> ReceiverLink:
+        """Offer a link for blocks."""
+        without = self._unfit.get((link.worker_id, link.epoch), ())
 
-        def make_offer(_core: EngineCore) -> LinkOffer:
+        def make_offer(_core: EngineCore) -> ReceiverLink:
             # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
-            link.kv, offer = self._receiver.offer(link.worker_id, without)
-            return offer
+            link.kv = self._receiver.offer(link.worker_id, without)
+            return link.kv
 
-        offer = await self._engine.call(make_offer, timeout_s)
-        return KvHello(
-            worker_id=self._identity.worker_id,
-            epoch=self._identity.epoch,
-            layout=self._engine.layout,
-            link=offer.link,
-            token=offer.token,
-            endpoint=offer.endpoint,
-            carriers=offer.carriers,
-            slot_bytes=self._receiver.staging.slot_bytes,
+        kv = await self._engine.call(make_offer, self._timeout_s)
+        link.client.post(
+            KvHello(
+                worker_id=self._identity.worker_id,
+                epoch=self._identity.epoch,
+                layout=self._engine.layout,
+                link=kv.number,
+                token=kv.token,
+                endpoint=self._receiver.socket.endpoint,
+                carriers=kv.offers,
+                slot_bytes=self._receiver.staging.slot_bytes,
+            )
         )
+        return kv
 
     def _new_link(self, card: WorkerCard) -> PrefillLink:
         loop = asyncio.get_running_loop()
@@ -237,22 +210,16 @@ class PrefillLinks:
             else:
                 self.on_message(link, message)
 
-        def on_lost(reason: str) -> None:
-            link.fail(ChannelError(reason))
-            self._lose(link, reason)
-
         client = ControlClient(
             card.endpoint,
             self._keys,
             make_client_id(self._identity.worker_id),
             on_message,
-            on_lost,
-            heartbeat_s=self._times.heartbeat_s,
-            lease_s=self._times.lease_s,
+            lambda reason: self._lose(link, reason),
+            heartbeat_s=self._heartbeat_s,
+            lease_s=self._lease_s,
         )
-        link = PrefillLink(
-            card.worker_id, card.epoch, client, loop.create_future(), loop.create_future()
-        )
+        link = PrefillLink(card, client, loop.create_future(), loop.create_future())
         return link
 
     def _on_welcome(self, link: PrefillLink, message: KvWelcome) -> None:
@@ -261,39 +228,46 @@ class PrefillLinks:
         if not link.welcome.done():
             link.welcome.set_result(message)
         elif message.error is not None:
-            link.fail(TransferError(message.error))
-            self._lose(link, message.error)
+            self._on_kv_lost(link.kv, message.error)
 
     def _on_tested(self, kv: ReceiverLink) -> None:
-        for link in self._opening:
+        for link in self._links.values():
             if link.kv is kv and not link.tested.done():
                 link.tested.set_result(None)
 
     def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
-        for link in [*self._opening, *self._links.values()]:
+        for link in list(self._links.values()):
             if link.kv is kv:
-                link.fail(TransferError(reason))
+                if kv.carrier and not link.tested.done():
+                    self._leave_out(link.card, kv.carrier)
                 self._lose(link, reason)
 
     def _leave_out(self, card: WorkerCard, carrier: str) -> None:
         """Note that nothing comes by a carrier."""
-        known = {worker.worker_id for worker in self._workers()}
-        self._unfit = {name: unfit for name, unfit in self._unfit.items() if name in known}
-        unfit = self._unfit.get(card.worker_id)
-        if unfit is None or unfit.epoch != card.epoch:
-            unfit = self._unfit[card.worker_id] = _Unfit(card.epoch)
-        unfit.carriers.add(carrier)
-        if unfit.carriers.issuperset(self._receiver.carriers):  # the others may work again by now
-            unfit.carriers = {carrier} if len(self._receiver.carriers) > 1 else set()
+        known = {(worker.worker_id, worker.epoch) for worker in self._workers()}
+        self._unfit = {life: unfit for life, unfit in self._unfit.items() if life in known}
+        unfit = self._unfit.setdefault((card.worker_id, card.epoch), set())
+        unfit.add(carrier)
+        if unfit.issuperset(self._receiver.carriers):  # the others may work again by now
+            unfit.clear()
+            unfit.update({carrier} if len(self._receiver.carriers) > 1 else ())
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
-        if self._links.get(link.worker_id) is link:
+        """End a link or an attempt; one that has ended is fine."""
+        if self._links.get(link.worker_id) is not link:
+            return
+        del self._links[link.worker_id]
+        self._end(link)
+        if link.is_open:
             logger.warning("lost %s: %s", link.worker_id, reason)
-            del self._links[link.worker_id]
-            self._end(link)
             self.on_lost(link)
+        else:
+            text = f"no link to {link.worker_id} at {link.card.endpoint}: {reason}"
+            self._complaints.say(link.worker_id, link.epoch, text)
 
     def _end(self, link: PrefillLink) -> None:
+        if link.opening is not None:
+            link.opening.cancel()  # it has ended, if the link is open
         link.client.close()
 
         def close(_core: EngineCore) -> None:
@@ -304,8 +278,8 @@ class PrefillLinks:
 
     def close(self) -> None:
         """Close all connections, give up attempts at more."""
-        for _epoch, task in self._attempts.values():
-            task.cancel()
+        if self._keeping is not None:
+            self._keeping.cancel()
         for link in self._links.values():
             self._end(link)
         self._links.clear()

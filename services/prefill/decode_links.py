@@ -11,12 +11,11 @@ import msgspec
 
 from pagewire.shared.addresses import numeric_endpoint
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.errors import PagewireError, TransferError
-from pagewire.shared.kv.layout import check_layout
+from pagewire.shared.errors import LayoutMismatchError, PagewireError, TransferError
 from pagewire.shared.kv.sender import KvSender
 from pagewire.shared.kv.sender_link import SenderLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome, clip_text
+from pagewire.shared.protocol import BlockLayout, ControlMessage, KvHello, KvWelcome, clip_text
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.tasks import TaskSet
 
@@ -103,13 +102,7 @@ class DecodeLinks:
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
-        check_layout(self._engine.layout, hello.layout, hello.worker_id)
-        smallest = self._engine.parts.packed_bytes(1)
-        if hello.slot_bytes < smallest:
-            raise TransferError(
-                f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
-                f"takes {smallest}"
-            )
+        _check_layout(self._engine.layout, hello.layout, hello.worker_id)
         try:
             async with asyncio.timeout(self._timeout_s):
                 endpoint = await numeric_endpoint(hello.endpoint)
@@ -144,3 +137,15 @@ class DecodeLinks:
         for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
             number = self._peers.pop(peer_id).hello.link
             self._post(peer_id, KvWelcome(link=number, error=clip_text(reason)))
+
+
+def _check_layout(mine: BlockLayout, theirs: BlockLayout, peer: str) -> None:
+    """Compare two layouts.
+
+    Raises:
+        LayoutMismatchError: names the first field that differs, with both values.
+    """
+    for field in mine.__struct_fields__:
+        here, there = getattr(mine, field), getattr(theirs, field)
+        if here != there:
+            raise LayoutMismatchError(f"{peer} has {field} {there}, this worker {here}")

@@ -120,7 +120,7 @@ class PrefillService:
 
     def _start(self, core: EngineCore, ticket: Prefill, link: SenderLink) -> None:
         """Queue a job's sequence. Runs in the engine's thread."""
-        sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.sampling, ())
+        sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, ())
         sequence.prefill_only = True
         num_blocks = -(-len(ticket.token_ids) // self._engine.layout.block_size)
         try:

@@ -36,7 +36,7 @@ class AnswerSet:
         self._asked = asked
         prompts = [(p, choice) for p in asked.prompts for choice in range(asked.n)]
         sources = dispatcher.open(
-            (prompt.token_ids, prompt.sampling.for_choice(choice)) for prompt, choice in prompts
+            (prompt.token_ids, prompt.spec.for_choice(choice)) for prompt, choice in prompts
         )
         self._answers = [
             AnswerStream(

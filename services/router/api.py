@@ -54,7 +54,7 @@ async def complete(request: Request) -> Response:
         logprobs = [
             CompletionLogprobs(token_bytes, None if prompt.echo is None else prompt.token_ids[0])
             for prompt in prompts
-            if prompt.sampling.logprobs is not None
+            if prompt.spec.logprobs is not None
         ]
         return CompletionFormat(model.name, echoes, _extras(model, asked), logprobs)
 

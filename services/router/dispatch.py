@@ -33,7 +33,7 @@ from pagewire.shared.errors import (
     RequestFailedError,
 )
 from pagewire.shared.protocol import Generate, Refused, TokenOutput
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ class TokenStream:
         dispatcher: Dispatcher,
         place: Place,
         prompt_ids: list[int],
-        sampling: ResolvedSampling,
+        spec: RequestSpec,
     ) -> None:
-        if sampling.seed is None:
+        if spec.seed is None:
             # Any worker must be able to go on with the same tokens.
-            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+            spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
         self._dispatcher, self._place = dispatcher, place
-        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self._prompt_ids, self._spec = prompt_ids, spec
         self._output_ids: list[int] = []
         self._scored_until = 1  # the prompt's first token has no log probability
         self._meter = dispatcher.metrics.meter(len(prompt_ids))
@@ -166,7 +166,7 @@ class TokenStream:
             len(self._output_ids),
             lost.reason,
         )
-        if len(self._output_ids) >= self._sampling.max_tokens:
+        if len(self._output_ids) >= self._spec.max_tokens:
             self.close("length")
             return TokenOutput(request_id="-", finish_reason="length")
         if self._moves > MAX_MOVES:
@@ -198,11 +198,11 @@ class TokenStream:
             self._overloaded = False
             await asyncio.sleep(RETRY_S)
 
-    def _remaining_sampling(self) -> ResolvedSampling:
+    def _remaining_spec(self) -> RequestSpec:
         """Return the parameters, without what the prompt has been asked for and has given."""
         if self._scored_until < len(self._prompt_ids):
-            return self._sampling
-        return msgspec.structs.replace(self._sampling, prompt_logprobs=None)
+            return self._spec
+        return msgspec.structs.replace(self._spec, prompt_logprobs=None)
 
     def _may_wait(self, exc: NoWorkerError | OverloadedError) -> bool:
         """Whether to wait for a worker: not for room in a queue, unless the request has begun."""
@@ -231,7 +231,7 @@ class TokenStream:
                     Generate(
                         request_id=attempt.request_id,
                         prompt_token_ids=self._prompt_ids,
-                        sampling=self._remaining_sampling(),
+                        spec=self._remaining_spec(),
                         output_token_ids=self._output_ids,
                         prefill_workers=prefills,
                     ),
@@ -269,7 +269,7 @@ class Dispatcher:
         self.admission = Admission(max_queue)
         self.request_timeout_s = request_timeout_s
 
-    def open(self, requests: Iterable[tuple[list[int], ResolvedSampling]]) -> list[TokenStream]:
+    def open(self, requests: Iterable[tuple[list[int], RequestSpec]]) -> list[TokenStream]:
         """Let sequences enter, all or none. The caller closes each.
 
         Raises:
@@ -279,6 +279,6 @@ class Dispatcher:
         requests = list(requests)
         places = self.admission.enter(len(requests))
         return [
-            TokenStream(self, place, ids, sampling)
-            for place, (ids, sampling) in zip(places, requests, strict=True)
+            TokenStream(self, place, ids, spec)
+            for place, (ids, spec) in zip(places, requests, strict=True)
         ]

@@ -77,7 +77,6 @@ def _links_by_decode_worker(cards: Sequence[WorkerCard]) -> dict[str, list[dict[
             {
                 "peer": prefill,
                 "transport": link.transport,
-                "lane": link.lane,
                 "gb_per_s": link.gbps or None,
             }
         )

@@ -1,4 +1,4 @@
-"""From a request's body to what a worker is sent: token ids and sampling parameters, checked."""
+"""From a request's body to what a worker is sent: token ids and a `RequestSpec`, checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagewire.services.router.schemas import (
 from pagewire.services.router.served_model import ServedModel
 from pagewire.shared.chat_messages import template_message
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.tokenizer import REPLACEMENT
 
 MAX_PROMPTS = 64
@@ -32,12 +32,12 @@ class PromptInput:
     """One prompt.
 
     Attributes:
-        sampling: its seed is None where the client gave none.
+        spec: its seed is None where the client gave none.
         echo: text to repeat in front of the answer; None if it is not asked for.
     """
 
     token_ids: list[int]
-    sampling: ResolvedSampling
+    spec: RequestSpec
     echo: str | None = None
 
 
@@ -84,11 +84,11 @@ def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> Gener
         if body.max_tokens is not None:
             # Without an answer the first token, which comes with the prompt, is dropped.
             max_tokens = max(1, body.max_tokens)
-        sampling = _sampling(body, max_tokens, model)
-        if body.echo and sampling.prompt_logprobs is None:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+        spec = _spec(body, max_tokens, model)
+        if body.echo and spec.prompt_logprobs is None:
+            spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
         echo = _echo_text(prompt, model) if body.echo else None
-        prompts.append(PromptInput(ids, sampling, echo))
+        prompts.append(PromptInput(ids, spec, echo))
     return _input(body, prompts)
 
 
@@ -110,7 +110,7 @@ def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationI
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
-    return _input(body, [PromptInput(ids, _sampling(body, max_tokens, model))])
+    return _input(body, [PromptInput(ids, _spec(body, max_tokens, model))])
 
 
 def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
@@ -131,9 +131,9 @@ def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
 def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:
     """Bound the size of a response."""
     count = (body.n or 1) * sum(
-        len(prompt.token_ids) * (1 + prompt.sampling.prompt_logprobs)
+        len(prompt.token_ids) * (1 + prompt.spec.prompt_logprobs)
         for prompt in prompts
-        if prompt.sampling.prompt_logprobs is not None
+        if prompt.spec.prompt_logprobs is not None
     )
     if count > MAX_PROMPT_LOGPROBS:
         field = "logprobs" if body.sampling.prompt_logprobs is None else "prompt_logprobs"
@@ -144,13 +144,13 @@ def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> 
         )
 
 
-def _sampling(body: GenerationBody, max_tokens: int, model: ServedModel) -> ResolvedSampling:
-    sampling = body.sampling.resolve(model.defaults, max_tokens)
-    if any(token_id >= model.vocab_size for token_id in sampling.stop_token_ids):
+def _spec(body: GenerationBody, max_tokens: int, model: ServedModel) -> RequestSpec:
+    spec = body.sampling.resolve(model.defaults, max_tokens)
+    if any(token_id >= model.vocab_size for token_id in spec.stop_token_ids):
         raise InvalidRequestError(
             f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
         )
-    return sampling
+    return spec
 
 
 def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:

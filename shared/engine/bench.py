@@ -23,7 +23,7 @@ import torch
 
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.llm import LLM
-from pagewire.shared.sampling import ResolvedSampling, SamplingParams
+from pagewire.shared.sampling import RequestSpec, SamplingParams
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -149,9 +149,9 @@ class Bench:
         """Mean step time of each of some segments of steps, after a segment of warm-up."""
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
-        sampling = ResolvedSampling(temperature=0, max_tokens=out, ignore_eos=True)
+        spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
         for number, prompt in enumerate(self._prompts(batch, CONTEXT)):
-            core.add(new_sequence(f"bench-{number}", prompt, sampling, ()))
+            core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
         while core.scheduler.num_queued_tokens:
             core.step()
         times = []

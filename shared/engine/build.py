@@ -31,7 +31,7 @@ from pagewire.shared.model.config import ModelConfig, load_config, model_fingerp
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.protocol import BlockLayout
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class BuiltEngine:
 
 def build_engine(
     settings: EngineSettings,
+    hash_secret: str | None = None,
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
@@ -70,6 +71,8 @@ def build_engine(
 
     Args:
         settings: validated settings.
+        hash_secret: keys of block hashes derive from it; the same in all of a cluster. None makes
+            one up, for an engine whose hashes nobody else reads.
         listener: hears what enters and leaves the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
         progress: told what is going on, for people to read.
@@ -103,7 +106,7 @@ def build_engine(
     layout = _layout(fingerprint, config, dtype, shape)
     pool = BlockPool(num_blocks, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
-    scheduler = Scheduler(limits, pool, _hasher(settings, layout))
+    scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
     return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
 
@@ -135,8 +138,7 @@ def _limits(
     )
 
 
-def _hasher(settings: EngineSettings, layout: BlockLayout) -> BlockHasher:
-    secret = settings.cluster_secret.get_secret_value()
+def _hasher(secret: str, layout: BlockLayout) -> BlockHasher:
     return BlockHasher(secret, layout.fingerprint, layout.dtype, layout.block_size)
 
 
@@ -239,22 +241,22 @@ def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) 
 def new_sequence(
     request_id: str,
     prompt_token_ids: list[int],
-    sampling: ResolvedSampling,
+    spec: RequestSpec,
     eos_token_ids: tuple[int, ...],
     output_token_ids: list[int] | None = None,
 ) -> Sequence:
     """Make a sequence; one without a seed gets one, so that recomputing it gives the same."""
     resumed = output_token_ids or []
-    stops = frozenset(sampling.stop_token_ids)
-    if sampling.seed is None:
-        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    stops = frozenset(spec.stop_token_ids)
+    if spec.seed is None:
+        spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
     return Sequence(
         request_id=request_id,
         token_ids=[*prompt_token_ids, *resumed],
         num_prompt_tokens=len(prompt_token_ids),
         num_resumed_tokens=len(resumed),
-        sampling=sampling,
-        stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(eos_token_ids),
+        spec=spec,
+        stop_token_ids=stops if spec.ignore_eos else stops | frozenset(eos_token_ids),
     )
 
 
@@ -332,13 +334,11 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     length = min(
         settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
     )
-    sampling = ResolvedSampling(
-        temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1
-    )
+    spec = RequestSpec(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1)
     block_ids = list(range(-(-(length + 1) // settings.block_size)))
     prefill = StepPlan(
         number=0,
-        new_slots=[NewSlot(0, sampling)],
+        new_slots=[NewSlot(0, spec)],
         blocks=TableEntries([0] * len(block_ids), list(range(len(block_ids))), block_ids),
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )

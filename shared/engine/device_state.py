@@ -17,7 +17,7 @@ import torch
 
 from pagewire.shared.engine.prefill_inputs import BlockTables
 from pagewire.shared.engine.step import NewSlot, StepPlan, TableEntries
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Parameter:
     name: str
     dtype: torch.dtype
     default: float
-    of: Callable[[ResolvedSampling], float]
+    of: Callable[[RequestSpec], float]
 
 
 # By the names that `kernels.Sample` has for them.
@@ -139,7 +139,7 @@ def _words_of_parameters(newcomers: list[NewSlot]) -> _Words:
     words = np.empty((1 + len(PARAMETERS), len(newcomers)), np.int64)
     words[0] = [new.slot for new in newcomers]
     for row, parameter in enumerate(PARAMETERS, start=1):
-        values = [parameter.of(new.sampling) for new in newcomers]
+        values = [parameter.of(new.spec) for new in newcomers]
         is_real = parameter.dtype.is_floating_point
         words[row] = np.array(values, np.float32).view(np.int32) if is_real else values
     return words

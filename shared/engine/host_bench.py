@@ -35,7 +35,7 @@ from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import PrefillChunk, StepPlan
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 BLOCK_SIZE = 16
 PROMPT = 1000  # tokens of the first sequence; each has one more, so that blocks fill up in turn
@@ -99,10 +99,10 @@ def make_decoding_core(rows: int, caching: bool) -> Engine:
     """Return an engine in whose batch all rows decode."""
     core, scheduler, runner = make_core(rows, caching, PROMPT + rows + 4 * WINDOW * 20)
     rng = random.Random(0)
-    sampling = ResolvedSampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
+    spec = RequestSpec(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
     for number in range(rows):
         prompt = [rng.randrange(1000) for _ in range(PROMPT + number)]
-        core.add(new_sequence(f"bench-{number}", prompt, sampling, ()))
+        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
     while scheduler.num_queued_tokens:
         core.step()
     return core, scheduler, runner
@@ -148,14 +148,14 @@ def measure_decode(rows: int, caching: bool, windows: int) -> dict[str, float]:
 def measure_prefill(length: int, caching: bool, windows: int) -> dict[str, float]:
     """Return microseconds of a step that runs one new prompt and samples its only token."""
     engine = make_core(8, caching, MAX_MODEL_LEN)
-    sampling = ResolvedSampling(max_tokens=1, temperature=1.0, seed=1)
+    spec = RequestSpec(max_tokens=1, temperature=1.0, seed=1)
     rng = random.Random(0)
     steps = (windows + 1) * WINDOW
     prompts = iter([[rng.randrange(1000) for _ in range(length)] for _ in range(steps)])
     names = itertools.count()
 
     def add_prompt() -> None:
-        engine[0].add(new_sequence(f"bench-{next(names)}", next(prompts), sampling, ()))
+        engine[0].add(new_sequence(f"bench-{next(names)}", next(prompts), spec, ()))
 
     return measure(engine, windows, add_prompt)
 

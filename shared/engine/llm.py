@@ -20,7 +20,7 @@ from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.kv_cache.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
-from pagewire.shared.sampling import ResolvedSampling, SamplingParams
+from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
@@ -133,12 +133,12 @@ class LLM:
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             room = max(1, self.engine.max_model_len - len(prompt.token_ids))
             length = self._defaults.answer_length(room, default_tokens)
-            sampling = asked.resolve(self._defaults, length)
+            spec = asked.resolve(self._defaults, length)
             output = RequestOutput(prompt.text, prompt.token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
                 answer = _Answer(
-                    index, choice, output, sampling.for_choice(choice), asked, self.tokenizer
+                    index, choice, output, spec.for_choice(choice), asked, self.tokenizer
                 )
                 answers[f"llm-{next(self._ids)}"] = answer
         with self._running:
@@ -167,7 +167,7 @@ class LLM:
         eos = self.engine.config.eos_token_ids
         prompt_ids = answer.output.prompt_token_ids
         try:
-            self.engine.core.add(new_sequence(request_id, prompt_ids, answer.sampling, eos))
+            self.engine.core.add(new_sequence(request_id, prompt_ids, answer.spec, eos))
         except InvalidRequestError as exc:
             raise InvalidRequestError(
                 f"prompts[{answer.prompt_index}]: {exc.message}", exc.param
@@ -201,12 +201,12 @@ class _Answer:
         prompt_index: int,
         choice: int,
         output: RequestOutput,
-        sampling: ResolvedSampling,
+        spec: RequestSpec,
         asked: SamplingParams,
         tokenizer: Tokenizer | None,
     ) -> None:
-        self.prompt_index, self.output, self.sampling = prompt_index, output, sampling
-        self._result = CompletionOutput(choice, logprobs=None if sampling.logprobs is None else [])
+        self.prompt_index, self.output, self.spec = prompt_index, output, spec
+        self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
         output.outputs.append(self._result)
         self._tokenizer = tokenizer
@@ -270,7 +270,7 @@ class _Answer:
 
     def _finish(self) -> None:
         result = self._result
-        if self.sampling.prompt_logprobs is not None and result.index == 0:
+        if self.spec.prompt_logprobs is not None and result.index == 0:
             self.output.prompt_logprobs = self._prompt_logprobs
         if self._assembler is not None:
             result.stop_reason = self._assembler.matched
@@ -279,7 +279,7 @@ class _Answer:
             result.text = text.finish(result.token_ids)
         last = result.token_ids[-1:]
         if result.stop_reason is None and result.finish_reason == "stop" and last:
-            result.stop_reason = last[0] if last[0] in self.sampling.stop_token_ids else None
+            result.stop_reason = last[0] if last[0] in self.spec.stop_token_ids else None
 
 
 def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -119,7 +119,7 @@ class PlanDraft:
 
     def add_slot(self, sequence: Sequence) -> None:
         """Note the owner of a slot, and its blocks so far."""
-        self.new_slots.append(NewSlot(slot_of(sequence), sequence.sampling))
+        self.new_slots.append(NewSlot(slot_of(sequence), sequence.spec))
         self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:

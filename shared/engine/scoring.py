@@ -78,10 +78,10 @@ class Scoring:
             self.of_tokens.pop(slot, None)
             self.of_prompts.pop(slot, None)
         for new in plan.new_slots:
-            if new.sampling.logprobs is not None:
-                self.of_tokens[new.slot] = new.sampling.logprobs
-            if new.sampling.prompt_logprobs is not None:
-                self.of_prompts[new.slot] = new.sampling.prompt_logprobs
+            if new.spec.logprobs is not None:
+                self.of_tokens[new.slot] = new.spec.logprobs
+            if new.spec.prompt_logprobs is not None:
+                self.of_prompts[new.slot] = new.spec.prompt_logprobs
 
     def take(self) -> list[DeviceScores]:
         """Return what has been launched for the present step."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
 from pagewire.shared.request import RequestStatus, check_transition
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Sequence:
         request_id: unique in its engine.
         token_ids: prompt and output, as far as the host knows them.
         num_prompt_tokens: how many of them are the prompt.
-        sampling: with a seed.
+        spec: with a seed.
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
         prefill_only: ends with its first token, and keeps its blocks until `forget`.
@@ -49,7 +49,7 @@ class Sequence:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    sampling: ResolvedSampling
+    spec: RequestSpec
     stop_token_ids: frozenset[int]
     arrival_s: float = 0.0
     remote_prefill: bool = False
@@ -107,7 +107,7 @@ class Sequence:
 
         Its prompt is then computed without the prefix cache, which has no logits.
         """
-        wanted = self.sampling.prompt_logprobs is not None
+        wanted = self.spec.prompt_logprobs is not None
         return wanted and self.scored_until < self.num_prompt_tokens
 
     @property

@@ -84,7 +84,7 @@ class SequenceTable:
         if len(self.waiting) >= self.limits.max_waiting:
             raise OverloadedError(f"{len(self.waiting)} requests are waiting already")
         if not sequence.prefill_only:  # such a one has nothing to run after its first token
-            longest = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+            longest = sequence.num_prompt_tokens + sequence.spec.max_tokens
             sequence.run_until = min(longest, self.limits.max_model_len) - 1
         self.waiting.append(sequence)
 

@@ -28,18 +28,18 @@ from itertools import compress
 import msgspec
 
 from pagewire.shared.logprobs import Logprobs
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 
 class NewSlot(msgspec.Struct, frozen=True):
     """A slot of a sequence that has just been admitted; its block table is empty.
 
     Attributes:
-        sampling: with a seed.
+        spec: with a seed.
     """
 
     slot: int
-    sampling: ResolvedSampling
+    spec: RequestSpec
 
 
 class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):

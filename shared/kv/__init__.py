@@ -7,9 +7,9 @@
 
 A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py): hooks
 of the engine that run in the engine's thread, between steps. Nothing here waits: what takes
-time is polled. Read first: `messages.py` (the protocol), `sender.py`, `receiver.py`. The state of
-both halves of a link is pure (`credits.py`, `segments.py`). `carriers/` has one file for each way
-of moving a payload.
+time is polled. Read first: `messages.py` (the protocol), `sender.py`, `receiver.py`; what both have
+is in `endpoint.py`. The state of both halves of a link is pure (`credits.py`, `segments.py`).
+`carriers/` has one file for each way of moving a payload.
 
 May import: the engine's plans and seams, `shared.kv_cache`, `shared.protocol`, `kernels`.
 """

@@ -27,8 +27,7 @@ class SenderCredits:
 
     idle: deque[int] = field(default_factory=deque)
     uses: dict[int, int] = field(default_factory=dict)
-    _in_use: set[int] = field(default_factory=set)
-    _reclaimed: set[int] = field(default_factory=set)  # of those in use
+    _in_use: dict[int, bool] = field(default_factory=dict)  # whether it was reclaimed meanwhile
 
     @property
     def num_in_use(self) -> int:
@@ -51,15 +50,13 @@ class SenderCredits:
         if not self.idle:
             return None
         credit = self.idle.popleft()
-        self._in_use.add(credit)
+        self._in_use[credit] = False
         use = self.uses[credit] = self.uses.get(credit, 0) + 1
         return credit, use
 
     def put_back(self, credit: int) -> Return | None:
         """Give up a use that was not announced; returns what to send, if anything."""
-        self._in_use.remove(credit)
-        if credit in self._reclaimed:
-            self._reclaimed.remove(credit)
+        if self._in_use.pop(credit):
             return Return(credit)
         self.idle.append(credit)
         return None
@@ -72,10 +69,7 @@ class SenderCredits:
         """
         if credit not in self._in_use or self.uses[credit] != use:
             raise ProtocolError(f"use {use} of credit {credit} was acknowledged and is not open")
-        self._in_use.remove(credit)
-        if credit in self._reclaimed:
-            self._reclaimed.remove(credit)
-        else:
+        if not self._in_use.pop(credit):
             self.idle.append(credit)
 
     def reclaim(self, credit: int) -> Return | None:
@@ -84,8 +78,8 @@ class SenderCredits:
         Raises:
             ProtocolError: the sender does not have it.
         """
-        if credit in self._in_use and credit not in self._reclaimed:
-            self._reclaimed.add(credit)
+        if self._in_use.get(credit) is False:
+            self._in_use[credit] = True
             return None
         if credit not in self.idle:
             raise ProtocolError(f"credit {credit} was reclaimed and is not here")
@@ -105,7 +99,7 @@ class SlotState(Enum):
 @dataclass(slots=True)
 class _Slot:
     state: SlotState = SlotState.FREE
-    link: int = 0
+    link: int = 0  # that it is lent to, or filled by; they count from 1
     is_reclaimed: bool = False
 
 
@@ -195,7 +189,7 @@ class ReceiverCredits:
         if not slot.is_reclaimed:
             slot.state = SlotState.LENT
             return []
-        self._free(credit)
+        self._slots[credit] = _Slot()
         return self._rebalance()
 
     def take_back(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
@@ -207,7 +201,7 @@ class ReceiverCredits:
         slot = self._slots[credit] if credit < self.num_slots else _Slot()
         if (slot.state, slot.link) != (SlotState.LENT, link) or not slot.is_reclaimed:
             raise ProtocolError(f"link {link} returns credit {credit}, which nobody asked for")
-        self._free(credit)
+        self._slots[credit] = _Slot()
         return self._rebalance()
 
     def close(self, link: int) -> tuple[list[int], list[tuple[int, Grant | Reclaim]]]:
@@ -217,7 +211,7 @@ class ReceiverCredits:
             Its slots, to be released once nothing can be written to them; what to send.
         """
         self._links.pop(link, None)
-        lost = [n for n, s in enumerate(self._slots) if s.link == link and self._is_lent(s)]
+        lost = [n for n, slot in enumerate(self._slots) if slot.link == link]
         for index in lost:
             self._slots[index] = _Slot(SlotState.QUARANTINED)
         return lost, self._rebalance()
@@ -231,22 +225,15 @@ class ReceiverCredits:
         for index in slots:
             if self._slots[index].state is not SlotState.QUARANTINED:
                 raise IntegrityError(f"slot {index} is not in quarantine")
-            self._free(index)
+            self._slots[index] = _Slot()
         return self._rebalance()
-
-    def _free(self, index: int) -> None:
-        self._slots[index] = _Slot()
-
-    @staticmethod
-    def _is_lent(slot: _Slot) -> bool:
-        return slot.state in (SlotState.LENT, SlotState.FILLED)
 
     def _held(self, link: int) -> list[int]:
         """Slots that a link has and is to keep."""
         return [
             index
             for index, slot in enumerate(self._slots)
-            if slot.link == link and self._is_lent(slot) and not slot.is_reclaimed
+            if slot.link == link and not slot.is_reclaimed
         ]
 
     def _rebalance(self) -> list[tuple[int, Grant | Reclaim]]:

@@ -39,11 +39,13 @@ def allocate(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
                 f"cannot allocate {nbytes >> 20} MiB on GPU {index} for KV staging: {exc}"
             ) from exc
     _allocated.add(address)
-    return torch.as_tensor(_Bytes(address, shape), device=torch.device("cuda", index))
+    return torch.as_tensor(DeviceBytes(address, shape), device=torch.device("cuda", index))
 
 
-class _Bytes:
-    """Device memory in the form that torch takes without a copy."""
+class DeviceBytes:
+    """Device memory in the form that torch and ucxx take without a copy; does not keep it."""
+
+    __slots__ = ("__cuda_array_interface__",)
 
     def __init__(self, address: int, shape: tuple[int, ...]) -> None:
         self.__cuda_array_interface__ = {

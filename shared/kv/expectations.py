@@ -9,19 +9,9 @@ from dataclasses import dataclass, field
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import Expect
-from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.segments import Coverage
 from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.request import RequestStatus
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One prefill job for a request."""
-
-    job: str
-    coverage: Coverage
-    num_unpacking: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +31,24 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """A sequence's reserved blocks.
+    """A sequence's reserved blocks, and what one prefill job has brought of them.
 
     Attributes:
         block_ids: of the whole sequence.
         after: the last plan whose work may touch them.
-        attempt: the job that computes them now.
-        heard_s: when something of it came.
+        job: its name.
+        coverage: what has come, or is being unpacked.
+        heard_s: when something of the job came.
+        num_unpacking: segments.
     """
 
     request_id: str
     block_ids: list[int]
     after: int
-    attempt: Attempt
+    job: str
+    coverage: Coverage
     heard_s: float
+    num_unpacking: int = 0
     completion: Completion | None = None
 
 
@@ -85,13 +79,10 @@ class Expectations:
             request_id: one that is not reserved any more is fine.
             job: as `new_job` named it.
         """
-        expected = self._by_request.get(request_id)
-        if expected is not None:
-            del self._by_job[expected.attempt.job]
-            old = expected.attempt.coverage
-            expected.attempt = Attempt(job, Coverage(old.positions, old.parts))
-            expected.heard_s = self.clock()
-            self._by_job[job] = expected
+        old = self._by_request.get(request_id)
+        if old is not None:
+            del self._by_job[old.job]
+            self._expect(request_id, old.block_ids, old.after, job, old.coverage.positions)
 
     def new_job(self, request_id: str, number: int) -> str:
         """Return the name of a request's n-th job; the same nowhere else in the cluster."""
@@ -100,7 +91,7 @@ class Expectations:
     def complete(self, request_id: str, completion: Completion) -> None:
         """Activate a sequence as soon as its blocks are there; one that has ended needs none."""
         expected = self._by_request.get(request_id)
-        if expected is not None:
+        if expected is not None and expected.job == completion.job:
             expected.completion = completion
             expected.heard_s = self.clock()
             self.activate_if_complete(expected)
@@ -115,45 +106,46 @@ class Expectations:
 
     def reserve(self, work: Expect, after: int) -> None:
         """Expect a sequence's blocks; no plan later than `after` touches them but by KV."""
-        positions = range(work.first, len(work.block_ids))
-        job = self.new_job(work.request_id, 1)
-        attempt = Attempt(job, Coverage(positions, self.parts.whole))
-        made = Expected(work.request_id, work.block_ids, after, attempt, self.clock())
-        self._by_request[work.request_id] = self._by_job[job] = made
-        self.on_reserved(work.request_id, job, work.first, len(work.block_ids))
+        job, count = self.new_job(work.request_id, 1), len(work.block_ids)
+        self._expect(work.request_id, work.block_ids, after, job, range(work.first, count))
+        self.on_reserved(work.request_id, job, work.first, count)
+
+    def _expect(
+        self, request_id: str, block_ids: list[int], after: int, job: str, positions: range
+    ) -> None:
+        coverage = Coverage(positions, self.parts.whole)
+        made = Expected(request_id, block_ids, after, job, coverage, self.clock())
+        self._by_request[request_id] = self._by_job[job] = made
 
     def forget(self, request_id: str) -> None:
         """Expect nothing more for a request; unknown ones are fine."""
         expected = self._by_request.pop(request_id, None)
         if expected is not None:
-            del self._by_job[expected.attempt.job]
+            del self._by_job[expected.job]
 
     def activate_if_complete(self, expected: Expected) -> None:
-        """Let a sequence run on once all of its blocks and its first token are there."""
-        completion, attempt = expected.completion, expected.attempt
-        if completion is None or completion.job != attempt.job:
-            return
-        sequence = self._reserved(expected.request_id)
-        if sequence is None or attempt.num_unpacking or not attempt.coverage.is_full():
-            return
-        self.forget(expected.request_id)
-        self.core.activate(sequence, completion.first_token)
-        completion.on_activated()
+        """Let a sequence run on once all of its blocks and its first token are there.
 
-    def _reserved(self, request_id: str) -> Sequence | None:
-        """Return the sequence, if it still waits for its blocks."""
-        sequence = self.core.get(request_id)
+        Args:
+            expected: of a job that was given up it is of no use.
+        """
+        completion = expected.completion
+        if completion is None or expected.num_unpacking or not expected.coverage.is_full():
+            return
+        sequence = self._reserved(expected)
+        if sequence is not None:
+            self.forget(expected.request_id)
+            self.core.activate(sequence, completion.first_token)
+            completion.on_activated()
+
+    def _reserved(self, expected: Expected) -> Sequence | None:
+        """Return the sequence, if it still waits for what this job brings."""
+        sequence = self.core.get(expected.request_id)
         if sequence is None or sequence.status is not RequestStatus.RESERVED:
             return None
-        return sequence
+        return sequence if self._by_job.get(expected.job) is expected else None
 
-    def find(self, segment: Segment) -> Expected | None:
-        """Return what a segment is the first to bring its part of; None if nobody wants it."""
-        expected = self._by_job.get(segment.job)
-        is_wanted = (
-            expected is not None
-            and self._reserved(expected.request_id) is not None
-            and segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
-            and expected.attempt.coverage.allows(segment.positions, segment.parts)
-        )
-        return expected if is_wanted else None
+    def find(self, job: str) -> Expected | None:
+        """Return what is expected of a job; None if nobody waits for it."""
+        expected = self._by_job.get(job)
+        return None if expected is None or self._reserved(expected) is None else expected

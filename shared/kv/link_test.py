@@ -9,37 +9,37 @@ import torch
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.kv.carriers.base import Pending
-from pagewire.shared.kv.messages import Segment
 
 TEST_JOB = "test"
 MAX_TEST_BYTES = 64 << 20
 _PATTERN_BYTES = 4096  # at the payload's end; the rest is whatever lies in the slot
 
 
-def _pattern(segment: Segment) -> torch.Tensor:
+def _pattern(nbytes: int, seed: int) -> torch.Tensor:
     """Return how a test's payload is to end, uint8 [_PATTERN_BYTES or fewer]."""
-    numbers = torch.arange(min(segment.nbytes, _PATTERN_BYTES), dtype=torch.int64)
-    return ((numbers * 2654435761 + segment.seed) >> 7).to(torch.uint8)
+    numbers = torch.arange(min(nbytes, _PATTERN_BYTES), dtype=torch.int64)
+    return ((numbers * 2654435761 + seed) >> 7).to(torch.uint8)
 
 
-def _end_of(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return buffer[max(0, segment.nbytes - _PATTERN_BYTES) : segment.nbytes]
-
-
-def fill_test(moves: BlockMoves, buffer: torch.Tensor, segment: Segment) -> PendingMove:
-    """Queue the writing of a test's payload into a slot."""
-    host = _pattern(segment)
-    if buffer.is_cuda:
+def fill_test(moves: BlockMoves, payload: torch.Tensor, seed: int) -> PendingMove:
+    """Queue the writing of a test's payload, uint8 [nbytes], into a slot."""
+    host = _pattern(len(payload), seed)
+    if payload.is_cuda:
         host = host.pin_memory()
-    return moves.queue(lambda: _end_of(buffer, segment).copy_(host, non_blocking=True))
+    return moves.queue(lambda: payload[-len(host) :].copy_(host, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TestCheck:
-    """The reading of a test's payload."""
+    """The reading of a test's payload.
 
-    segment: Segment
-    read: torch.Tensor  # on the host, once it is done
+    Attributes:
+        expected: how it is to end.
+        read: how it ends, on the host, once it is done.
+    """
+
+    expected: torch.Tensor
+    read: torch.Tensor
     pending: Pending
 
     def is_done(self) -> bool:
@@ -48,12 +48,12 @@ class TestCheck:
 
     def is_intact(self) -> bool:
         """Whether it is what was sent; to be asked once it is done."""
-        return torch.equal(self.read, _pattern(self.segment))
+        return torch.equal(self.read, self.expected)
 
 
-def check_test(moves: BlockMoves, buffer: torch.Tensor, segment: Segment) -> TestCheck:
-    """Queue the reading of a test's payload."""
-    source = _end_of(buffer, segment)
-    read = torch.empty(source.shape, dtype=torch.uint8, pin_memory=buffer.is_cuda)
-    pending = moves.queue(lambda: read.copy_(source, non_blocking=True))
-    return TestCheck(segment, read, pending)
+def check_test(moves: BlockMoves, payload: torch.Tensor, seed: int) -> TestCheck:
+    """Queue the reading of a test's payload, uint8 [nbytes]."""
+    expected = _pattern(len(payload), seed)
+    read = torch.empty(expected.shape, dtype=torch.uint8, pin_memory=payload.is_cuda)
+    source = payload[-len(expected) :]
+    return TestCheck(expected, read, moves.queue(lambda: read.copy_(source, non_blocking=True)))

@@ -13,7 +13,9 @@ Segments are announced once they are packed, so that none is ever taken back.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -104,43 +106,26 @@ class Reclaim(_Message, frozen=True):
 ToReceiver = Open | Segment | Return
 ToSender = Grant | Ack | Reclaim
 
-_encoder = msgspec.msgpack.Encoder()
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
-_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+T = TypeVar("T")
+
+encode: Callable[[ToReceiver | ToSender], bytes] = msgspec.msgpack.Encoder().encode
 
 
-def encode(message: ToReceiver | ToSender) -> bytes:
-    """Return the bytes of a message."""
-    return _encoder.encode(message)
-
-
-def decode_for_receiver(data: bytes | memoryview) -> ToReceiver:
-    """Return a sender's message.
+def _decode(decoder: msgspec.msgpack.Decoder[T], whose: str, data: bytes | memoryview) -> T:
+    """Return a message.
 
     Raises:
         ProtocolError: it is too large, or not one.
     """
-    try:
-        message: ToReceiver = _to_receiver.decode(_checked(data))
-    except UNDECODABLE as exc:
-        raise ProtocolError(f"not a message of a KV sender: {exc}") from exc
-    return message
-
-
-def decode_for_sender(data: bytes | memoryview) -> ToSender:
-    """Return a receiver's message.
-
-    Raises:
-        ProtocolError: it is too large, or not one.
-    """
-    try:
-        message: ToSender = _to_sender.decode(_checked(data))
-    except UNDECODABLE as exc:
-        raise ProtocolError(f"not a message of a KV receiver: {exc}") from exc
-    return message
-
-
-def _checked(data: bytes | memoryview) -> bytes | memoryview:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a KV message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
-    return data
+    try:
+        return decoder.decode(data)
+    except UNDECODABLE as exc:
+        raise ProtocolError(f"not a message of a KV {whose}: {exc}") from exc
+
+
+_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+decode_for_receiver = partial(_decode, _to_receiver, "sender")
+decode_for_sender = partial(_decode, _to_sender, "receiver")

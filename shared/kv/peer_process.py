@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -47,57 +49,56 @@ def this_process() -> Process:
         raise TransferError(f"this system does not say where a process runs: {exc}") from exc
 
 
-class ProcessWatch:
-    """Notices that a process has gone; its GPU work has then ended, too.
+class Quarantine:
+    """Memory that a peer may still write to, until its process has gone or a time is over.
 
     Args:
-        process: watched if it is of this host and PID namespace and the kernel can watch it.
+        seconds: from `begin` on; nothing that was queued before can be under way after it.
+        process: of the peer, now alive; watched if it is of this host and PID namespace and the
+            kernel can watch it. A process that has gone has ended its GPU work, too.
+
+    Attributes:
+        is_over: nothing is held any more.
     """
 
-    def __init__(self, process: Process) -> None:
-        here = this_process()
-        self._has_gone = False
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        process: Process | None = None,
+    ) -> None:
+        self._seconds, self._clock, self._until = seconds, clock, math.inf
         self._pidfd: int | None = None
+        self._poller = select.poll()
+        self.is_over = False
+        if process is not None:
+            self._watch(process)
+
+    def _watch(self, process: Process) -> None:
+        here = this_process()
         if (process.boot, process.pid_namespace) != (here.boot, here.pid_namespace):
             return
         try:
             self._pidfd = os.pidfd_open(process.pid)
+            self._poller.register(self._pidfd, select.POLLIN)
         except ProcessLookupError:
-            self._has_gone = True
-        except OSError:  # a kernel that has no pidfd: whoever asks has a time limit as well
+            self.is_over = True
+        except OSError:  # a kernel that has no pidfd: the time is left
             self._pidfd = None
 
-    def has_gone(self) -> bool:
-        """Whether it is known to have ended, without waiting."""
-        if self._pidfd is not None:
-            poller = select.poll()
-            poller.register(self._pidfd, select.POLLIN)
-            if poller.poll(0):
-                self._has_gone = True
-                self.close()
-        return self._has_gone
-
-    def close(self) -> None:
-        """Stop watching."""
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-
-
-class Quarantine:
-    """Memory that another process may still write to, until it has gone or a time is over.
-
-    Args:
-        watch: of that process; closed at the end.
-        until: of `clock`, when nothing that was queued before can still be under way.
-    """
-
-    def __init__(self, watch: ProcessWatch, until: float, clock: Callable[[], float]) -> None:
-        self._watch, self._until, self._clock = watch, until, clock
+    def begin(self) -> None:
+        """Begin to count the time."""
+        self._until = self._clock() + self._seconds
 
     def is_done(self) -> bool:
         """Whether nothing is written any more."""
-        if not self._watch.has_gone() and self._clock() < self._until:
-            return False
-        self._watch.close()
-        return True
+        if not self.is_over and (self._poller.poll(0) or self._clock() >= self._until):
+            self.close()
+        return self.is_over
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        self.is_over = True
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None

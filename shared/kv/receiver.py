@@ -14,33 +14,25 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import zmq
 
 from pagewire.shared.engine.block_mover import PendingCheck
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Pending
+from pagewire.shared.kv.carriers.base import Pending
 from pagewire.shared.kv.credits import MIN_CREDITS, ReceiverCredits
-from pagewire.shared.kv.expectations import Attempt, Expectations, Expected
+from pagewire.shared.kv.endpoint import KvHalf
+from pagewire.shared.kv.expectations import Expectations, Expected
 from pagewire.shared.kv.link_test import TEST_JOB, TestCheck, check_test
-from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToReceiver, ToSender
-from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink, ReceiverStats
+from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToSender
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.kv.sockets import TOKEN_BYTES, ReceiverSocket
-from pagewire.shared.kv.staging import Staging
-from pagewire.shared.kv.waking import FdWatch
-from pagewire.shared.kv_cache.parts import BlockParts
 
 logger = logging.getLogger(__name__)
-
-MAX_MESSAGES_PER_POLL = 64
-DEADLINE_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +48,28 @@ class _Unpacking:
     link: ReceiverLink
     segment: Segment
     expected: Expected | None  # None: a test of the link
-    attempt: Attempt | None
     blocks: list[int]
     check: PendingCheck | TestCheck
 
 
-@dataclass(slots=True)
-class KvReceiver:
-    """The step hook of a decode engine: links and expected blocks.
+@dataclass(slots=True, kw_only=True)
+class KvReceiver(KvHalf):
+    """The step hook of a decode engine: links and expected blocks. Staging slots are credits.
 
     Attributes:
-        core: its sequences are looked up and activated.
-        moves: of its blocks.
-        staging: its slots are the senders' credits.
         socket: that all links come over.
-        carriers: that are open in this process, by name, the preferred one first.
         credits: whose slots are.
         expected: what is to come.
-        timeout_s: for an announced payload; after it the link is lost.
         on_link_tested: called with a link by which payloads come.
         on_link_lost: called with a link that has ended by itself, and why.
-        watch: for whose file descriptors the engine's thread wakes up.
     """
 
-    core: EngineCore
-    moves: BlockMoves
-    staging: Staging
-    parts: BlockParts
     socket: ReceiverSocket
-    carriers: Mapping[str, Carrier]
-    timeout_s: float
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
     on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
-    watch: FdWatch = field(default_factory=FdWatch)
-    clock: Callable[[], float] = time.monotonic
-    stats: ReceiverStats = field(default_factory=ReceiverStats)
     credits: ReceiverCredits = field(init=False)
     expected: Expectations = field(init=False)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _next_deadlines_s: float = 0.0
     _links: dict[bytes, ReceiverLink] = field(default_factory=dict)  # by token
     _by_number: dict[int, ReceiverLink] = field(default_factory=dict)
     _receiving: list[_Receiving] = field(default_factory=list)
@@ -109,7 +84,7 @@ class KvReceiver:
 
     # Verbs
 
-    def offer(self, peer: str, without: Collection[str] = ()) -> tuple[ReceiverLink, LinkOffer]:
+    def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
         """Open a link that a sender may come by; `accept` says which carrier it has chosen.
 
         Args:
@@ -122,18 +97,17 @@ class KvReceiver:
         """
         self.credits.check_room(len(self._links))
         link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
-        offers, problems = {}, []
+        problems = []
         for name, carrier in self.carriers.items():
             if name not in without:
                 try:
-                    offers[name] = carrier.offer(link.number)
+                    link.offers[name] = carrier.offer(link.number)
                 except TransferError as exc:
                     problems.append(f"{name}: {exc}")
-        if not offers:
+        if not link.offers:
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
-        link.offered = frozenset(offers)
         self._links[link.token] = self._by_number[link.number] = link
-        return link, LinkOffer(link.number, link.token, self.socket.endpoint, offers)
+        return link
 
     def accept(self, link: ReceiverLink, carrier: str, reply: bytes) -> None:
         """Note the carrier that a link's sender has chosen, and what its half has replied.
@@ -142,7 +116,7 @@ class KvReceiver:
             TransferError: the link has ended, this carrier was not offered, or the reply makes no
                 sense.
         """
-        if link.token not in self._links or carrier not in link.offered:
+        if link.token not in self._links or carrier not in link.offers:
             raise TransferError(f"there is no open link that {carrier!r} was offered for")
         link.inbound = self.carriers[carrier].inbound(link.number, reply)
         link.carrier = carrier
@@ -196,16 +170,6 @@ class KvReceiver:
             elif isinstance(work, Expect):
                 self.expected.reserve(work, after=plan.number - 1)
 
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what can be done now; returns whether the device works on something of it."""
-        for carrier in self.carriers.values():
-            carrier.poll()
-        self._poll()
-        if self.clock() >= self._next_deadlines_s:
-            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
-            self._check_deadlines()
-        return bool(self._receiving or self._unpacking)
-
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
         if self._unpacking and self._unpacking[0].check.is_done():
@@ -214,15 +178,25 @@ class KvReceiver:
             return True
         return self.socket.is_due()
 
-    def _poll(self) -> None:
-        for _ in range(MAX_MESSAGES_PER_POLL):
-            if not self._take_message():
-                break
-        for entry in list(self._receiving):
-            self._look_for_payload(entry)
+    def _poll(self, plan: StepPlan | None) -> bool:
+        for token, message, body in self.socket.receive():
+            link = self._links.get(token)
+            if link is None:
+                self.stats.strays += 1  # mostly of a link that has just ended
+                continue
+            try:
+                if isinstance(message, Segment):
+                    self._receive(link, message, body)
+                else:
+                    self._on_credits(link, message)
+            except (ProtocolError, TransferError) as exc:
+                self._lose(link, str(exc))
+            self._unpack_received()
+        self._unpack_received()
         while self._unpacking and self._unpacking[0].check.is_done():
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
+        return bool(self._receiving or self._unpacking)
 
     def _check_deadlines(self) -> None:
         """End links whose senders announce what does not come."""
@@ -233,107 +207,82 @@ class KvReceiver:
 
     # A segment comes
 
-    def _take_message(self) -> bool:
-        """Handle one message; returns whether there was one."""
-        try:
-            received = self.socket.receive()
-        except ProtocolError as exc:
-            self._note_malformed(str(exc))
-            return True
-        if received is None:
-            return False
-        token, message, body = received
-        link = self._links.get(token)
-        if link is None:
-            self.stats.strays += 1  # mostly of a link that has just ended
-            return True
-        try:
-            self._on_message(link, message, body)
-        except (ProtocolError, TransferError) as exc:
-            self._lose(link, str(exc))
-        return True
-
-    def _on_message(self, link: ReceiverLink, message: ToReceiver, body: zmq.Frame | None) -> None:
-        if isinstance(message, Open):
-            if link.has_opened:
-                raise ProtocolError("the link was opened twice")
-            link.has_opened = True
-            self._grant_first(link)
-        elif isinstance(message, Return):
+    def _on_credits(self, link: ReceiverLink, message: Open | Return) -> None:
+        if isinstance(message, Return):
             self._send_all(self.credits.take_back(link.number, message.credit))
-        else:
-            self._on_segment(link, message, body)
+            return
+        if link.has_opened:
+            raise ProtocolError("the link was opened twice")
+        link.has_opened = True
+        self._grant_first(link)
 
     def _grant_first(self, link: ReceiverLink) -> None:
         """Let a link's sender begin, once it has come and its carrier is known."""
         if link.has_opened and link.inbound is not None:
             self._send_all(self.credits.open(link.number))
 
-    def _on_segment(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
+    def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
         self.credits.fill(link.number, segment.credit, segment.use)
         if not 0 < segment.nbytes <= self.staging.slot_bytes or link.inbound is None:
             raise ProtocolError(
                 f"a segment of {segment.nbytes} bytes in a slot of {self.staging.slot_bytes}"
             )
         pending = link.inbound.receive(segment, body)
-        entry = _Receiving(link, segment, pending, self.clock())
-        self._receiving.append(entry)
-        self._look_for_payload(entry)
+        self._receiving.append(_Receiving(link, segment, pending, self.clock()))
 
-    def _look_for_payload(self, entry: _Receiving) -> None:
-        if entry not in self._receiving:  # its link has ended
-            return
-        try:
-            is_done = entry.pending.is_done()
-        except TransferError as exc:
-            self._lose(entry.link, str(exc))
-            return
-        if is_done:
-            self._receiving.remove(entry)
-            self._unpack(entry.link, entry.segment)
+    def _unpack_received(self) -> None:
+        """Launch the unpacking of the payloads that are in their slots."""
+        for entry in list(self._receiving):
+            if entry not in self._receiving:  # its link has just ended
+                continue
+            try:
+                if entry.pending.is_done():
+                    self._receiving.remove(entry)
+                    self._unpack(entry.link, entry.segment)
+            except TransferError as exc:
+                self._lose(entry.link, str(exc))
 
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
-        """Launch the unpacking of a payload that is in its slot."""
+        """Launch the unpacking of a payload that somebody waits for."""
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
-        buffer = self.staging.buffers[segment.credit]
+        payload = self.staging.buffers[segment.credit]
         if segment.job == TEST_JOB:
-            check = check_test(self.moves, buffer, segment)
-            self._unpacking.append(_Unpacking(link, segment, None, None, [], check))
+            check = check_test(self.moves, payload[: segment.nbytes], segment.seed)
+            self._unpacking.append(_Unpacking(link, segment, None, [], check))
             return
-        expected = self.expected.find(segment)
-        if expected is None:
+        expected = self.expected.find(segment.job)
+        positions, parts = segment.positions, segment.parts
+        is_wanted = segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
+        if expected is None or not is_wanted or not expected.coverage.allows(positions, parts):
             self._acknowledge(link, segment, "dropped")
             return
-        attempt = expected.attempt
-        blocks = expected.block_ids[segment.first : segment.first + segment.count]
+        blocks = expected.block_ids[positions.start : positions.stop]
         try:
-            unpacked = self.moves.unpack(
-                buffer, blocks, segment.parts, segment.seed, expected.after
-            )
+            unpacked = self.moves.unpack(payload, blocks, parts, segment.seed, expected.after)
         except Exception:
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
         expected.heard_s = self.clock()
-        attempt.coverage.add(segment.positions, segment.parts)
-        attempt.num_unpacking += 1
+        expected.coverage.add(positions, parts)
+        expected.num_unpacking += 1
         self.core.scheduler.pin(blocks)
-        self._unpacking.append(_Unpacking(link, segment, expected, attempt, blocks, unpacked))
+        self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))
 
     def _on_unpacked(self, done: _Unpacking) -> None:
         intact = done.check.is_intact()
-        attempt, segment = done.attempt, done.segment
-        if attempt is not None:
+        expected, segment = done.expected, done.segment
+        if expected is not None:
             self.core.unpin(done.blocks)
-            attempt.num_unpacking -= 1
+            expected.num_unpacking -= 1
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)
-                attempt.coverage.remove(segment.positions, segment.parts)
+                expected.coverage.remove(segment.positions, segment.parts)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)
-        if done.expected is not None and done.expected.attempt is attempt:
-            self.expected.activate_if_complete(done.expected)
+        if expected is not None:
+            self.expected.activate_if_complete(expected)
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
@@ -342,22 +291,20 @@ class KvReceiver:
         if link.token not in self._links:
             return
         messages = self.credits.empty(link.number, segment.credit)
-        self._send(link, Ack(segment.credit, segment.use, outcome))
-        self._send_all(messages)
+        ack = Ack(segment.credit, segment.use, outcome)
+        self._send_all([(link.number, ack), *messages])
 
     # Links
 
     def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
         for number, message in messages:
             link = self._by_number.get(number)
-            if link is not None:
-                self._send(link, message)
-
-    def _send(self, link: ReceiverLink, message: ToSender) -> None:
-        try:
-            self.socket.send(link.token, message)
-        except TransferError as exc:
-            self._lose(link, str(exc))
+            if link is None:
+                continue
+            try:
+                self.socket.send(link.token, message)
+            except TransferError as exc:
+                self._lose(link, str(exc))
 
     def _lose(self, link: ReceiverLink, reason: str) -> None:
         if link.token in self._links:
@@ -373,8 +320,3 @@ class KvReceiver:
             if pending.is_done() and read.isdisjoint(slots):
                 self._quarantine.remove(entry)
                 self._send_all(self.credits.release(slots))
-
-    def _note_malformed(self, what: str) -> None:
-        self.socket.num_malformed += 1
-        level = logging.WARNING if self.socket.num_malformed == 1 else logging.DEBUG
-        logger.log(level, "malformed KV message: %s", what)

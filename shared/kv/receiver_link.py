@@ -1,28 +1,10 @@
-"""What a receiver knows of a link, and counts."""
+"""What a receiver knows of a link."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from pagewire.shared.kv.carriers.base import Inbound
-
-
-@dataclass(slots=True)
-class ReceiverStats:
-    """Counters since the start.
-
-    Attributes:
-        outcomes: segments by outcome.
-        bytes: received, by (peer, carrier).
-        lost_links: that ended by themselves.
-        strays: messages of no link that is open.
-    """
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost_links: int = 0
-    strays: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +15,7 @@ class ReceiverLink:
         number: counts up; never used again in this process.
         peer: its name.
         token: names the link on the socket.
-        offered: names of carriers.
+        offers: what a sender needs to know, by carrier.
         carrier: name of the carrier; empty until the sender has chosen.
         is_tested: the first segment has come as it was sent.
         has_opened: its sender has come.
@@ -42,18 +24,8 @@ class ReceiverLink:
     number: int
     peer: str
     token: bytes
-    offered: frozenset[str] = frozenset()
+    offers: dict[str, bytes] = field(default_factory=dict)
     carrier: str = ""
     inbound: Inbound | None = None
     is_tested: bool = False
     has_opened: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LinkOffer:
-    """What a sender needs to come by a link: a part of `KvHello`."""
-
-    link: int
-    token: bytes
-    endpoint: str
-    carriers: dict[str, bytes]

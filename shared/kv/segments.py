@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from pagewire.shared.errors import TransferError
 from pagewire.shared.kv_cache.parts import BlockParts
 
 
@@ -38,11 +36,8 @@ class ExportQueue:
 
     Attributes:
         parts: of a block.
-        slot_bytes: a segment fits them.
+        slot_bytes: a segment fits them, and a block does.
         planned: blocks before this position have been cut, or are not wanted.
-
-    Raises:
-        TransferError: a slot does not fit one block.
     """
 
     parts: BlockParts
@@ -52,22 +47,13 @@ class ExportQueue:
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
 
-    def __post_init__(self) -> None:
-        if self.parts.max_blocks(self.slot_bytes) < 1:
-            raise TransferError(
-                f"a staging slot of {self.slot_bytes} bytes does not fit one block, which takes "
-                f"{self.parts.packed_bytes(1)}"
-            )
-
-    def add(self, block_ids: list[int], plan: int, *, by_part: bool, short: int = 0) -> None:
+    def add(self, block_ids: list[int], plan: int, *, by_part: bool) -> None:
         """Note blocks that a plan makes final.
 
         Args:
             block_ids: they follow those exported before.
             plan: its number.
             by_part: they leave by layer group.
-            short: so many of the first and of the last are segments of their own, if not 0:
-                nothing else crosses while the first is packed and the last is unpacked.
         """
         self._blocks += block_ids
         final = len(self._blocks)
@@ -75,10 +61,8 @@ class ExportQueue:
         groups = self.parts.halvings() if by_part else [self.parts.whole]
         for group in groups:
             most = self.parts.max_blocks(self.slot_bytes, len(group))
-            ends = (self.planned, self.planned + short, final - short, final)
-            for first, last in pairwise(ends) if short else [(self.planned, final)]:
-                for start in range(first, last, most):
-                    self._cuts.append(Cut(range(start, min(start + most, last)), group))
+            for first in range(self.planned, final, most):
+                self._cuts.append(Cut(range(first, min(first + most, final)), group))
         self.planned = max(self.planned, final)
 
     def lose_blocks(self) -> None:

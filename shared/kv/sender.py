@@ -11,35 +11,31 @@ takes no hand-over between threads.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.executor import BlockMoves
+import torch
+
+from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB
-from pagewire.shared.kv.messages import Ack, Grant, ToSender
-from pagewire.shared.kv.outgoing import TEST_CUT, Outgoing, Packing
+from pagewire.shared.kv.carriers.base import has_ended
+from pagewire.shared.kv.endpoint import KvHalf
+from pagewire.shared.kv.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
+from pagewire.shared.kv.messages import Ack, Grant, Open
+from pagewire.shared.kv.outgoing import TEST_CUT, Outgoing
 from pagewire.shared.kv.segments import Cut, ExportQueue
-from pagewire.shared.kv.sender_link import SenderLink, SenderStats, SentSegment, choose_carrier
+from pagewire.shared.kv.sender_link import OutgoingSegment, SenderLink, choose_carrier
 from pagewire.shared.kv.sockets import KvSockets, SenderSocket
-from pagewire.shared.kv.staging import Staging
-from pagewire.shared.kv.waking import FdWatch
-from pagewire.shared.kv_cache.parts import BlockParts
 from pagewire.shared.protocol import KvHello
 
 logger = logging.getLogger(__name__)
 
 MAX_SENDS = 3  # of one segment
-DEADLINE_INTERVAL_S = 0.1
 # A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
 # to move fewer takes less time than to handle the further segments.
 DIVIDED_BYTES = 64 << 20
-SHORT_BYTES = 16 << 20  # of the first and last segment of what is as large and leaves undivided
 
 
 @dataclass(slots=True, eq=False)
@@ -60,47 +56,30 @@ class _Job:
     again: Counter[Cut] = field(default_factory=Counter)
 
 
-@dataclass(slots=True)
-class KvSender:
+@dataclass(slots=True, kw_only=True)
+class KvSender(KvHalf):
     """The step hook of a prefill engine: jobs and links.
 
     Attributes:
-        core: the sequences of its jobs are freed when these end.
-        moves: of the engine's blocks.
-        staging: slots to pack into.
-        parts: of a block.
         sockets: that links are opened with.
-        carriers: that are open in this process, by name.
-        timeout_s: for an acknowledgement; after it the link is lost.
         on_failed: called with a job that is dropped, its link, and why; its sequence has been
             freed.
         on_link_lost: called with a link that has ended by itself, and why.
-        watch: for whose file descriptors the engine's thread wakes up.
         divided_bytes: if a prompt's last step makes more final, it leaves by layer group.
     """
 
-    core: EngineCore
-    moves: BlockMoves
-    staging: Staging
-    parts: BlockParts
     sockets: KvSockets
-    carriers: Mapping[str, Carrier]
-    timeout_s: float
     on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
     on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
-    watch: FdWatch = field(default_factory=FdWatch)
     divided_bytes: int = DIVIDED_BYTES
-    clock: Callable[[], float] = time.monotonic
-    stats: SenderStats = field(default_factory=SenderStats)
     links: list[SenderLink] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
     _outgoing: Outgoing = field(init=False)
-    _next_deadlines_s: float = 0.0
     _may_pack: bool = False  # something has changed since nothing more could be packed
 
     def __post_init__(self) -> None:
-        self._outgoing = Outgoing(self.moves, self.staging, self.clock)
+        self._outgoing = Outgoing(self.staging, self.clock)
 
     # Verbs
 
@@ -111,11 +90,18 @@ class KvSender:
             hello: of the receiver; its endpoint has a numeric address.
 
         Raises:
-            TransferError: no carrier of both sides works between them; says why each does not.
+            TransferError: no block fits the receiver's slots, or no carrier of both sides works
+                between them; says why each does not.
         """
+        smallest = self.parts.packed_bytes(1)
+        if hello.slot_bytes < smallest:
+            raise TransferError(
+                f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
+                f"takes {smallest}"
+            )
         socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
         try:
-            socket.open()
+            socket.post(Open())
             name, outbound = choose_carrier(hello, self.carriers, socket)
         except BaseException:
             socket.close()
@@ -190,18 +176,6 @@ class KvSender:
     def before_launch(self, plan: StepPlan) -> None:
         """Nothing: what a plan exports is marked on the device as it is launched."""
 
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what can be done now; returns whether the device works on something of it."""
-        if plan is not None:
-            self._note(plan)
-        for carrier in self.carriers.values():
-            carrier.poll()
-        self._poll()
-        if self.clock() >= self._next_deadlines_s:
-            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
-            self._check_deadlines()
-        return self._outgoing.is_busy
-
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; quickly told."""
         if self._outgoing.is_due():
@@ -221,18 +195,17 @@ class KvSender:
                 num_bytes = job.queue.num_new(work.block_ids) * self.parts.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
                 by_part = is_large and self.moves.marks_parts(plan.number)
-                is_short = is_large and not by_part
-                short = self.parts.max_blocks(SHORT_BYTES) if is_short else 0
-                job.queue.add(work.block_ids, plan.number, by_part=by_part, short=short)
+                job.queue.add(work.block_ids, plan.number, by_part=by_part)
             elif isinstance(work, Withdraw):
                 job.queue.lose_blocks()
                 job.life += 1
 
-    def _poll(self) -> None:
+    def _poll(self, plan: StepPlan | None) -> bool:
+        if plan is not None:
+            self._note(plan)
         for link in list(self.links):
             try:
-                for message in link.socket.receive():
-                    self._on_message(link, message)
+                self._take_answers(link)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
         self._send_packed()
@@ -242,13 +215,14 @@ class KvSender:
         if self._may_pack or self._outgoing.has_freed:
             self._may_pack = self._outgoing.has_freed = False
             self._pack_all()
+        return self._outgoing.is_busy
 
     def _pack_all(self) -> None:
         """Launch as many tests and segments as there is room for."""
         for link in [link for link in self.links if not link.is_tested]:
             self._test(link)
         for job in list(self._jobs.values()):
-            while self._is_live(job) and self._has_room(job.link) and self._pack(job):
+            while self._is_live(job) and self._pack(job):
                 self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
@@ -260,29 +234,35 @@ class KvSender:
 
     # A segment leaves
 
-    def _has_room(self, link: SenderLink) -> bool:
-        return self._outgoing.has_room(link, len(self.links))
-
     def _test(self, link: SenderLink) -> None:
         """Launch a link's test, once there is room for it."""
-        if self._has_room(link):
+        if self._outgoing.has_room(link, len(self.links)):
             link.is_tested = True
             nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+
+            def fill(buffer: torch.Tensor, seed: int) -> PendingMove:
+                return fill_test(self.moves, buffer[:nbytes], seed)
+
             try:
-                self._outgoing.launch(link, TEST_JOB, 0, TEST_CUT, nbytes, [], 0)
+                self._outgoing.launch(link, TEST_JOB, 0, TEST_CUT, nbytes, fill)
             except TransferError as exc:
                 self._lose(link, str(exc))
 
     def _pack(self, job: _Job) -> bool:
-        """Launch the packing of a job's next segment; returns whether there was one."""
-        ready = job.queue.next()
+        """Launch the packing of a job's next segment; returns whether one could be."""
+        has_room = self._outgoing.has_room(job.link, len(self.links))
+        ready = job.queue.next() if has_room else None
         if ready is None:
             return False
         cut, blocks, plan = ready
         nbytes = self.parts.packed_bytes(len(cut.positions), len(cut.parts))
         job.queue.take()
+
+        def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
+            return self.moves.pack(blocks, cut.parts, buffer, seed, plan)
+
         try:
-            self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, blocks, plan)
+            self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, pack)
         except TransferError as exc:
             self._lose(job.link, str(exc))
         except Exception as exc:
@@ -292,45 +272,53 @@ class KvSender:
 
     def _send_packed(self) -> None:
         """Handle what has been packed, in order."""
-        while (ended := self._outgoing.take_packed()) is not None:
-            packing, error = ended
-            if error is not None:
-                self._lose(packing.link, str(error))
-            try:
-                self._on_packed(packing)
-            except TransferError as exc:
-                self._lose(packing.link, str(exc))
+        packing = self._outgoing.packing
+        while packing and has_ended(packing[0].pending):
+            self._send(packing.popleft())
 
-    def _on_packed(self, packing: Packing) -> None:
-        link, job = packing.link, self._jobs.get(packing.job)
+    def _send(self, packed: OutgoingSegment) -> None:
+        """Send a segment, or free its slot and credit if nobody wants it any more."""
+        link, segment, job = packed.link, packed.segment, self._jobs.get(packed.job)
         is_open = link in self.links
-        is_wanted = packing.job == TEST_JOB or (job is not None and job.link is link)
-        if is_open and is_wanted and (job is None or job.life == packing.life):
-            self._outgoing.send(packing)
-            since = packing.since if job is None else self.clock()
-            sent = SentSegment(packing.job, packing.cut, packing.segment, since)
-            link.sent[packing.segment.credit] = sent
-            self.stats.bytes[link.peer, link.carrier] += packing.segment.nbytes
-            return
-        self._outgoing.release(packing.slot)
-        if is_open:
-            if is_wanted and job is not None:
+        is_wanted = packed.job == TEST_JOB or (job is not None and job.link is link)
+        try:
+            packed.pending.is_done()  # raises what has gone wrong
+            if is_open and is_wanted and (job is None or job.life == packed.life):
+                written = link.outbound.send(segment, packed.slot)
+                self._outgoing.writing.append((link, written, packed.slot))
+                if job is not None:
+                    packed.since = self.clock()
+                link.sent[segment.credit] = packed
+                self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+                return
+            if is_open and is_wanted and job is not None:
                 # The blocks went to another sequence while they were read.
-                job.queue.again(packing.cut)
-            link.put_back(packing.segment.credit)
+                job.queue.again(packed.cut)
+            if is_open:
+                link.put_back(segment.credit)
+        except TransferError as exc:
+            self._lose(link, str(exc))
+        self._outgoing.release(packed.slot)
 
     # The receiver answers
 
-    def _on_message(self, link: SenderLink, message: ToSender) -> None:
-        if isinstance(message, Grant):
-            link.credits.grant(message.credits)
-            self._may_pack = True
-        elif isinstance(message, Ack):
-            self._on_ack(link, message)
-        else:
-            answer = link.credits.reclaim(message.credit)
-            if answer is not None:
-                link.socket.reply(answer)
+    def _take_answers(self, link: SenderLink) -> None:
+        """Take a link's messages.
+
+        Raises:
+            ProtocolError: one makes no sense.
+            TransferError: the link is broken.
+        """
+        for message in link.socket.receive():
+            if isinstance(message, Grant):
+                link.credits.grant(message.credits)
+                self._may_pack = True
+            elif isinstance(message, Ack):
+                self._on_ack(link, message)
+            else:
+                answer = link.credits.reclaim(message.credit)
+                if answer is not None:
+                    link.socket.post(answer)
 
     def _on_ack(self, link: SenderLink, ack: Ack) -> None:
         sent = link.sent.get(ack.credit)
@@ -353,7 +341,7 @@ class KvSender:
         if job.unacknowledged <= 0:
             self._end(job)
 
-    def _on_tested(self, link: SenderLink, sent: SentSegment, ack: Ack) -> None:
+    def _on_tested(self, link: SenderLink, sent: OutgoingSegment, ack: Ack) -> None:
         if ack.outcome != "ok":
             raise TransferError(f"{link.carrier} does not bring what is sent")
         link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9

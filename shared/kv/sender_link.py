@@ -1,14 +1,13 @@
-"""What a sender knows of a link, and counts; how a link's carrier is chosen."""
+"""What a sender knows of a link and of its segments; how a link's carrier is chosen."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Outbound
+from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.kv.credits import SenderCredits
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.segments import Cut
@@ -18,31 +17,27 @@ from pagewire.shared.protocol import KvHello
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class SenderStats:
-    """Counters since the start.
+@dataclass(slots=True, eq=False)
+class OutgoingSegment:
+    """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        outcomes: acknowledged segments by outcome, and those that a link's end left "lost".
-        bytes: sent, by (peer, carrier).
-        resends: segments that were packed again.
-        lost_links: that ended by themselves.
+        job: its name; that of a link's test.
+        life: of the job's blocks when it was launched.
+        cut: what it has of the job.
+        slot: of our staging, until the payload has left.
+        pending: the packing and staging.
+        since: when it was announced; a test: launched.
     """
 
-    outcomes: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    resends: int = 0
-    lost_links: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SentSegment:
-    """A segment that awaits its acknowledgement."""
-
+    link: SenderLink
     job: str
+    life: int
     cut: Cut
     segment: Segment
-    since: float  # announced; a test: launched
+    slot: int
+    pending: Pending
+    since: float
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +57,7 @@ class SenderLink:
     socket: SenderSocket
     outbound: Outbound
     credits: SenderCredits = field(default_factory=SenderCredits)
-    sent: dict[int, SentSegment] = field(default_factory=dict)  # by credit
+    sent: dict[int, OutgoingSegment] = field(default_factory=dict)  # by credit
     is_tested: bool = False
     gb_per_s: float = 0.0
 
@@ -74,7 +69,7 @@ class SenderLink:
         """
         answer = self.credits.put_back(credit)
         if answer is not None:
-            self.socket.reply(answer)
+            self.socket.post(answer)
 
 
 def choose_carrier(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zmq
 
@@ -18,9 +19,6 @@ from pagewire.shared.errors import ConfigError, ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import DONE, Pending
 from pagewire.shared.kv.messages import (
     MAX_MESSAGE_BYTES,
-    Open,
-    Return,
-    Segment,
     ToReceiver,
     ToSender,
     decode_for_receiver,
@@ -34,6 +32,7 @@ _IO_THREADS = 2  # in and out at once
 _FRAME_OVERHEAD = 64  # bytes that encryption adds, rounded up
 _QUEUED = 1024  # messages a link; credits bound them to far fewer
 TOKEN_BYTES = 16
+MAX_MESSAGES_PER_POLL = 64
 
 
 class KvSockets:
@@ -114,60 +113,58 @@ class KvSockets:
         self._context.term()
 
 
+@dataclass(frozen=True, slots=True)
 class _Tracked:
     """Memory that libzmq reads."""
 
-    __slots__ = ("_tracker",)
-
-    def __init__(self, tracker: zmq.MessageTracker) -> None:
-        self._tracker = tracker
+    tracker: zmq.MessageTracker
 
     def is_done(self) -> bool:
-        return bool(self._tracker.done)
+        return bool(self.tracker.done)
 
 
-class SenderSocket:
-    """A sender's end of a link. Owns the socket."""
+class _Socket:
+    """A socket that the engine's thread polls. Owns it.
+
+    Attributes:
+        fd: becomes readable when messages come; those that are there then have to be received.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self.fd = int(socket.getsockopt(zmq.FD))
 
-    def open(self) -> None:
-        """Introduce the link; it leaves as soon as the receiver has taken the connection."""
-        self.reply(Open())
+    def is_due(self) -> bool:
+        """Whether a message has come."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def reply(self, message: Open | Return) -> None:
-        """Send a message without a payload.
+    def close(self) -> None:
+        """Close it; what has not left is lost."""
+        self._socket.close(linger=0)
 
-        Raises:
-            TransferError: see `post`.
-        """
-        self._send([encode(message)])
 
-    def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
-        """Send an announcement and, with it, bytes that stay untouched until the result ends.
+class SenderSocket(_Socket):
+    """A sender's end of a link."""
+
+    def post(self, message: ToReceiver, body: memoryview | None = None) -> Pending:
+        """Send a message and, with it, bytes that stay untouched until the result ends.
+
+        It leaves as soon as the receiver has taken the connection.
 
         Raises:
             TransferError: the connection is gone, or does not keep up.
         """
-        if body is None:
-            self._send([encode(segment)])
-            return DONE
-        tracker = self._send([encode(segment), body], copy=False)
-        return DONE if tracker is None else _Tracked(tracker)
-
-    def _send(
-        self, frames: list[bytes | memoryview], *, copy: bool = True
-    ) -> zmq.MessageTracker | None:
+        frames: list[bytes | memoryview] = [encode(message)]
+        has_body = body is not None
+        if body is not None:
+            frames.append(body)
         try:
-            return self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy, track=not copy)
+            tracker = self._socket.send_multipart(
+                frames, zmq.NOBLOCK, copy=not has_body, track=has_body
+            )
         except zmq.ZMQError as exc:
             raise TransferError(f"the receiver takes no more messages: {exc.strerror}") from exc
-
-    def is_due(self) -> bool:
-        """Whether a message has come."""
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return DONE if tracker is None else _Tracked(tracker)
 
     def receive(self) -> Iterator[ToSender]:
         """Yield the messages that have come.
@@ -184,17 +181,13 @@ class SenderSocket:
                 raise ProtocolError(f"a KV message of {len(frames)} frames")
             yield decode_for_sender(frames[0])
 
-    def close(self) -> None:
-        """Close it; what has not left is lost."""
-        self._socket.close(linger=0)
 
-
-class ReceiverSocket:
-    """The socket that all of a receiver's links come over. Owns it.
+class ReceiverSocket(_Socket):
+    """The socket that all of a receiver's links come over.
 
     Attributes:
         endpoint: what a sender connects to.
-        num_malformed: messages that made no sense.
+        num_malformed: messages that made no sense, and were dropped.
     """
 
     def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:
@@ -203,10 +196,10 @@ class ReceiverSocket:
         Raises:
             ConfigError: this machine has no such address.
         """
-        self._sockets, self._socket = sockets, sockets.bind(host)
-        socket = self._socket
-        self.fd = int(socket.getsockopt(zmq.FD))
-        self.endpoint = with_host(socket.getsockopt_string(zmq.LAST_ENDPOINT), advertise_host)
+        super().__init__(sockets.bind(host))
+        self._sockets = sockets
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = with_host(bound, advertise_host)
         self.num_malformed = 0
 
     @property
@@ -225,25 +218,24 @@ class ReceiverSocket:
         except zmq.ZMQError as exc:
             raise TransferError(f"the sender cannot be reached: {exc.strerror}") from exc
 
-    def is_due(self) -> bool:
-        """Whether a message has come."""
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    def receive(self) -> Iterator[tuple[bytes, ToReceiver, zmq.Frame | None]]:
+        """Yield the messages that have come: a sender's token, its message, and the payload."""
+        for _ in range(MAX_MESSAGES_PER_POLL):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if not 2 <= len(frames) <= 3:
+                self._note_malformed(f"{len(frames)} frames")
+                continue
+            try:
+                message = decode_for_receiver(frames[1].buffer)
+            except ProtocolError as exc:
+                self._note_malformed(str(exc))
+                continue
+            yield frames[0].bytes, message, frames[2] if len(frames) == 3 else None
 
-    def receive(self) -> tuple[bytes, ToReceiver, zmq.Frame | None] | None:
-        """Return the next message, its sender's token, and its payload; None if there is none.
-
-        Raises:
-            ProtocolError: it makes no sense; it has been dropped.
-        """
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        if not 2 <= len(frames) <= 3:
-            raise ProtocolError(f"a KV message of {len(frames)} frames")
-        message = decode_for_receiver(frames[1].buffer)
-        return frames[0].bytes, message, frames[2] if len(frames) == 3 else None
-
-    def close(self) -> None:
-        """Close it."""
-        self._socket.close(linger=0)
+    def _note_malformed(self, what: str) -> None:
+        self.num_malformed += 1
+        level = logging.WARNING if self.num_malformed == 1 else logging.DEBUG
+        logger.log(level, "malformed KV message: %s", what)

@@ -16,7 +16,7 @@ from pagewire.shared.config import GenerationConfig
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.config import GENERATION_FILE, read_json
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults
+from pagewire.shared.sampling import RequestSpec, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _checked(fields: Fields, theirs: str, ours: str) -> Any:
     if theirs == "top_k" and value == -1:  # in some files: all tokens
         value = 0
     try:
-        ResolvedSampling(**{ours: value}).validate()
+        RequestSpec(**{ours: value}).validate()
     except InvalidRequestError as exc:
         raise fields.error(
             f"{theirs}{exc.message.removeprefix(ours)}; correct it, or leave the file's sampling "

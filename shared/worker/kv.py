@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -107,30 +108,20 @@ async def open_endpoint(
             watch.add(fd)
             stack.callback(watch.remove, fd)
         carriers[name] = carrier
-    timeout_s = settings.transfer_timeout_s
+    parts: dict[str, Any] = {
+        "core": engine.core,
+        "moves": engine.moves,
+        "staging": staging,
+        "parts": engine.parts,
+        "carriers": carriers,
+        "timeout_s": settings.transfer_timeout_s,
+        "watch": watch,
+    }
+    half: KvSender | KvReceiver
     if role == "prefill":
-        sender = KvSender(
-            core=engine.core,
-            moves=engine.moves,
-            staging=staging,
-            parts=engine.parts,
-            sockets=sockets,
-            carriers=carriers,
-            timeout_s=timeout_s,
-            watch=watch,
-        )
-        stack.callback(sender.close_all)
-        return sender
-    socket = ReceiverSocket(sockets, settings.host, advertise_host)
-    receiver = KvReceiver(
-        core=engine.core,
-        moves=engine.moves,
-        staging=staging,
-        parts=engine.parts,
-        socket=socket,
-        carriers=carriers,
-        timeout_s=timeout_s,
-        watch=watch,
-    )
-    stack.callback(receiver.close_all)
-    return receiver
+        half = KvSender(sockets=sockets, **parts)
+    else:
+        socket = ReceiverSocket(sockets, settings.host, advertise_host)
+        half = KvReceiver(socket=socket, **parts)
+    stack.callback(half.close_all)
+    return half

@@ -218,6 +218,7 @@ class WorkerRuntime:
     def _build(self, index: IndexPublisher) -> BuiltEngine:
         return build_engine(
             self.settings,
+            hash_secret=self.settings.cluster_secret.get_secret_value(),
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
@@ -283,12 +284,7 @@ class WorkerRuntime:
         """Return the links that a prefill worker sends by."""
         links = list(self.kv.links) if isinstance(self.kv, KvSender) else []
         return [
-            LinkInfo(
-                peer=link.peer,
-                transport=link.carrier,
-                lane=link.outbound.lane(),
-                gbps=link.gb_per_s,
-            )
+            LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s)
             for link in links
             if link.gb_per_s
         ]

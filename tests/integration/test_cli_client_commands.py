@@ -93,7 +93,7 @@ def test_complete_takes_stdin_and_prints_json(cluster: Cluster) -> None:
     assert (body["model"], body["completion_tokens"], body["cached_tokens"]) == (MODEL, 2, 3)
     assert (body["finish_reason"], body["ttft_s"] > 0) == ("length", True)
     sent = cluster.worker.generated[-1]
-    assert (sent.sampling.max_tokens, sent.sampling.seed, sent.sampling.temperature) == (2, 5, 0.0)
+    assert (sent.spec.max_tokens, sent.spec.seed, sent.spec.temperature) == (2, 5, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply,
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.logprobs import MAX_POSITIONS
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
 
@@ -137,7 +137,7 @@ def test_a_stop_string_cuts_the_log_probabilities_with_the_tokens() -> None:
 def test_masked_tokens_have_the_log_probabilities_of_the_raw_logits(truth: LogprobTruth) -> None:
     runner = make_llm().engine.runner
     prompt = PROMPTS[2][:12]
-    slots = [NewSlot(slot, ResolvedSampling(temperature=0, seed=0, logprobs=2)) for slot in (0, 1)]
+    slots = [NewSlot(slot, RequestSpec(temperature=0, seed=0, logprobs=2)) for slot in (0, 1)]
     plan = StepPlan(
         number=1,
         new_slots=slots,
@@ -178,7 +178,7 @@ def test_a_long_prompt_comes_in_bounded_parts_and_tiles(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(type(runner.model), "compute_logits", counting)
     prompt = [n * 7 % 1900 + 10 for n in range(1500)]
-    params = ResolvedSampling(temperature=0, max_tokens=2, seed=0, logprobs=1, prompt_logprobs=20)
+    params = RequestSpec(temperature=0, max_tokens=2, seed=0, logprobs=1, prompt_logprobs=20)
     llm.engine.core.add(new_sequence("long", prompt, params, ()))
     outputs = step_all(llm)
     parts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]

@@ -16,11 +16,11 @@ from pagewire.shared.engine.recording import Recorder, replay
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.request import RequestStatus
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 
 PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
-GREEDY = ResolvedSampling(temperature=0.0, max_tokens=20, ignore_eos=True)
+GREEDY = RequestSpec(temperature=0.0, max_tokens=20, ignore_eos=True)
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
@@ -103,7 +103,7 @@ def test_model_in_another_process_gives_the_same_tokens(
 
 def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     runner = make_llm().engine.runner
-    slots = [NewSlot(slot, ResolvedSampling(temperature=0, seed=0)) for slot in (0, 1)]
+    slots = [NewSlot(slot, RequestSpec(temperature=0, seed=0)) for slot in (0, 1)]
     plan = StepPlan(
         number=1,
         new_slots=slots,

@@ -101,7 +101,7 @@ def test_a_receiver_without_a_carrier_to_offer_says_why() -> None:
 def test_only_what_was_offered_is_accepted() -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
         receiver = pair.decode.receiver
-        link, _ = receiver.offer("p0", without={"loopback"})
+        link = receiver.offer("p0", without={"loopback"})
         for carrier in ("loopback", "ucx"):
             with pytest.raises(TransferError, match=f"no open link that '{carrier}' was offered"):
                 receiver.accept(link, carrier, b"")
@@ -113,8 +113,8 @@ def test_only_what_was_offered_is_accepted() -> None:
 @pytest.mark.parametrize("endpoint", ["", "somewhere", "udp://127.0.0.1:1", "tcp://127.0.0.1"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with kv_pair("zmq", linked=False) as pair:
-        _, offer = pair.decode.receiver.offer("p0")
-        hello = msgspec.structs.replace(hello_of(pair.decode, offer), endpoint=endpoint)
+        link = pair.decode.receiver.offer("p0")
+        hello = msgspec.structs.replace(hello_of(pair.decode, link), endpoint=endpoint)
         with pytest.raises(TransferError, match="cannot connect to"):
             pair.prefill.sender.connect(hello)
 

@@ -200,7 +200,7 @@ def test_jobs_of_several_links_share_the_slots(kind: str) -> None:
     with kv_pair(kind, num_prefills=2, num_decodes=2, **few, **large) as pair:
         requests = [pair.ask([n % 7, *LONG[:40]], pair.decodes[n % 2]) for n in range(6)]
         pair.finish()
-        assert not any(request.sequence.sampling.seed for request in requests)
+        assert not any(request.sequence.spec.seed for request in requests)
         assert {link.prefill.name for r in requests for link in r.tried} == {"p0"}
 
 

@@ -83,10 +83,10 @@ class Workers:
 
     def open(self) -> None:
         def offer(_core: EngineCore) -> None:
-            received, made = self.decode.receiver.offer("p0")
+            received = self.decode.receiver.offer("p0")
 
             def connect(_core: EngineCore) -> None:
-                sent = self.link = self.prefill.sender.connect(hello_of(self.decode, made))
+                sent = self.link = self.prefill.sender.connect(hello_of(self.decode, received))
                 self.decoding.submit(
                     lambda _core: self.decode.receiver.accept(
                         received, sent.carrier, sent.outbound.reply

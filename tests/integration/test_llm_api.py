@@ -95,6 +95,18 @@ def test_an_unknown_keyword_is_refused() -> None:
         LLM("demo", gpu_memory_utilisation=0.5)
 
 
+@pytest.mark.parametrize("name", ["redis_url", "cluster_secret", "lease_s"])
+def test_a_setting_of_a_cluster_is_none_of_its_own(name: str, llm: LLM) -> None:
+    assert name not in type(llm.settings).model_fields
+    with pytest.raises(ConfigError, match=f"{name} is not a setting; "):
+        LLM("demo", **{name: "x"})
+
+
+def test_a_clusters_environment_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_CLUSTER_SECRET", "short")  # no worker would take it
+    assert LLM("demo", device="cpu", num_blocks=64).settings.num_blocks == 64
+
+
 # Prompts
 
 

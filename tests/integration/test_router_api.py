@@ -27,10 +27,10 @@ def test_workers_get_random_ids_a_seed_and_the_prompt(redis_url):
         first, second, third = worker.generated
         assert first.prompt_token_ids == ids
         assert len({g.request_id for g in worker.generated} | {"mine"}) == 4
-        assert first.sampling.seed is not None
-        assert second.sampling.seed == -5
-        assert third.sampling.seed not in (None, -5)
-        assert second.sampling.temperature == 0.5
+        assert first.spec.seed is not None
+        assert second.spec.seed == -5
+        assert third.spec.seed not in (None, -5)
+        assert second.spec.temperature == 0.5
 
     with_worker(redis_url, scenario)
 
@@ -38,7 +38,7 @@ def test_workers_get_random_ids_a_seed_and_the_prompt(redis_url):
 def test_equal_prompts_without_a_seed_have_different_ones(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         await router.complete(prompt=["Hi"] * 4, n=2)
-        assert len({g.sampling.seed for g in worker.generated}) == 8
+        assert len({g.spec.seed for g in worker.generated}) == 8
 
     with_worker(redis_url, scenario)
 

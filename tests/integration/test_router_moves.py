@@ -82,8 +82,8 @@ def test_a_stream_goes_on_at_another_worker_with_the_same_tokens(redis_url):
         requests = [request for worker in workers for request in worker.generated]
         before, after = sorted(requests, key=lambda request: len(request.output_token_ids))
         assert before.prompt_token_ids == after.prompt_token_ids
-        assert before.sampling == after.sampling
-        assert before.sampling.seed is not None
+        assert before.spec == after.spec
+        assert before.spec.seed is not None
         assert before.request_id != after.request_id
         assert before.output_token_ids == []
         given = after.output_token_ids
@@ -131,7 +131,7 @@ def test_a_prompt_that_another_worker_scores_again_is_shown_once(redis_url):
         choice = (await pending).json()["choices"][0]
         expected = [None, *(-token - 0.5 for token in [*PROMPT[1:], *ANSWER])]
         assert choice["logprobs"]["token_logprobs"] == expected
-        assert other.generated[0].sampling.prompt_logprobs == 0
+        assert other.generated[0].spec.prompt_logprobs == 0
 
     with_workers(redis_url, 2, scenario)
 
@@ -146,8 +146,8 @@ def test_a_prompt_that_is_scored_is_not_scored_again_after_a_move(redis_url):
         assert text == TOKENIZER.decode(PROMPT) + TEXT
         requests = [request for worker in workers for request in worker.generated]
         before, after = sorted(requests, key=lambda request: len(request.output_token_ids))
-        assert (before.sampling.prompt_logprobs, after.sampling.prompt_logprobs) == (0, None)
-        assert after.sampling.logprobs == 0
+        assert (before.spec.prompt_logprobs, after.spec.prompt_logprobs) == (0, None)
+        assert after.spec.logprobs == 0
 
     with_workers(redis_url, 2, scenario)
 

@@ -91,9 +91,7 @@ def test_health_names_workers_and_their_ways(redis_url):
         assert decode["missing_links"] == ["prefill-1"]
         assert (decode["id"], decode["state"], decode["epoch"]) == ("decode-0", "ready", 1)
         assert decode["kv_transports"] == ["zmq"]
-        assert decode["links"] == [
-            {"peer": "prefill-0", "transport": "zmq", "lane": "tcp", "gb_per_s": 1.5}
-        ]
+        assert decode["links"] == [{"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}]
 
     run_async(main())
 

@@ -47,16 +47,13 @@ def test_ucx_listens_on_the_device_of_its_host_alone() -> None:
     assert opened <= {"127.0.0.1"}
 
 
-NOT_OURS = ["", "::", EVERYWHERE, "203.0.113.1", "2001:db8::1", "no-such-host.invalid", "a" * 99]
+NOT_OURS = ["", "::", EVERYWHERE, "203.0.113.1", "2001:db8::1", "::1", "no.invalid", "a" * 99]
 
 
-@pytest.mark.parametrize(
-    ("host", "version"),
-    [("127.0.0.1", "inet"), ("127.0.0.2", "inet"), ("localhost", "inet"), ("::1", "inet6")],
-)
-def test_ucx_is_kept_to_the_device_of_its_host(host: str, version: str) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_ucx_is_kept_to_the_device_of_its_host(host: str) -> None:
     settings = ucx_settings(host, cuda=False)
-    assert (settings["NET_DEVICES"], settings["TCP_AF_PRIO"]) == ("lo", version)
+    assert (settings["NET_DEVICES"], settings["TCP_AF_PRIO"]) == ("lo", "inet")
 
 
 @pytest.mark.parametrize("host", NOT_OURS)

@@ -14,7 +14,7 @@ from pagewire.shared.protocol import (
     Prefill,
     PrefillDone,
 )
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 
 KEYS = ClusterKeys.derive("the cluster's secret")
@@ -128,7 +128,7 @@ def large_message(nbytes: int, job_id: str = "job") -> Prefill:
         decode_epoch=1,
         prefill_epoch=1,
         token_ids=[2**31 - 1] * (nbytes // 5),
-        sampling=ResolvedSampling(),
+        spec=RequestSpec(),
         first_block=0,
     )
 

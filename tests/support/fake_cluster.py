@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-LINK = {"peer": "prefill-0", "transport": "zmq", "lane": "tcp", "gb_per_s": 1.5}
+LINK = {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}
 
 
 def up(state: Path, port: int, redis_url: str | None = None) -> None:

@@ -167,19 +167,19 @@ class FakeDecodeWorker:
     async def _generate(self, peer_id: str, request: Generate) -> None:
         first = len(request.output_token_ids)
         self._send_prompt_logprobs(peer_id, request)
-        tokens = self.answer[: request.sampling.max_tokens]
+        tokens = self.answer[: request.spec.max_tokens]
         for position in range(first, len(tokens)):
             await asyncio.sleep(self.step_s)
             await self.hold.wait()
             is_last = position == len(tokens) - 1
-            reason = "length" if len(tokens) == request.sampling.max_tokens else "stop"
+            reason = "length" if len(tokens) == request.spec.max_tokens else "stop"
             output = TokenOutput(
                 request_id=request.request_id,
                 token_ids=[tokens[position]],
                 cached_tokens=self.cached_tokens if position == first else None,
                 finish_reason=reason if is_last else None,
                 timings=Timings(queue_s=0.01, prefill_s=0.02) if is_last else None,
-                logprobs=None if request.sampling.logprobs is None else score([tokens[position]]),
+                logprobs=None if request.spec.logprobs is None else score([tokens[position]]),
             )
             if self.error is not None:
                 output = TokenOutput(
@@ -191,7 +191,7 @@ class FakeDecodeWorker:
         self._tasks.pop(request.request_id, None)
 
     def _send_prompt_logprobs(self, peer_id: str, request: Generate) -> None:
-        if request.sampling.prompt_logprobs is None:
+        if request.spec.prompt_logprobs is None:
             return
         whole = score(request.prompt_token_ids[1:])
         for start in range(0, min(len(whole), 4 * self.most_parts), 4):
@@ -207,4 +207,4 @@ def prefill_card(redis_url: str, secret: str, worker_id: str, **card: Any) -> Fa
 
 def link(peer: str, gbps: float = 0.0) -> LinkInfo:
     """A KV way to a peer."""
-    return LinkInfo(peer=peer, transport="zmq", lane="tcp", gbps=gbps)
+    return LinkInfo(peer=peer, transport="zmq", gbps=gbps)

@@ -33,7 +33,7 @@ from pagewire.shared.engine.step import (
 from pagewire.shared.kv_cache.block_hash import BlockHasher
 from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
 from pagewire.shared.logprobs import Logprobs
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 VOCAB = 7
 BYTES_PER_TOKEN = 4  # of the fake KV
@@ -54,9 +54,9 @@ def score(tokens: list[int]) -> Logprobs:
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
     """All outputs that a sequence should end with, those it was resumed with included."""
     tokens, prompt = list(sequence.token_ids), sequence.num_prompt_tokens
-    limit = 1 if sequence.prefill_only else sequence.sampling.max_tokens
+    limit = 1 if sequence.prefill_only else sequence.spec.max_tokens
     while len(tokens) - prompt < limit and len(tokens) < max_model_len:
-        tokens.append(next_token(sequence.sampling.seed or 0, tokens))
+        tokens.append(next_token(sequence.spec.seed or 0, tokens))
         if tokens[-1] in sequence.stop_token_ids:
             break
     return tokens[prompt:]
@@ -79,7 +79,7 @@ def make_sequence(
         token_ids=[*prompt, *(resumed or [])],
         num_prompt_tokens=len(prompt),
         num_resumed_tokens=len(resumed or []),
-        sampling=ResolvedSampling(max_tokens=max_tokens, seed=seed),
+        spec=RequestSpec(max_tokens=max_tokens, seed=seed),
         stop_token_ids=stop,
         remote_prefill=remote_prefill,
         prefill_only=prefill_only,
@@ -156,6 +156,7 @@ class FakeDevice:
         num_decode_rows: of all steps together.
         longest_table: most blocks that a slot ever had in a step.
         prepared: slots that were made known before they ran.
+        specs: of each slot that was made known, in order.
         replays: steps are such that nothing but their end is known.
         moved: blocks, parts of them, and the plan that was waited for, of all that was packed.
         has_run: whether the device is done with its steps.
@@ -172,6 +173,7 @@ class FakeDevice:
     num_decode_rows: int = 0
     longest_table: int = 0
     prepared: list[int] = field(default_factory=list)
+    specs: list[RequestSpec] = field(default_factory=list)
     replays: bool = False
     moved: list[tuple[list[int], range, int]] = field(default_factory=list)
     has_run: bool = True
@@ -305,8 +307,9 @@ class FakeDevice:
         for new in plan.new_slots:
             owner = self._slots.get(new.slot)  # the same one, if the last plan failed to launch
             assert owner is None or owner.computed is None, "the slot has an owner"
-            scores = new.sampling.logprobs is not None
-            self._slots[new.slot] = FakeSlot(new.sampling.seed or 0, scores)
+            self.specs.append(new.spec)
+            scores = new.spec.logprobs is not None
+            self._slots[new.slot] = FakeSlot(new.spec.seed or 0, scores)
             if new.slot not in running:
                 self.prepared.append(new.slot)
         entries = plan.blocks

@@ -73,9 +73,6 @@ class IpcPeer:
     def accept(self, reply: str) -> Inbound:
         return self.carrier.inbound(1, bytes.fromhex(reply))
 
-    def lane(self) -> str:
-        return self.outbound[-1].lane()
-
     def end_link(self, link: int) -> None:
         self.outbound.pop(link).close()
 

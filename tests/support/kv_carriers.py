@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import DONE, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
 from pagewire.shared.kv.messages import Segment
+from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 Trouble = Literal["lost", "corrupt"]
 
@@ -51,9 +51,6 @@ class _ShakyOutbound:
 
     def send(self, segment: Segment, slot: int) -> Pending:
         return DONE if ShakyCarrier.trouble == "lost" else self._inner.send(segment, slot)
-
-    def lane(self) -> str:
-        return "memory"
 
     def close(self) -> None:
         self._inner.close()

@@ -193,9 +193,6 @@ class FaultyOutbound:
             return Failed()
         return HeldBack(sent, lambda: self.carrier.holds_writes)
 
-    def lane(self) -> str:
-        return self.inner.lane()
-
     def close(self) -> None:
         self.carrier.num_open -= 1
         self.inner.close()

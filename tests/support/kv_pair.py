@@ -121,9 +121,9 @@ class KvPair:
 
     def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
         """Open a link, of which nothing is known yet."""
-        received, offer = decode.receiver.offer(prefill.name)
+        received = decode.receiver.offer(prefill.name)
         try:
-            sent = prefill.sender.connect(hello_of(decode, offer))
+            sent = prefill.sender.connect(hello_of(decode, received))
         except TransferError:
             decode.receiver.close(received)
             raise
@@ -191,7 +191,7 @@ class KvPair:
         """Let a prefill worker compute a request's prompt."""
         request.job = job
         request.tried.append(link)
-        prompt, seed = request.sequence.token_ids, request.sequence.sampling.seed or 0
+        prompt, seed = request.sequence.token_ids, request.sequence.spec.seed or 0
         sequence = make_sequence(job, list(prompt), prefill_only=True, seed=seed)
         link.prefill.core.add(sequence)
         try:

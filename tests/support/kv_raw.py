@@ -73,12 +73,12 @@ class RawSender:
 @contextmanager
 def raw_sender(pair: KvPair, decode: DecodeSide, carrier: str = "zmq") -> Iterator[RawSender]:
     """A link whose sender has not said anything yet."""
-    link, offer = decode.receiver.offer("raw")
+    link = decode.receiver.offer("raw")
     decode.receiver.accept(link, carrier, b"")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.routing_id = offer.token
-    socket.connect(offer.endpoint)
+    socket.routing_id = link.token
+    socket.connect(decode.receiver.socket.endpoint)
     try:
         yield RawSender(pair, socket, link)
     finally:

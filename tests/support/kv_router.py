@@ -16,7 +16,7 @@ from pagewire.shared.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_device import VOCAB, next_token
 from pagewire.tests.support.kv_services import KEYS, DecodeWorker
@@ -73,7 +73,7 @@ class Router:
             Generate(
                 request_id=request_id,
                 prompt_token_ids=prompt,
-                sampling=ResolvedSampling(
+                spec=RequestSpec(
                     max_tokens=max_tokens,
                     seed=SEED,
                     logprobs=logprobs,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ from prometheus_client import CollectorRegistry
 
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.services.decode.worker_links import LinkTimes, PrefillLinks
+from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.channel import ClusterKeys, ControlServer
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.credits import SlotState
@@ -71,6 +72,16 @@ class Times:
     prefill_s: float = 10.0
 
 
+class CountingThread(EngineThread):
+    """Counts commands."""
+
+    handed_over: Counter[str]
+
+    def submit(self, command: Command, *, admitted: bool = False) -> None:
+        self.handed_over["to the engine"] += 1
+        super().submit(command, admitted=admitted)
+
+
 @dataclass(eq=False)
 class Worker:
     """What workers of both roles have.
@@ -80,6 +91,7 @@ class Worker:
         is_draining: as after SIGTERM.
         received: messages with the connections that they came over.
         must_be_idle: at its end all that it owns is to be free, and all links closed.
+        handed_over: how often something was given to the engine's thread, and by it to the loop.
     """
 
     identity: WorkerIdentity
@@ -96,12 +108,14 @@ class Worker:
     received: list[tuple[str, ControlMessage]] = field(default_factory=list)
     tasks: TaskSet = field(default_factory=TaskSet)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    handed_over: Counter[str] = field(default_factory=Counter)
     engine: EngineHandle = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefill_counter = local_prefill_counter(self.registry)
         self._loop = asyncio.get_running_loop()
-        thread = EngineThread(self.core, self.in_loop(self._on_outputs))
+        thread = CountingThread(self.core, self.in_loop(self._on_outputs))
+        thread.handed_over = self.handed_over
         self.engine = EngineHandle(
             core=self.core,
             moves=self.device,
@@ -116,6 +130,7 @@ class Worker:
         """As a worker's runtime does."""
 
         def call(*args: object) -> None:
+            self.handed_over["to the loop"] += 1
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(callback, *args)
 
@@ -363,7 +378,9 @@ async def decode_worker(
             lambda: worker.cards,
             KEYS,
             worker.tasks,
-            LinkTimes(times.heartbeat_s, times.lease_s, times.transfer_s),
+            heartbeat_s=times.heartbeat_s,
+            lease_s=times.lease_s,
+            timeout_s=times.transfer_s,
         )
         jobs = RemoteJobs(
             identity,

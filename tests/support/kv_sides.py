@@ -10,11 +10,10 @@ import torch
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.loopback import LoopbackCarrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.credits import SlotState
 from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.receiver_link import LinkOffer, ReceiverLink
+from pagewire.shared.kv.receiver_link import ReceiverLink
 from pagewire.shared.kv.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import Staging, make_staging
@@ -28,6 +27,7 @@ from pagewire.tests.support.fake_device import (
     make_sequence,
 )
 from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
+from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 BLOCK_SIZE = 4
 PARTS = BlockParts.of(NUM_PARTS, BLOCK_SIZE * BYTES_PER_TOKEN)
@@ -208,15 +208,15 @@ class DecodeSide(Side):
         return held
 
 
-def hello_of(decode: DecodeSide, offer: LinkOffer) -> KvHello:
+def hello_of(decode: DecodeSide, link: ReceiverLink) -> KvHello:
     """The message by which a decode worker opens a link."""
     return KvHello(
         worker_id=decode.name,
         epoch=1,
         layout=LAYOUT,
-        link=offer.link,
-        token=offer.token,
-        endpoint=offer.endpoint,
-        carriers=offer.carriers,
+        link=link.number,
+        token=link.token,
+        endpoint=decode.receiver.socket.endpoint,
+        carriers=link.offers,
         slot_bytes=decode.staging.slot_bytes,
     )

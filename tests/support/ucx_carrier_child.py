@@ -11,7 +11,7 @@ is a command, each line of its output an event; numbers name link, credit, use a
                                       either may end as failed LINK USE REASON instead
     after MS COMMAND                  carries it out later, and polls meanwhile
     rest MS                           polls nothing meanwhile
-    close LINK                        -> closed LINK NUM_ABANDONED LANE; a receiver then ended LINK
+    close LINK                        -> closed LINK NUM_ABANDONED; a receiver then ended LINK
 
 At the end of its input it closes the carrier and ends.
 """
@@ -109,13 +109,11 @@ class _Half:
 
     def _close(self, link: int) -> None:
         if link in self._outbound:
-            lane = self._outbound[link].lane()
             self._outbound.pop(link).close()
         else:
-            lane = "-"
             self._quarantine[link] = self._inbound.pop(link).close()
         self._pending = [entry for entry in self._pending if entry[1] != link]
-        _say("closed", link, self._carrier.num_abandoned, lane)
+        _say("closed", link, self._carrier.num_abandoned)
 
     def poll(self) -> None:
         """Let the carrier work and say what has ended."""

@@ -21,7 +21,7 @@ HEALTH = {
         {
             "id": "decode-0",
             "role": "decode",
-            "links": [{"peer": "prefill-0", "transport": "ucx", "lane": "tcp", "gb_per_s": 1.25}],
+            "links": [{"peer": "prefill-0", "transport": "ucx", "gb_per_s": 1.25}],
         },
     ],
 }
@@ -91,7 +91,7 @@ def test_view_fits_a_terminal_and_shows_all() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["prefill-0", "prefill", "draining", "-", "-", "-", "-", "-", "-"] in rows
     assert ["decode-0", "decode", "ready", "2", "-", "-", "25.0%", "0.0%", "64"] in rows
-    assert ["prefill-0", "decode-0", "ucx", "tcp", "1.25"] in rows
+    assert ["prefill-0", "decode-0", "ucx", "1.25"] in rows
     assert "Redis up" in text
     assert "1,000 prompt tokens (25% of them cached), 50 generated" in text
 

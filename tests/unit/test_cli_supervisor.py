@@ -28,7 +28,7 @@ HEALTHY = Health(
     ok=True,
     model="demo",
     services=[
-        Service("decode-0", "decode", 7, links=[Link("prefill-0", "ucx", "cuda_ipc", 371.26)]),
+        Service("decode-0", "decode", 7, links=[Link("prefill-0", "ucx", 371.26)]),
         Service("prefill-0", "prefill", 8),
     ],
 )
@@ -244,11 +244,11 @@ def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
     assert str(logs) in "".join(values)
 
 
-def test_ready_box_names_the_lane_and_its_speed(tmp_path: Path) -> None:
+def test_ready_box_names_each_link_and_its_speed(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100)
     show_ready_box(console, HEALTHY, "http://127.0.0.1:8000", "redis-server", tmp_path)
-    assert "prefill-0 -> decode-0: ucx (cuda_ipc), 371.26 GB/s" in out.getvalue()
+    assert "prefill-0 -> decode-0: ucx, 371.26 GB/s" in out.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import pytest
 
 from pagewire.shared.config import (
     ClusterSettings,
-    EngineSettings,
     RouterSettings,
     WorkerSettings,
     load_settings,
 )
 from pagewire.shared.errors import ConfigError
 
-KINDS = [ClusterSettings, EngineSettings, WorkerSettings, RouterSettings]
+KINDS = [ClusterSettings, WorkerSettings, RouterSettings]
 
 
 @pytest.fixture(autouse=True)

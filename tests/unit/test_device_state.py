@@ -4,7 +4,7 @@ import torch
 
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.step import NewSlot, SlotInput, StepPlan, TableEntries
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 
 def make_state() -> DeviceState:
@@ -13,7 +13,7 @@ def make_state() -> DeviceState:
 
 def admitted(slot: int, blocks: list[int], seed: int = 0) -> StepPlan:
     """A plan without rows that prepares a slot."""
-    new = NewSlot(slot, ResolvedSampling(seed=seed))
+    new = NewSlot(slot, RequestSpec(seed=seed))
     entries = TableEntries([slot] * len(blocks), list(range(len(blocks))), blocks)
     return StepPlan(number=1, new_slots=[new], blocks=entries)
 

@@ -16,7 +16,7 @@ from pagewire.shared.engine.step import (
 )
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.request import RequestStatus
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.engine_turns import (
     BOTH,
     LIMIT,
@@ -193,7 +193,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     _, device = make_core()
     plan = StepPlan(
         number=1,
-        new_slots=[NewSlot(0, ResolvedSampling(seed=0)), NewSlot(1, ResolvedSampling(seed=0))],
+        new_slots=[NewSlot(0, RequestSpec(seed=0)), NewSlot(1, RequestSpec(seed=0))],
         blocks=TableEntries([0, 1], [0, 0], [0, 1]),
         chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
         awaits_supply=True,

@@ -159,7 +159,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 
 @settings(max_examples=300)
 @given(message=st.one_of(to_receiver, to_sender), data=st.data())
-def test_a_damaged_message_is_another_one_or_an_error(
+def test_a_damaged_message_is_a_message_or_an_error(
     message: ToReceiver | ToSender, data: st.DataObject
 ) -> None:
     encoded = bytearray(encode(message))
@@ -167,7 +167,7 @@ def test_a_damaged_message_is_another_one_or_an_error(
     encoded[at] ^= data.draw(st.integers(1, 255))
     for decode in DECODERS:
         with contextlib.suppress(ProtocolError):
-            assert decode(bytes(encoded)) != message
+            decode(bytes(encoded))  # perhaps an equal one: a number has several encodings
         with pytest.raises(ProtocolError):
             decode(bytes(encode(message)[:at]))
         with pytest.raises(ProtocolError):

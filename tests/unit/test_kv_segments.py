@@ -3,11 +3,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.segments import Coverage, Cut, ExportQueue
 from pagewire.shared.kv_cache.parts import BlockParts
 
@@ -151,13 +149,6 @@ def test_what_is_packed_again_leaves_before_all_else() -> None:
     assert queue.next() == (cut, [5], 1)
 
 
-def test_a_slot_that_does_not_fit_a_block_is_refused() -> None:
-    parts = BlockParts(2, 64)
-    with pytest.raises(TransferError, match=r"slot of 143 bytes does not fit one block.* 144"):
-        ExportQueue(parts, 143, planned=0)
-    ExportQueue(parts, 144, planned=0).add([1, 2], 1, by_part=True)
-
-
 @st.composite
 def segments(draw: st.DrawFn) -> tuple[range, range]:
     first, first_part = draw(st.integers(0, 12)), draw(st.integers(0, 5))
@@ -222,14 +213,3 @@ def test_a_segment_far_outside_is_refused_at_once() -> None:
     ]:
         assert not coverage.allows(positions, parts)
     assert coverage.allows(range(2, 5), range(4))
-
-
-def test_short_ends_are_segments_of_their_own() -> None:
-    parts = BlockParts(count=2, nbytes=1024)
-    queue = ExportQueue(parts, parts.packed_bytes(4), 1)
-    queue.add(list(range(14)), 1, by_part=False, short=2)
-    cuts = []
-    while (ready := queue.next()) is not None:
-        cuts.append(ready[0].positions)
-        queue.take()
-    assert cuts == [range(1, 3), range(3, 7), range(7, 11), range(11, 12), range(12, 14)]

@@ -23,7 +23,7 @@ from pagewire.shared.protocol import (
     decode,
     encode,
 )
-from pagewire.shared.sampling import ResolvedSampling
+from pagewire.shared.sampling import RequestSpec
 
 MESSAGE_TYPES = get_args(ControlMessage)
 PACK = msgspec.msgpack.encode
@@ -181,10 +181,17 @@ def test_bad_frames_are_refused(frame: bytes) -> None:
 @pytest.mark.parametrize("token", [-1, 2**31, 1.0, "1", None], ids=repr)
 def test_token_ids_out_of_range_are_refused(token: Any) -> None:
     frame = VERSION + PACK(
-        {"type": "Generate", "request_id": "r", "prompt_token_ids": [token], "sampling": {}}
+        {"type": "Generate", "request_id": "r", "prompt_token_ids": [token], "spec": {}}
     )
     with pytest.raises(ProtocolError, match="prompt_token_ids"):
         decode(frame)
+
+
+def test_a_setting_that_this_side_does_not_know_is_refused() -> None:
+    message = {"type": "Generate", "request_id": "r", "prompt_token_ids": [1]}
+    assert isinstance(decode(VERSION + PACK({**message, "spec": {"top_k": 2}})), Generate)
+    with pytest.raises(ProtocolError, match="top_q"):
+        decode(VERSION + PACK({**message, "spec": {"top_q": 2}}))
 
 
 def test_another_version_is_told_apart() -> None:
@@ -194,7 +201,7 @@ def test_another_version_is_told_apart() -> None:
 
 def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
     prompt = [2**31 - 1] * (MAX_FRAME_BYTES // 5 + 1)
-    message = Generate(request_id="r", prompt_token_ids=prompt, sampling=ResolvedSampling())
+    message = Generate(request_id="r", prompt_token_ids=prompt, spec=RequestSpec())
     with pytest.raises(ProtocolError, match="Generate"):
         encode(message)
     with pytest.raises(ProtocolError, match=str(MAX_FRAME_BYTES)):

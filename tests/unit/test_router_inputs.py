@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pagewire.services.router.errors import ContextLengthError, describe
 from pagewire.services.router.inputs import read_chat, read_completion
 from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
-from pagewire.shared.sampling import ResolvedSampling, SamplingDefaults, SamplingFields
+from pagewire.shared.sampling import RequestSpec, SamplingDefaults, SamplingFields
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,
@@ -106,7 +106,7 @@ def test_every_field_of_sampling_is_read_and_checked(field):
         rule = "logprobs: input should be " if (call, field) == (chat, "logprobs") else None
         assert error.message.startswith(rule or f"{field} must be ")
         assert "not {'a': 1}" in error.message
-        assert call(**{field: None}).prompts[0].sampling == call().prompts[0].sampling
+        assert call(**{field: None}).prompts[0].spec == call().prompts[0].spec
 
 
 def test_sampling_itself_is_a_field_that_nobody_knows():
@@ -194,29 +194,29 @@ def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted():
 def test_defaults_of_a_completion():
     raw = encoded({"model": "m", "prompt": "Hi"})
     (prompt,) = read_completion(raw, PLAIN, CONTEXT).prompts
-    sampling = prompt.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-    assert (sampling.seed, sampling.max_tokens, prompt.echo) == (None, 16, None)
+    spec = prompt.spec
+    assert (spec.temperature, spec.top_p, spec.top_k) == (1.0, 1.0, 0)
+    assert (spec.seed, spec.max_tokens, prompt.echo) == (None, 16, None)
 
 
 @pytest.mark.parametrize("unset", [{}, {"temperature": None, "top_p": None, "max_tokens": None}])
 def test_the_models_defaults_hold_where_a_request_says_nothing(unset):
     defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=300)
     model = replace(MODEL, defaults=defaults)
-    said = ResolvedSampling(temperature=0.6, top_p=0.9, top_k=20, max_tokens=300)
+    said = RequestSpec(temperature=0.6, top_p=0.9, top_k=20, max_tokens=300)
     hello = {"messages": [{"role": "user", "content": "Hi"}]}
     for read, body in ((read_completion, {"prompt": "Hi"}), (read_chat, hello)):
         raw = encoded({"model": "m", **body, **unset})
-        assert read(raw, model, CONTEXT).prompts[0].sampling == said
+        assert read(raw, model, CONTEXT).prompts[0].spec == said
         explicit = {"temperature": 1.0, "top_p": 1, "top_k": 0, "max_tokens": 400}
         raw = encoded({"model": "m", **body, **explicit})
-        assert read(raw, model, CONTEXT).prompts[0].sampling == ResolvedSampling(max_tokens=400)
+        assert read(raw, model, CONTEXT).prompts[0].spec == RequestSpec(max_tokens=400)
 
 
 def test_the_demo_is_greedy_unless_asked_otherwise():
-    assert completion().prompts[0].sampling.temperature == 0
-    assert completion(temperature=None).prompts[0].sampling.temperature == 0
-    assert completion(temperature=1.0).prompts[0].sampling.temperature == 1
+    assert completion().prompts[0].spec.temperature == 0
+    assert completion(temperature=None).prompts[0].spec.temperature == 0
+    assert completion(temperature=1.0).prompts[0].spec.temperature == 1
 
 
 def test_every_parameter_reaches_the_worker():
@@ -231,24 +231,24 @@ def test_every_parameter_reaches_the_worker():
         stop="END",
         n=3,
     )
-    sampling = asked.prompts[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
-    assert (sampling.seed, sampling.max_tokens) == (-7, 9)
-    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((3, 4), True)
+    spec = asked.prompts[0].spec
+    assert (spec.temperature, spec.top_p, spec.top_k) == (0.0, 0.5, 0)
+    assert (spec.seed, spec.max_tokens) == (-7, 9)
+    assert (spec.stop_token_ids, spec.ignore_eos) == ((3, 4), True)
     assert (asked.stops, asked.n) == (("END",), 3)
 
 
 def test_chat_takes_the_rest_of_the_context_unless_told_otherwise():
     prompt = chat().prompts[0]
-    assert len(prompt.token_ids) + prompt.sampling.max_tokens == CONTEXT
-    assert chat(max_tokens=7).prompts[0].sampling.max_tokens == 7
-    assert chat(max_tokens=7, max_completion_tokens=9).prompts[0].sampling.max_tokens == 9
+    assert len(prompt.token_ids) + prompt.spec.max_tokens == CONTEXT
+    assert chat(max_tokens=7).prompts[0].spec.max_tokens == 7
+    assert chat(max_tokens=7, max_completion_tokens=9).prompts[0].spec.max_tokens == 9
 
 
 def test_a_short_rest_of_the_context_shortens_only_the_default():
     ids = [5] * (CONTEXT - 4)
-    assert completion(prompt=ids).prompts[0].sampling.max_tokens == 4
-    assert completion(prompt=ids, max_tokens=4).prompts[0].sampling.max_tokens == 4
+    assert completion(prompt=ids).prompts[0].spec.max_tokens == 4
+    assert completion(prompt=ids, max_tokens=4).prompts[0].spec.max_tokens == 4
     for prompt, max_tokens in ((ids, 5), ([5] * CONTEXT, None), ([5] * (CONTEXT + 1), 1)):
         error = refusal(completion, prompt=prompt, max_tokens=max_tokens)
         assert isinstance(error, ContextLengthError)

@@ -17,8 +17,8 @@ from pagewire.tests.support.request_bodies import chat, completion, refusal
 )
 def test_log_probabilities_of_a_chat(asked, logprobs):
     read = chat(**asked, prompt_logprobs=2)
-    assert read.prompts[0].sampling.logprobs == logprobs
-    assert read.prompts[0].sampling.prompt_logprobs == 2
+    assert read.prompts[0].spec.logprobs == logprobs
+    assert read.prompts[0].spec.prompt_logprobs == 2
     assert read.prompt_logprobs
 
 
@@ -35,14 +35,14 @@ def test_log_probabilities_of_a_chat(asked, logprobs):
 def test_log_probabilities_of_a_completion(asked, of_answer, of_prompt, echo):
     read = completion(**asked)
     (prompt,) = read.prompts
-    found = (prompt.sampling.logprobs, prompt.sampling.prompt_logprobs, prompt.echo)
+    found = (prompt.spec.logprobs, prompt.spec.prompt_logprobs, prompt.echo)
     assert found == (of_answer, of_prompt, echo)
     assert read.prompt_logprobs == ("prompt_logprobs" in asked)
 
 
 def test_an_echo_alone_generates_nothing():
     read = completion(max_tokens=0, echo=True, logprobs=1)
-    assert not read.generates and read.prompts[0].sampling.max_tokens == 1
+    assert not read.generates and read.prompts[0].spec.max_tokens == 1
     assert completion(max_tokens=1, echo=True).generates
     assert completion(echo=True).generates
 

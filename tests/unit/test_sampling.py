@@ -14,7 +14,7 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import (
     MAX_CHOICES,
     MAX_STOP_TOKEN_IDS,
-    ResolvedSampling,
+    RequestSpec,
     SamplingDefaults,
     SamplingParams,
 )
@@ -54,13 +54,13 @@ BAD = [
 
 @pytest.mark.parametrize("fields", GOOD, ids=lambda fields: ",".join(fields) or "defaults")
 def test_values_in_range_are_taken(fields: dict[str, Any]) -> None:
-    ResolvedSampling(**fields).validate()
+    RequestSpec(**fields).validate()
 
 
 @pytest.mark.parametrize(("field", "value"), BAD, ids=[f"{f}={v!r:.12}" for f, v in BAD])
 def test_values_out_of_range_name_their_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=field) as caught:
-        ResolvedSampling(**{field: value}).validate()
+        RequestSpec(**{field: value}).validate()
     assert caught.value.param == field
 
 
@@ -68,7 +68,7 @@ def test_values_out_of_range_name_their_field(field: str, value: Any) -> None:
 def test_no_float_slips_through_as_temperature_or_top_p(value: float) -> None:
     for field, ok in (("temperature", 0 <= value <= 100), ("top_p", 0 < value <= 1)):
         try:
-            ResolvedSampling(**{field: value}).validate()
+            RequestSpec(**{field: value}).validate()
         except InvalidRequestError:
             assert not ok
         else:
@@ -77,15 +77,15 @@ def test_no_float_slips_through_as_temperature_or_top_p(value: float) -> None:
 
 def test_a_refusal_is_short_whatever_was_asked_for() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        ResolvedSampling(stop_token_ids=(1,) * 500_000).validate()
+        RequestSpec(stop_token_ids=(1,) * 500_000).validate()
     assert len(caught.value.message) < 300
 
 
 def test_what_is_unset_has_the_models_defaults() -> None:
     resolved = SamplingParams().resolve(DEFAULTS, 99)
-    assert resolved == ResolvedSampling(temperature=0.6, top_p=0.9, top_k=20, max_tokens=99)
+    assert resolved == RequestSpec(temperature=0.6, top_p=0.9, top_k=20, max_tokens=99)
     plain = SamplingParams().resolve(SamplingDefaults(), 16)
-    assert plain == ResolvedSampling()
+    assert plain == RequestSpec()
 
 
 def test_what_is_set_wins_even_where_it_equals_the_usual_default() -> None:
@@ -161,11 +161,11 @@ def test_stop_strings_come_one_or_several() -> None:
 
 
 def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:
-    sampling = ResolvedSampling(seed=42)
-    seeds = [sampling.for_choice(choice).seed for choice in range(16)]
+    spec = RequestSpec(seed=42)
+    seeds = [spec.for_choice(choice).seed for choice in range(16)]
     assert seeds[0] == 42
     assert len(set(seeds)) == 16
-    assert seeds == [sampling.for_choice(choice).seed for choice in range(16)]
+    assert seeds == [spec.for_choice(choice).seed for choice in range(16)]
     for choice in range(16):
-        sampling.for_choice(choice).validate()
-    assert ResolvedSampling().for_choice(3).seed is None
+        spec.for_choice(choice).validate()
+    assert RequestSpec().for_choice(3).seed is None

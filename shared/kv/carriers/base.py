@@ -2,7 +2,8 @@
 
 Everything here is called in the engine's thread and never waits, except where it says otherwise.
 One-sided carriers write into the receiver's slot from the sender's device, queued right after the
-packing; two-sided ones send when the payload has been packed.
+packing; two-sided ones send when the payload has been packed. A carrier leaves what it has no use
+for as it is here.
 """
 
 from __future__ import annotations
@@ -36,15 +37,7 @@ def has_ended(pending: Pending) -> bool:
         return True
 
 
-class Done:
-    """Something that ended at once."""
-
-    def is_done(self) -> bool:
-        """True."""
-        return True
-
-
-DONE = Done()
+DONE: Pending = PendingMove(None)  # something that ended at once
 
 
 class Outbound(Protocol):
@@ -57,7 +50,7 @@ class Outbound(Protocol):
     @property
     def reply(self) -> bytes:
         """See above."""
-        ...
+        return b""
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Queue on the device, after a slot's packing, what comes before `send`.
@@ -71,7 +64,7 @@ class Outbound(Protocol):
         Returns:
             Ends after the packing; None if nothing was queued.
         """
-        ...
+        return None
 
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce a segment that has been packed and staged, and send what has not crossed.
@@ -84,13 +77,9 @@ class Outbound(Protocol):
         """
         ...
 
-    def lane(self) -> str:
-        """Name the hardware that carries the payloads, for people to read."""
-        ...
-
     def close(self) -> None:
         """End it; what was queued on the device may still cross."""
-        ...
+        return None
 
 
 class Inbound(Protocol):
@@ -109,11 +98,11 @@ class Inbound(Protocol):
         Raises:
             TransferError: the payload is not there.
         """
-        ...
+        return DONE
 
     def close(self) -> Pending:
         """End it; the result ends when nothing writes to the link's slots any more."""
-        ...
+        return DONE
 
 
 class LinkSocket(Protocol):
@@ -140,7 +129,7 @@ class Carrier(Protocol):
     @property
     def should_restart(self) -> bool:
         """Whether this process cannot open further links, and so should drain and end."""
-        ...
+        return False
 
     def offer(self, link: int) -> bytes:
         """Return what a sender needs to know, in at most 64 KiB.
@@ -164,7 +153,7 @@ class Carrier(Protocol):
 
     def withdraw(self, link: int) -> None:
         """Drop an offer that was not chosen; unknown links are fine."""
-        ...
+        return None
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -181,12 +170,12 @@ class Carrier(Protocol):
 
     def fds(self) -> list[int]:
         """File descriptors that become readable when `poll` has something to do."""
-        ...
+        return []
 
     def poll(self) -> bool:
         """Let the carrier's library work; returns whether anything has happened."""
-        ...
+        return False
 
     def close(self) -> None:
         """Free everything; all links have been closed. May wait for a moment."""
-        ...
+        return None

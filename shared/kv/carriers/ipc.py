@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 import torch
-import zmq
 from msgspec import Meta
 
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import UNDECODABLE, TransferError
-from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.device_memory import (
     HANDLE_BYTES,
     export_handle,
@@ -29,7 +27,7 @@ from pagewire.shared.kv.device_memory import (
     unmap,
 )
 from pagewire.shared.kv.messages import MAX_CREDITS, Segment
-from pagewire.shared.kv.peer_process import Process, ProcessWatch, Quarantine, this_process
+from pagewire.shared.kv.peer_process import Process, Quarantine, this_process
 from pagewire.shared.kv.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -40,8 +38,6 @@ QUARANTINE_S = 10.0
 _POLL_INTERVAL_S = 0.01  # of the last copy, before its mapping ends
 
 _T = TypeVar("_T")
-
-_own: dict[bytes, int] = {}  # what this process has offered, handle -> address
 
 
 class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +57,7 @@ class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_slots: Annotated[int, Meta(gt=0, le=MAX_CREDITS)]
 
 
-class IpcCarrier:
+class IpcCarrier(Carrier):
     """Copies from this worker's staging into that of others on this host, and lets them do so.
 
     Args:
@@ -71,7 +67,6 @@ class IpcCarrier:
     """
 
     name: ClassVar[str] = "ipc"
-    should_restart = False
 
     def __init__(
         self,
@@ -81,7 +76,7 @@ class IpcCarrier:
     ) -> None:
         self._staging = staging
         self._quarantine_s, self._clock = quarantine_s, clock
-        self._watches: weakref.WeakSet[ProcessWatch] = weakref.WeakSet()
+        self._quarantines: list[Quarantine] = []  # of links, that of each begins at its end
         self._offer = b""
 
     def offer(self, link: int) -> bytes:
@@ -94,15 +89,11 @@ class IpcCarrier:
         if not self._offer:
             _check_is_cuda(memory)
             handle = export_handle(memory)
-            _own[handle] = memory.data_ptr()
             gpu = _uuid(memory.device.index)
             stride, num_slots = self._staging.stride, self._staging.num_slots
             offer = IpcOffer(this_process(), gpu, handle, stride, num_slots)
             self._offer = msgspec.msgpack.encode(offer)
         return self._offer
-
-    def withdraw(self, link: int) -> None:
-        """Nothing is kept of an offer."""
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link.
@@ -110,9 +101,10 @@ class IpcCarrier:
         Raises:
             TransferError: the reply makes no sense.
         """
-        watch = ProcessWatch(_decode(reply, Process))
-        self._watches.add(watch)
-        return _IpcInbound(watch, self._quarantine_s, self._clock)
+        quarantine = Quarantine(self._quarantine_s, self._clock, _decode(reply, Process))
+        self._quarantines = [known for known in self._quarantines if not known.is_over]
+        self._quarantines.append(quarantine)
+        return _IpcInbound(quarantine)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -125,81 +117,40 @@ class IpcCarrier:
         _check_is_cuda(self._staging.memory)
         device = self._staging.memory.device
         _check_peer_access(remote.gpu, device)
-        # CUDA maps nothing that is of the same process.
-        is_own = remote.receiver == here
-        target = _OwnMemory(remote) if is_own else _MappedMemory(remote, here, device)
-        return _IpcOutbound(self._staging, socket, target, here)
-
-    def fds(self) -> list[int]:
-        """None."""
-        return []
-
-    def poll(self) -> bool:
-        """Nothing to do."""
-        return False
+        try:
+            address = map_handle(remote.handle, device)
+        except TransferError as exc:
+            raise TransferError(f"{exc}; {_advice(remote, here)}") from exc
+        return _IpcOutbound(self._staging, socket, remote, address, here)
 
     def close(self) -> None:
         """Stop watching senders. The staging stays: they may still have it mapped."""
-        for watch in self._watches:
-            watch.close()
+        for quarantine in self._quarantines:
+            quarantine.close()
 
 
-class _OwnMemory:
-    """The staging of another endpoint in this process."""
-
-    def __init__(self, offer: IpcOffer) -> None:
-        if offer.handle not in _own:
-            raise TransferError("this process has not offered this memory")
-        self.offer, self.address = offer, _own[offer.handle]
-
-    def release(self, last: Pending | None) -> None:
-        """Nothing to end."""
-
-
-class _MappedMemory:
-    """The staging of another process."""
-
-    def __init__(self, offer: IpcOffer, here: Process, device: torch.device) -> None:
-        self.offer, self._device = offer, device
-        try:
-            self.address = map_handle(offer.handle, device)
-        except TransferError as exc:
-            raise TransferError(f"{exc}; {_advice(offer, here)}") from exc
-
-    def release(self, last: Pending | None) -> None:
-        """End the mapping after the last copy, in a thread: it may wait for the device."""
-        threading.Thread(target=self._unmap, args=(last,), name="kv-unmap", daemon=True).start()
-
-    def _unmap(self, last: Pending | None) -> None:
-        while last is not None and not last.is_done():
-            time.sleep(_POLL_INTERVAL_S)
-        try:
-            unmap(self.address, self._device)
-        except TransferError as exc:
-            pid = self.offer.receiver.pid
-            logger.warning("the KV staging of process %d stays mapped: %s", pid, exc)
-
-
-_Target = _OwnMemory | _MappedMemory
-
-
-class _IpcOutbound:
+class _IpcOutbound(Outbound):
     def __init__(
         self,
         staging: Staging,
         socket: LinkSocket,
-        target: _Target,
+        offer: IpcOffer,
+        address: int,
         here: Process,
     ) -> None:
-        self._socket = socket
-        self._target: _Target | None = target
+        self._socket, self._offer, self._here = socket, offer, here
+        self._address: int | None = address  # of the receiver's staging, while it is mapped
+        self._device = staging.memory.device
         self._last: Pending | None = None
         # Of its own: the next segment is packed while this one crosses.
-        self._stream = torch.cuda.Stream(staging.memory.device)
+        self._stream = torch.cuda.Stream(self._device)
         self._sources = [buffer.data_ptr() for buffer in staging.buffers]
         self._ends = [torch.cuda.Event() for _ in staging.buffers]
-        self._is_same_gpu = target.offer.gpu == _uuid(staging.memory.device.index)
-        self.reply = msgspec.msgpack.encode(here)
+
+    @property
+    def reply(self) -> bytes:
+        """Which process writes."""
+        return msgspec.msgpack.encode(self._here)
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's slot.
@@ -207,9 +158,9 @@ class _IpcOutbound:
         Raises:
             TransferError: the receiver has no such slot, the link has ended, or CUDA refuses.
         """
-        if self._target is None:
+        if self._address is None:
             raise TransferError("the link has ended")
-        offer = self._target.offer
+        offer = self._offer
         if credit >= offer.num_slots or nbytes > offer.stride:
             raise TransferError(
                 f"{nbytes} bytes for slot {credit} of a receiver that has {offer.num_slots} of "
@@ -217,7 +168,7 @@ class _IpcOutbound:
             )
         if packed.end is not None:
             self._stream.wait_event(packed.end)
-        address = self._target.address + credit * offer.stride
+        address = self._address + credit * offer.stride
         queue_copy(address, self._sources[slot], nbytes, self._stream)
         end = self._ends[slot]  # whoever packs the slot again has waited for it
         end.record(self._stream)
@@ -228,30 +179,34 @@ class _IpcOutbound:
         """Announce what has crossed."""
         return self._socket.post(segment)
 
-    def lane(self) -> str:
-        """Which GPUs it is between."""
-        return "same GPU" if self._is_same_gpu else "cuda_ipc"
-
     def close(self) -> None:
-        """Let the mapping end after the copies that are queued."""
-        if self._target is not None:
-            self._target.release(self._last)
-            self._target = None
+        """End the mapping after the queued copies, in a thread: it waits for the device."""
+        address, self._address = self._address, None
+        if address is not None:
+            threading.Thread(
+                target=self._unmap, args=(address,), name="kv-unmap", daemon=True
+            ).start()
+
+    def _unmap(self, address: int) -> None:
+        while self._last is not None and not self._last.is_done():
+            time.sleep(_POLL_INTERVAL_S)
+        try:
+            unmap(address, self._device)
+        except TransferError as exc:
+            pid = self._offer.receiver.pid
+            logger.warning("the KV staging of process %d stays mapped: %s", pid, exc)
 
 
-class _IpcInbound:
-    def __init__(
-        self, watch: ProcessWatch, quarantine_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._watch, self._quarantine_s, self._clock = watch, quarantine_s, clock
+class _IpcInbound(Inbound):
+    """The payload is there when it is announced."""
 
-    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """The payload is there already."""
-        return DONE
+    def __init__(self, quarantine: Quarantine) -> None:
+        self._quarantine = quarantine
 
     def close(self) -> Pending:
         """The sender's queued copies may still land."""
-        return Quarantine(self._watch, self._clock() + self._quarantine_s, self._clock)
+        self._quarantine.begin()
+        return self._quarantine
 
 
 def _decode(data: bytes, kind: type[_T]) -> _T:

@@ -19,17 +19,19 @@ from typing import ClassVar
 import torch
 import zmq
 
-from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.carriers.ucx_lane import name_lane
-from pagewire.shared.kv.carriers.ucx_settings import listens_on
-from pagewire.shared.kv.carriers.ucx_worker import (
-    MAX_ABANDONED,
-    UcxLibrary,
-    UcxWorker,
+from pagewire.shared.kv.carriers.base import (
+    DONE,
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
 )
+from pagewire.shared.kv.carriers.ucx_settings import listens_on
+from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
 from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.peer_process import Quarantine
 from pagewire.shared.kv.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,11 @@ TICK_S = 0.2
 _LINK_BITS, _CREDIT_BITS, _USE_BITS = 24, 8, 32
 
 
-class UcxCarrier:
+class UcxCarrier(Carrier):
     """Payloads over UCX.
+
+    Workers with a payload under way are progressed at each poll: the engine's thread polls often
+    meanwhile. The others are armed and cost nothing until their file descriptor is readable.
 
     Args:
         staging: of this worker.
@@ -59,10 +64,13 @@ class UcxCarrier:
         if staging.memory.is_cuda:  # UCX works in the thread's current CUDA context
             torch.cuda.set_device(staging.memory.device)
             torch.cuda.synchronize(staging.memory.device)
-        self._staging = staging
+        self.staging = staging
         self._library = UcxLibrary(settings)
         self._offered: dict[int, UcxWorker] = {}  # by link
-        self._polled = _PolledWorkers()
+        self._epoll = select.epoll()  # readable when an armed worker has something to do
+        self._by_fd: dict[int, UcxWorker] = {}  # that may be progressed
+        self._awake: dict[UcxWorker, None] = {}  # of these, those that are not armed
+        self._next_tick_s = 0.0
         logger.warning(
             "UCX listens %s: anyone who reaches its TCP port there can end this worker, and KV "
             "blocks cross unencrypted; KV transport 'zmq' has neither risk",
@@ -85,9 +93,7 @@ class UcxCarrier:
         Raises:
             TransferError: UCX cannot make one, or too many are broken.
         """
-        worker = self._library.new_worker()
-        self._polled.add(worker)
-        self._offered[link] = worker
+        worker = self._offered[link] = self._new_worker()
         return worker.address
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
@@ -99,13 +105,13 @@ class UcxCarrier:
         worker = self._offered.pop(link, None)
         if worker is None:
             raise TransferError("UCX was not offered for this link")
-        return _UcxInbound(link, worker, self._polled, self._staging)
+        return _UcxInbound(self, link, worker)
 
     def withdraw(self, link: int) -> None:
         """Free the worker of an offer."""
         worker = self._offered.pop(link, None)
         if worker is not None:
-            self._polled.close(worker)
+            self.end(worker)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -115,69 +121,42 @@ class UcxCarrier:
         """
         if not offer:
             raise TransferError("the receiver's UCX address is empty")
-        worker = self._library.new_worker()
-        self._polled.add(worker)
+        worker = self._new_worker()
         try:
             worker.connect(offer)
         except TransferError:
-            self._polled.close(worker)
+            self.end(worker)
             raise
-        return _UcxOutbound(link, worker, self._polled, self._staging, socket)
+        return _UcxOutbound(self, link, worker, socket)
 
-    def fds(self) -> list[int]:
-        """One for all workers."""
-        return [self._polled.fd]
-
-    def poll(self) -> bool:
-        """Progress the workers that have something to do."""
-        return self._polled.poll()
-
-    def close(self) -> None:
-        """Free offers that nobody has taken up, and the file descriptor."""
-        for link in list(self._offered):
-            self.withdraw(link)
-        self._polled.end()
-
-
-class _PolledWorkers:
-    """The workers that may be progressed.
-
-    Those with a payload under way are progressed at each poll: the engine's thread polls often
-    meanwhile. The others are armed and cost nothing until their file descriptor is readable.
-
-    Attributes:
-        fd: readable when one has something to do.
-    """
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self.fd = self._epoll.fileno()
-        self._by_fd: dict[int, UcxWorker] = {}
-        self._awake: dict[UcxWorker, None] = {}  # not armed
-        self._next_tick_s = 0.0
-
-    def add(self, worker: UcxWorker) -> None:
-        """Begin to poll a worker."""
+    def _new_worker(self) -> UcxWorker:
+        worker = self._library.new_worker()
         self._by_fd[worker.fd] = worker
         self._epoll.register(worker.fd, select.EPOLLIN)
         self.wake(worker)
+        return worker
 
     def wake(self, worker: UcxWorker) -> None:
         """Something is under way on a worker."""
         self._awake[worker] = None
 
-    def close(self, worker: UcxWorker) -> bool:
+    def end(self, worker: UcxWorker) -> bool:
         """Free a worker, or abandon it; returns whether it was freed."""
         self._forget(worker)
         return worker.close()
 
     def _forget(self, worker: UcxWorker) -> None:
+        """Progress a worker no more."""
         if self._by_fd.pop(worker.fd, None) is not None:
             self._epoll.unregister(worker.fd)
         self._awake.pop(worker, None)
 
+    def fds(self) -> list[int]:
+        """One for all workers."""
+        return [self._epoll.fileno()]
+
     def poll(self) -> bool:
-        """Progress those that have something to do; returns whether anything has happened."""
+        """Progress the workers that have something to do; returns whether anything has happened."""
         now = time.monotonic()
         if now >= self._next_tick_s:
             self._next_tick_s = now + TICK_S
@@ -201,75 +180,50 @@ class _PolledWorkers:
             self._forget(worker)
         return has_happened
 
-    def end(self) -> None:
-        """Free the file descriptor."""
+    def close(self) -> None:
+        """Free offers that nobody has taken up, and the file descriptor."""
+        for link in list(self._offered):
+            self.withdraw(link)
         self._epoll.close()
 
 
-class _UcxOutbound:
-    reply = b""
-
+class _UcxOutbound(Outbound):
     def __init__(
-        self,
-        link: int,
-        worker: UcxWorker,
-        polled: _PolledWorkers,
-        staging: Staging,
-        socket: LinkSocket,
+        self, carrier: UcxCarrier, link: int, worker: UcxWorker, socket: LinkSocket
     ) -> None:
-        self._link, self._worker, self._polled = link, worker, polled
-        self._staging, self._socket = staging, socket
-
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Nothing before `send`."""
-        return None
+        self._carrier, self._link, self._worker, self._socket = carrier, link, worker, socket
 
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce a payload and begin to send it."""
         self._socket.post(segment)
-        buffer, tag = self._staging.buffers[slot], _tag(self._link, segment)
-        request = self._worker.send(buffer, segment.nbytes, tag)
-        self._polled.wake(self._worker)
+        buffer = self._carrier.staging.buffers[slot]
+        request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
+        self._carrier.wake(self._worker)
         return request
-
-    def lane(self) -> str:
-        """Name the transport that UCX has chosen; "ucx" where it is not known."""
-        if not self._worker.is_usable:
-            return UcxCarrier.name
-        cuda = self._staging.memory.is_cuda
-        return name_lane(self._worker.endpoint, cuda=cuda) or UcxCarrier.name
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""
-        self._polled.close(self._worker)
+        self._carrier.end(self._worker)
 
 
-class _UcxInbound:
-    def __init__(
-        self, link: int, worker: UcxWorker, polled: _PolledWorkers, staging: Staging
-    ) -> None:
-        self._link, self._worker, self._polled, self._staging = link, worker, polled, staging
+class _UcxInbound(Inbound):
+    def __init__(self, carrier: UcxCarrier, link: int, worker: UcxWorker) -> None:
+        self._carrier, self._link, self._worker = carrier, link, worker
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         """Begin to receive a payload."""
-        buffer, tag = self._staging.buffers[segment.credit], _tag(self._link, segment)
-        request = self._worker.receive(buffer, segment.nbytes, tag)
-        self._polled.wake(self._worker)
+        buffer = self._carrier.staging.buffers[segment.credit]
+        request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
+        self._carrier.wake(self._worker)
         return request
 
     def close(self) -> Pending:
         """Free the worker, or abandon it if a payload is under way."""
-        return DONE if self._polled.close(self._worker) else _Elapsed(QUARANTINE_S)
-
-
-class _Elapsed:
-    """Ends after a time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._until_s = time.monotonic() + seconds
-
-    def is_done(self) -> bool:
-        return time.monotonic() >= self._until_s
+        if self._carrier.end(self._worker):
+            return DONE
+        quarantine = Quarantine(QUARANTINE_S)
+        quarantine.begin()
+        return quarantine
 
 
 def _tag(link: int, segment: Segment) -> int:

@@ -64,9 +64,8 @@ def _device_settings(host: str) -> dict[str, str]:
     device = find_device(host)
     if device is None:
         raise ConfigError(
-            f"UCX would listen on all network devices, since none has {host!r} as its first "
+            f"UCX would listen on all network devices, since none has {host!r} as its first IPv4 "
             "address: set UCX_NET_DEVICES to the device of the network between the workers, such "
             "as eth0, or choose KV transport 'zmq'"
         )
-    version = "inet6" if device.address.version == 6 else "inet"
-    return {"NET_DEVICES": device.name, "TCP_AF_PRIO": version}
+    return {"NET_DEVICES": device, "TCP_AF_PRIO": "inet"}

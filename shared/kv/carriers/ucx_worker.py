@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pagewire.shared.errors import ConfigError, TransferError
+from pagewire.shared.kv.device_memory import DeviceBytes
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,6 @@ class UcxWorker:
         Raises:
             TransferError: the worker is broken, or UCX refuses.
         """
-        self._check()
         return self._begin(self._endpoint.tag_send, tensor, nbytes, tag)
 
     def receive(self, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
@@ -170,10 +170,10 @@ class UcxWorker:
         Raises:
             TransferError: the worker is broken, or UCX refuses.
         """
-        self._check()
         return self._begin(self._worker.tag_recv, tensor, nbytes, tag)
 
     def _begin(self, verb: Any, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
+        self._check()
         buffer = self._library.array(_first_bytes(tensor, nbytes))
         try:
             handle = verb(buffer, self._library.tag(tag))
@@ -278,25 +278,9 @@ class UcxWorker:
         return True
 
 
-class _DeviceBytes:
-    """The first bytes of a tensor in GPU memory, in the form in which ucxx's `Array` takes them.
-
-    A tensor's own slice of them takes the host tens of microseconds to make and to describe.
-    """
-
-    __slots__ = ("__cuda_array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
-        self._tensor = tensor  # kept alive
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 def _first_bytes(tensor: torch.Tensor, nbytes: int) -> object:
-    """Return the first bytes of a uint8 tensor as something that ucxx's `Array` understands."""
-    return _DeviceBytes(tensor, nbytes) if tensor.is_cuda else tensor.numpy()[:nbytes]
+    """Return the first bytes of a uint8 tensor as something that ucxx's `Array` understands.
+
+    A slice of a tensor in GPU memory takes the host tens of microseconds to make and to describe.
+    """
+    return DeviceBytes(tensor.data_ptr(), (nbytes,)) if tensor.is_cuda else tensor.numpy()[:nbytes]

@@ -14,12 +14,19 @@ import zmq
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import (
+    DONE,
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+)
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
 
-class ZmqCarrier:
+class ZmqCarrier(Carrier):
     """The carrier of last resort.
 
     Args:
@@ -28,7 +35,6 @@ class ZmqCarrier:
     """
 
     name: ClassVar[str] = "zmq"
-    should_restart = False
 
     def __init__(self, staging: Staging, moves: BlockMoves) -> None:
         self._staging, self._moves = staging, moves
@@ -37,9 +43,6 @@ class ZmqCarrier:
     def offer(self, link: int) -> bytes:
         """Return nothing: a sender needs no more than the link's socket."""
         return b""
-
-    def withdraw(self, link: int) -> None:
-        """Nothing is kept of an offer."""
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link."""
@@ -58,22 +61,12 @@ class ZmqCarrier:
             self._pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         return list(self._pinned[:, : self._staging.slot_bytes])
 
-    def fds(self) -> list[int]:
-        """None but the link's."""
-        return []
-
-    def poll(self) -> bool:
-        """Nothing to do."""
-        return False
-
     def close(self) -> None:
         """Free the page-locked memory."""
         self._pinned = None
 
 
-class _ZmqOutbound:
-    reply = b""
-
+class _ZmqOutbound(Outbound):
     def __init__(
         self, staging: Staging, host: list[torch.Tensor], moves: BlockMoves, socket: LinkSocket
     ) -> None:
@@ -90,15 +83,8 @@ class _ZmqOutbound:
         """Send announcement and payload."""
         return self._socket.post(segment, self._host[slot][: segment.nbytes].numpy().data)
 
-    def lane(self) -> str:
-        """TCP, whatever lies below it."""
-        return "tcp"
 
-    def close(self) -> None:
-        """Nothing of its own."""
-
-
-class _ZmqInbound:
+class _ZmqInbound(Inbound):
     def __init__(self, staging: Staging, host: list[torch.Tensor], moves: BlockMoves) -> None:
         self._staging, self._host, self._moves = staging, host, moves
 
@@ -112,8 +98,4 @@ class _ZmqInbound:
         target = self._staging.buffers[segment.credit]
         if target.is_cuda:
             self._moves.queue(lambda: target[: segment.nbytes].copy_(host, non_blocking=True))
-        return DONE
-
-    def close(self) -> Pending:
-        """Nothing but `receive` writes to the slots."""
         return DONE

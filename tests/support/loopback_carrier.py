@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import zmq
-
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
 _stagings: dict[bytes, Staging] = {}  # that may be written to, by name
 
 
-class LoopbackCarrier:
+class LoopbackCarrier(Carrier):
     """Copies between stagings of this process.
 
     Args:
@@ -28,7 +26,6 @@ class LoopbackCarrier:
     """
 
     name: ClassVar[str] = "loopback"
-    should_restart = False
 
     def __init__(self, staging: Staging, moves: BlockMoves) -> None:
         self._staging, self._moves = staging, moves
@@ -38,9 +35,6 @@ class LoopbackCarrier:
         name = str(id(self._staging)).encode()
         _stagings[name] = self._staging
         return name
-
-    def withdraw(self, link: int) -> None:
-        """The staging stays known for other links."""
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link."""
@@ -56,22 +50,12 @@ class LoopbackCarrier:
             raise TransferError("the receiver is in another process")
         return _LoopbackOutbound(self._staging, _stagings[offer], self._moves, socket)
 
-    def fds(self) -> list[int]:
-        """None."""
-        return []
-
-    def poll(self) -> bool:
-        """Nothing to do."""
-        return False
-
     def close(self) -> None:
         """Let nobody write here any more."""
         _stagings.pop(str(id(self._staging)).encode(), None)
 
 
-class _LoopbackOutbound:
-    reply = b""
-
+class _LoopbackOutbound(Outbound):
     def __init__(
         self, source: Staging, target: Staging, moves: BlockMoves, socket: LinkSocket
     ) -> None:
@@ -86,19 +70,6 @@ class _LoopbackOutbound:
         """Announce what has crossed."""
         return self._socket.post(segment)
 
-    def lane(self) -> str:
-        """Host memory or a GPU's."""
-        return "memory"
 
-    def close(self) -> None:
-        """Nothing of its own."""
-
-
-class _LoopbackInbound:
-    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """The payload is there already."""
-        return DONE
-
-    def close(self) -> Pending:
-        """Copies end before their announcement."""
-        return DONE
+class _LoopbackInbound(Inbound):
+    """Nothing to do: the payload is there already, and copies end before their announcement."""

@@ -1,0 +1,47 @@
+"""How much of the KV path one segment and one job use, measured: see `tools/kv_size.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.kv_router import prompt_of, router_of
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_trace import trace_segment
+from pagewire.tools.kv_size import message_names
+
+CHUNK = 16  # tokens of a step of the engines
+
+
+@pytest.mark.parametrize("kind", ["zmq", "loopback"])
+def test_a_segment_passes_through_few_functions(kind: str) -> None:
+    passed = trace_segment(kind).passed
+    assert len(passed) <= 15, sorted(passed)
+    assert len({file for file, _ in passed}) <= 6
+
+
+def test_there_are_few_messages() -> None:
+    assert len(message_names()) <= 8
+
+
+def test_a_job_takes_two_hand_overs_on_each_side_and_a_chunk_none() -> None:
+    async def handed_over(num_chunks: int) -> tuple[Counter[str], Counter[str]]:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            p.handed_over.clear()
+            d.handed_over.clear()
+            router.generate("r", prompt_of(num_chunks * CHUNK - 3), max_tokens=2)
+            await router.answer("r")
+            await eventually(lambda: not (p.used_blocks or p.service.num_active))
+            assert router.prefilled_by("r") == "prefill-0"
+            return p.handed_over.copy(), d.handed_over.copy()
+
+    for num_chunks in (1, 3):
+        prefill, decode = run_async(handed_over(num_chunks))
+        # The job comes, its first token leaves.
+        assert prefill == {"to the engine": 1, "to the loop": 1}
+        # Its blocks are reserved, its first token comes. The others are the request's own: it
+        # comes, and its second token leaves.
+        assert decode == {"to the engine": 1 + 1, "to the loop": 1 + 1}

@@ -1,0 +1,77 @@
+"""A request's settings cross router, decode and prefill worker, and both engines, unchanged.
+
+Each field of `RequestSpec` is found here by its type: a new one is tested without being named.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.protocol import Generate, Prefill
+from pagewire.shared.sampling import RequestSpec
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.kv_router import prompt_of, router_of
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.live_router import LiveRouter, with_worker
+from pagewire.tests.support.redis_server import RedisServer
+
+
+def changed(default: Any) -> Any:
+    """A valid value that is not the default."""
+    match default:
+        case bool():
+            return not default
+        case float():
+            return default / 2
+        case int():
+            return default + 1
+        case None:
+            return 1
+        case tuple():
+            return (1,)
+    raise AssertionError(f"no other value for {default!r}: add a case")
+
+
+SPEC = RequestSpec(
+    **{field.name: changed(field.default) for field in msgspec.structs.fields(RequestSpec)}
+)
+
+
+def test_the_router_sends_each_field_that_a_body_has() -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        response = await router.complete(prompt=[5, 6, 7], **msgspec.to_builtins(SPEC))
+        assert response.status_code == 200, response.text
+        assert [message.spec for message in worker.generated] == [SPEC]
+
+    with RedisServer() as redis:
+        with_worker(redis.url, scenario)
+
+
+@pytest.mark.parametrize("workers", [["prefill-0"], []], ids=["prefilled there", "here"])
+def test_workers_hand_it_to_their_engines(workers: list[str]) -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            message = Generate(
+                request_id="r", prompt_token_ids=prompt_of(9), spec=SPEC, prefill_workers=workers
+            )
+            router.client.post(message)
+            await eventually(lambda: any(o.finish_reason for o in router.outputs["r"]))
+            assert [ticket.spec for ticket in p.taken(Prefill)] == [SPEC] * len(workers)
+            assert p.device.specs == [SPEC] * len(workers)
+            assert d.device.specs == [SPEC]
+
+    run_async(scenario())
+
+
+def test_no_field_of_it_has_a_second_place() -> None:
+    of_spec = set(RequestSpec.__struct_fields__)
+    for kind in (Generate, Prefill):
+        assert of_spec.isdisjoint(kind.__struct_fields__)
+    # A sequence's stop tokens are those of its spec and of the model.
+    assert of_spec.intersection(Sequence.__slots__) == {"stop_token_ids"}
