@@ -216,7 +216,7 @@ class EngineSettings(Settings):
     enable_prefix_caching: bool = described(True, "Reuse blocks with equal content.")
     cuda_graphs: bool = described(
         True,
-        "Replay decode steps, small prefill steps and moves of KV blocks as CUDA graphs.",
+        "Replay decode steps, small prefill steps and copies of KV blocks as CUDA graphs.",
     )
 
     @field_validator("max_model_len")

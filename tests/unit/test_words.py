@@ -30,7 +30,6 @@ TEXTS = (
 PENDING = ("shared/", "services/decode/", "services/prefill/", "services/router/")
 # Text that is data.
 ALLOWED = {
-    "services/cli/bench_load.py": "random words",
     "tools/demo_model/corpus.py": "what the demo model has learned",
     "tools/demo_model/prompts.py": "what the demo model is asked",
 }
