@@ -11,7 +11,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 	$(shell command -v $(name) >/dev/null 2>&1 \
 	&& $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 
-# An environment whose Python has gone or changed its version is made anew.
+# An environment whose Python has gone or changed its version is made again.
 ifneq ($(wildcard $(STAMP)),)
 ifneq ($(shell $(BIN)/python -c 'import pip, pagewire' 2>/dev/null && echo fine),fine)
 $(shell rm -f $(STAMP))

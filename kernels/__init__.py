@@ -175,17 +175,17 @@ class TokenLogprobs(Protocol):
 
 
 class PackBlocks(Protocol):
-    """Gather whole blocks into contiguous staging, and behind them a checksum of each.
+    """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
-    The order (`kv_staging.fill_order`) says how many, which, and the seed, and is read on the
-    device, so that each replay of a CUDA graph may move others. It may lie in pinned memory of the
-    host, which saves a copy.
+    The order (`kv_staging.fill_order`) says how many, which, and the seed. It is read on the
+    device, so that each replay of a CUDA graph may copy other blocks. It may lie in pinned memory
+    of the host, which saves a copy.
 
     Staging then holds `N` blocks and `N` int64: the seed plus the block's checksum. Blocks are rows
     of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
     `sum_i w_i * ((i * 0x9E3779B97F4A7C15) | 1)  (mod 2**64)`: every weight is odd, so that any
-    single changed word changes the sum, and the weights differ, so that moved words do too. The
-    seed tells these blocks from those that were in the same staging before.
+    single changed word changes the sum, and the weights differ, so that words in another place do
+    too. The seed distinguishes these blocks from those that were in the same staging before.
 
     Raises:
         UnsupportedShapeError: staging is too short for the order's capacity.
@@ -200,10 +200,11 @@ class PackBlocks(Protocol):
 
 
 class UnpackBlocks(Protocol):
-    """Scatter packed blocks from staging into the pool; tell whether one is damaged.
+    """Scatter packed blocks from staging into the pool; report whether one is corrupt.
 
-    Staging stays as it is. A block is damaged if its checksum and the seed do not make up the sum
-    behind the blocks. Below 0, one is checked only. What is told may lie in pinned memory, too.
+    Staging stays as it is. A block is corrupt if its checksum plus the seed is not the sum that
+    follows the blocks. A block whose id is below 0 is checked and not written. `corrupt` may lie in
+    pinned memory, too.
 
     Raises:
         UnsupportedShapeError: staging is too short for the order's capacity.
@@ -214,7 +215,7 @@ class UnpackBlocks(Protocol):
         staging: torch.Tensor,  # [>= packed_bytes(capacity, block_bytes)] uint8, 8-byte aligned
         pool: torch.Tensor,  # [NB, ...] contiguous
         order: torch.Tensor,  # [2 + capacity] int64
-        damaged: torch.Tensor,  # [] int64: set to 1 if a block is damaged, else left as it is
+        corrupt: torch.Tensor,  # [] int64: set to 1 if a block is corrupt, else left as it is
     ) -> None: ...
 
 

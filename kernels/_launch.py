@@ -79,7 +79,7 @@ def check_attention_shapes(
 
     Raises:
         UnsupportedShapeError: A head dimension that is not a power of two from 16 to 256, query
-            heads that are no multiple of the key/value heads, or a last dimension with gaps.
+            heads that are not a multiple of the key/value heads, or a last dimension with gaps.
     """
     head_dim = q.shape[2]
     if head_dim not in (16, 32, 64, 128, 256):
@@ -88,6 +88,6 @@ def check_attention_shapes(
         )
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     if heads % kv_heads:
-        raise UnsupportedShapeError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        raise UnsupportedShapeError(f"{heads} query heads: not a multiple of {kv_heads} KV heads")
     if q.stride(2) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise UnsupportedShapeError("attention needs a last dimension of stride 1")

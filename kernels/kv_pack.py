@@ -26,8 +26,8 @@ def _move_blocks_kernel(
     source_ptr,  # int32 words, [rows, words]
     target_ptr,  # int32 words, [rows, words]
     order_ptr,  # [2 + capacity] int64
-    staging_ptr,  # int64 words: the blocks, and the sums behind them
-    damaged_ptr,  # [] int64: set to 1 where SCATTER, else not touched
+    staging_ptr,  # int64 words: the blocks, then their sums
+    corrupt_ptr,  # [] int64: set to 1 where SCATTER, else not touched
     capacity,
     words,
     SCATTER: tl.constexpr,
@@ -61,7 +61,7 @@ def _move_blocks_kernel(
             weights += STEP_WEIGHT
         checksum = seed + tl.sum(total, axis=0)
         if SCATTER:
-            tl.store(damaged_ptr, 1, mask=tl.load(sums + row) != checksum)
+            tl.store(corrupt_ptr, 1, mask=tl.load(sums + row) != checksum)
         else:
             tl.store(sums + row, checksum)
 
@@ -76,7 +76,7 @@ def _move_blocks(
     target: torch.Tensor,  # [rows, words] int32
     order: torch.Tensor,  # [2 + capacity] int64
     staged: torch.Tensor,  # [capacity, words] int32, before the sums: source or target
-    damaged: torch.Tensor | None,  # [] int64; None to gather
+    corrupt: torch.Tensor | None,  # [] int64; None to gather
 ) -> None:
     capacity, words = order_capacity(order), source.shape[1]
     if capacity == 0:
@@ -87,10 +87,10 @@ def _move_blocks(
         target,
         order,
         staged.view(torch.int64),
-        order if damaged is None else damaged,
+        order if corrupt is None else corrupt,
         capacity,
         words,
-        SCATTER=damaged is not None,
+        SCATTER=corrupt is not None,
         STEP=_STEP_WORDS,
         MULTIPLIER=_MULTIPLIER,
         STEP_WEIGHT=_wrapped(_STEP_WORDS * _MULTIPLIER),
@@ -99,7 +99,7 @@ def _move_blocks(
 
 
 def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) -> None:
-    """Gather whole blocks into contiguous staging, and behind them a checksum of each.
+    """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
@@ -109,12 +109,12 @@ def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) 
 
 
 def unpack_blocks(
-    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, damaged: torch.Tensor
+    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, corrupt: torch.Tensor
 ) -> None:
-    """Scatter packed blocks from staging into the pool; tell whether one is damaged.
+    """Scatter packed blocks from staging into the pool; report whether one is corrupt.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
     blocks = as_words(pool)
     staged, _ = staging_views(staging, order_capacity(order), blocks.shape[1])
-    _move_blocks(staged, blocks, order, staged, damaged)
+    _move_blocks(staged, blocks, order, staged, corrupt)

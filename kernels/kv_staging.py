@@ -1,7 +1,7 @@
-"""How packed KV blocks lie in staging, and how the order to move them is written.
+"""How packed KV blocks lie in staging, and how the order to copy them is written.
 
-Staging holds the blocks, and behind them an int64 sum of each. An order is int64 `[2 + capacity]`:
-how many blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that
+Staging holds the blocks, then an int64 sum of each. An order is int64 `[2 + capacity]`: the number
+of blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that
 is handed in: the engine's have a row for each part of a block.
 """
 
@@ -25,17 +25,17 @@ def packed_bytes(num_blocks: int, block_bytes: int) -> int:
 
 
 def max_blocks(num_bytes: int, block_bytes: int) -> int:
-    """Return how many packed blocks fit so many bytes of staging."""
+    """Return how many packed blocks fit into this many bytes of staging."""
     return num_bytes // (block_bytes + _CHECKSUM_BYTES)
 
 
 def fill_order(
     words: NDArray[np.int64], block_ids: Sequence[int] | NDArray[np.int64], seed: int
 ) -> None:
-    """Write the order to move these blocks.
+    """Write the order to copy these blocks.
 
     Args:
-        words: [>= 2 + len(block_ids)], of the order; what lies behind is padding.
+        words: [>= 2 + len(block_ids)], of the order; the rest is padding.
         block_ids: rows of the pool; below 0 in an order to unpack: check only, write nothing.
         seed: signed 64 bit.
     """
@@ -45,7 +45,7 @@ def fill_order(
 
 
 def move_order(block_ids: Sequence[int], seed: int) -> torch.Tensor:
-    """Return the order to move these blocks, on the CPU, with room for no others."""
+    """Return the order to copy these blocks, on the CPU, with room for no others."""
     order = empty_order(len(block_ids))
     fill_order(order.numpy(), block_ids, seed)
     return order
@@ -69,10 +69,10 @@ def as_words(pool: torch.Tensor) -> torch.Tensor:
 def staging_views(
     staging: torch.Tensor, count: int, words: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return staging's blocks `[count, words]` int32, and the sums behind them `[count]` int64.
+    """Return staging's blocks `[count, words]` int32, and their sums `[count]` int64.
 
     Raises:
-        UnsupportedShapeError: staging is shorter: a kernel would write behind it.
+        UnsupportedShapeError: staging is shorter: a kernel would write past its end.
     """
     end, size = count * words * 4, packed_bytes(count, words * 4)
     if staging.shape[0] < size:

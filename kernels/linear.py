@@ -48,7 +48,7 @@ def _linear_kernel(
     bias_ptr,  # [outs]
     out_ptr,  # [rows, outs] contiguous
     partial_ptr,  # [shares, rows, outs] float32
-    counters_ptr,  # [tiles] int32: shares that are done; 0 before and behind each launch
+    counters_ptr,  # [tiles] int32: shares that are done; 0 before and after each launch
     rows,
     outs,
     ins,

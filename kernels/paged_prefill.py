@@ -153,7 +153,7 @@ class _Config:
     """Tile sizes and launch options of one head dimension and dtype.
 
     Block ids are fetched stages ahead of the rows that they address, so three stages hold one
-    tile of keys and values beside the one in use, and five hold two.
+    tile of keys and values next to the one in use, and five hold two.
     """
 
     block_m: int

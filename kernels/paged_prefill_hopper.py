@@ -133,7 +133,7 @@ def _attend(
         operand = _as_operand(weights, acc, q.dtype)
         scores = _start_scores(q, k_tiles, stage)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        # Nothing is waited for: this keeps the rescaling behind the scores' start, in their shade.
+        # Waits for nothing: it keeps the rescaling after the start of the scores, which hide it.
         acc, rescale = warpgroup_mma_wait(1, deps=(acc, rescale))
         acc = _rescaled(acc, rescale)
         acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
@@ -147,8 +147,8 @@ def _attend(
         v_stage = stage
         v_phase = phase
         stage, phase = _advance(stage, phase)
-        # The branch of this wait keeps the assembler from moving the softmax behind the next one,
-        # for the product that hides it.
+        # The branch of this wait keeps the assembler from moving the softmax after the next wait:
+        # the product hides the softmax here.
         mbarrier.wait(k_full.index(stage), phase, pred=tile + 1 < tiles)
         acc, weights, rescale = warpgroup_mma_wait(0, deps=(acc, weights, rescale))
         mbarrier.arrive(v_free.index(used), count=1)

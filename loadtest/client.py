@@ -106,7 +106,7 @@ class ChatClient:
     def ask(self, ask: Ask, record: RequestRecord) -> str:
         """Send a request, read or cut its answer, and fill in the record.
 
-        Errors are told in the record. If the caller is interrupted the record stays "unfinished".
+        Errors go to the record. If the caller is interrupted the record stays "unfinished".
 
         Returns:
             The answer's text, empty after an error.

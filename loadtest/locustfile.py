@@ -85,7 +85,7 @@ class LoadTest:
         return RequestRecord(kind, stage.rate, now)
 
     def report(self, record: RequestRecord) -> None:
-        """Write a finished record, and tell locust."""
+        """Write a finished record, and report it to locust."""
         _write(self._records, record.to_json())
         self.has_errors |= record.outcome == "error"
         if record.outcome == "unfinished":
@@ -220,7 +220,7 @@ class ChatUser(PagewireUser):
 
 
 class SharedPromptUser(PagewireUser):
-    """Asks behind one of a few long system prompts."""
+    """Asks a question after one of a few long system prompts."""
 
     kind, weight = "shared prompt", 3
 

@@ -30,7 +30,7 @@ class Stage:
 
 
 def schedule(shape: ShapeName, rates: Sequence[float], stage_s: float) -> list[Stage]:
-    """Return the stages of a shape, one behind the other.
+    """Return the stages of a shape, one after the other.
 
     Args:
         shape: "steps" goes from rate to rate, "ramp" from the first to the last in many small

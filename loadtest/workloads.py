@@ -32,7 +32,7 @@ class Ask:
     Attributes:
         messages: of the chat endpoint.
         max_tokens: of the answer; it is that long, since the end token is ignored.
-        cancel_after: the client hangs up when it has got so many tokens; None: it listens to all.
+        cancel_after: the client hangs up after this many tokens; None: it reads all.
     """
 
     messages: list[dict[str, str]]
@@ -54,7 +54,7 @@ class Ask:
 
 
 class Conversation:
-    """A chat whose prompt grows by a question and an answer each turn, and starts anew at last."""
+    """A chat whose prompt grows by a question and an answer each turn, and finally starts again."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -84,7 +84,7 @@ class Conversation:
 
 
 def shared_prompt_ask(rng: random.Random, seed: int) -> Ask:
-    """A short question behind one of a few long system prompts, the same for all users."""
+    """A short question after one of a few long system prompts, the same for all users."""
     prompt = system_prompt(seed, rng.randrange(SYSTEM_PROMPTS))
     messages = [{"role": "system", "content": prompt}, _user(question(rng))]
     return Ask(messages, rng.randint(*SHORT_ANSWER_TOKENS))

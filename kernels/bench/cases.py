@@ -181,17 +181,17 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     order = move_order(ids, seed=1).to("cuda")
     size = packed_bytes(rows, words * 4)
     staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    damaged = torch.zeros((), dtype=torch.int64, device="cuda")
+    corrupt = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ops.pack_blocks(pool, order, staging)
         return (staging,)
 
     def unpack(
-        ops: Ops, pool: torch.Tensor, staging: torch.Tensor, damaged: torch.Tensor
+        ops: Ops, pool: torch.Tensor, staging: torch.Tensor, corrupt: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ops.unpack_blocks(staging, pool, order, damaged)
-        return damaged, pool
+        ops.unpack_blocks(staging, pool, order, corrupt)
+        return corrupt, pool
 
     yield BenchCase(
         "pack_blocks",
@@ -204,10 +204,10 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     yield BenchCase(
         "unpack_blocks",
         f"{count} x 2 MiB in parts",
-        lambda ops: unpack(ops, pool, staging, damaged),
+        lambda ops: unpack(ops, pool, staging, corrupt),
         work=8.0 * count * BLOCK_WORDS,
         check=lambda ops: unpack(
-            ops, torch.zeros_like(pool), staging.clone(), torch.zeros_like(damaged)
+            ops, torch.zeros_like(pool), staging.clone(), torch.zeros_like(corrupt)
         ),
         exact=True,
     )

@@ -32,7 +32,7 @@ def _checksums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) -> None:
-    """Gather whole blocks into contiguous staging, and behind them a checksum of each.
+    """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
@@ -43,9 +43,9 @@ def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) 
 
 
 def unpack_blocks(
-    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, damaged: torch.Tensor
+    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, corrupt: torch.Tensor
 ) -> None:
-    """Scatter packed blocks from staging into the pool; tell whether one is damaged.
+    """Scatter packed blocks from staging into the pool; report whether one is corrupt.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
@@ -54,7 +54,7 @@ def unpack_blocks(
     written = block_ids >= 0
     blocks[block_ids[written]] = staged[written]
     if bool((_checksums(staged) + seed != sums).any()):
-        damaged.fill_(1)
+        corrupt.fill_(1)
 
 
 def _read(order: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -88,7 +88,7 @@ class Client:
         await self._http.aclose()
 
     async def transfer_seconds(self) -> tuple[float, float]:
-        """Return sum and count so far of what KV took behind first tokens; zeros elsewhere.
+        """Return sum and count so far of what KV took after first tokens; zeros elsewhere.
 
         Raises:
             BenchError: the server does not answer.
@@ -145,7 +145,7 @@ class Client:
         return answer
 
     async def _prefill_first(self, url: str, request: Request) -> Any:
-        """Have a prompt computed and held for another server; returns what tells it where."""
+        """Have a prompt computed and held for another server; returns where it is held."""
         wish = {"do_remote_decode": True, "do_remote_prefill": False}
         names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         ticket = {"max_tokens": 1, "kv_transfer_params": wish | dict.fromkeys(names)}

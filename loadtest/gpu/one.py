@@ -1,6 +1,6 @@
 """Kernels and engine on one GPU: `python -P -m pagewire.loadtest.gpu.one`.
 
-Every kernel is compared with its reference before it is timed, beside FlashAttention 3 where vLLM
+Every kernel is compared with its reference before it is timed, next to FlashAttention 3 where vLLM
 can be imported; a wrong one ends the bench. Then the engine on Llama-3.1-8B's shape with random
 weights: time to the first token, decode step, throughput, start; and vLLM's, the same way, in the
 same run. Ends with the tables of docs/benchmarks.md.

@@ -33,7 +33,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 async def unloaded(client: Client) -> list[Row]:
-    """One request at a time: TTFT, the gap behind the first token, the usual gap, in ms."""
+    """One request at a time: TTFT, the gap after the first token, the usual gap, in ms."""
     rows = []
     for length in UNLOADED_PROMPTS:
         for _ in range(2):
@@ -106,7 +106,7 @@ def _isolation_row(runs: list[list[float]]) -> Row:
 
 
 def poisson_waits(rate: float, seconds: float) -> list[float]:
-    """Return the times in s behind each arrival at a rate, until so many seconds are over."""
+    """Return the times in s between arrivals at a rate, until `seconds` are over."""
     rng = random.Random(int(rate * 10))
     waits: list[float] = []
     while sum(waits) < seconds:

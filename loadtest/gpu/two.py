@@ -67,7 +67,7 @@ def check_and_time_the_wire() -> None:
     """Run the kernels' and the wire's benches.
 
     Raises:
-        BenchError: a kernel gives wrong results, or blocks arrive damaged.
+        BenchError: a kernel gives wrong results, or blocks arrive corrupt.
     """
     for module, *options in (
         ("pagewire.kernels.bench.run", "--ops", "kv_pack"),

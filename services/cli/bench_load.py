@@ -41,7 +41,7 @@ class Lengths:
         try:
             found = cls(int(low), int(high or low))
         except ValueError as exc:
-            raise ConfigError(f"{text!r} is no number of tokens: give one, or LOW:HIGH") from exc
+            raise ConfigError(f"{text!r} is not a number of tokens: give one, or LOW:HIGH") from exc
         if not 0 < found.low <= found.high <= MAX_TOKENS:
             raise ConfigError(f"{text!r}: tokens must be from 1 to {MAX_TOKENS}, the lower first")
         return found
@@ -74,7 +74,7 @@ class TokenRatio:
         return cls(few[1] - per_word * few[0], per_word)
 
     def words(self, tokens: int) -> int:
-        """Return how many words make about so many tokens; at least one."""
+        """Return how many words make about this many tokens; at least one."""
         return max(1, round((tokens - self.fixed) / self.per_word))
 
 
@@ -117,7 +117,7 @@ class Workload:
 
 
 def text_of(rng: random.Random, words: int) -> str:
-    """Return a text of so many random words, each of which comes about equally often."""
+    """Return a text of this many random words, each of which comes about equally often."""
     found: list[str] = []
     while len(found) < words:
         found += rng.sample(WORDS, min(len(WORDS), words - len(found)))

@@ -33,7 +33,7 @@ class Pace:
     Attributes:
         rate: requests a second, whatever the server's speed; None keeps `concurrency` running.
         max_in_flight: with a rate, requests beyond are not sent and count as failed.
-        requests: at most so many.
+        requests: upper bound of their number.
         duration_s: none starts later.
     """
 
@@ -51,7 +51,7 @@ class Target:
 
     Attributes:
         path: `CHAT` or `COMPLETIONS`.
-        fields: of every request, beside prompt and length.
+        fields: of every request, in addition to prompt and length.
     """
 
     client: OpenAIClient

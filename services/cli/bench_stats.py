@@ -17,7 +17,7 @@ MAX_SAMPLES = 1 << 20  # 8 MiB of each kind
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile by the nearest rank: the smallest value that so many are not above.
+    """Return a percentile by the nearest rank: the smallest that this percentage does not exceed.
 
     Args:
         ordered: not empty, ascending.
@@ -100,7 +100,7 @@ class Results:
         sent: requests that were started, or should have been.
         errors: what went wrong, by kind.
         good: replies that keep the SLO.
-        inexact: replies whose tokens were counted by pieces of text, for want of better.
+        inexact: replies whose tokens were counted by chunks of text, for want of better.
         miscounted: replies whose token ids are not as many as their usage says.
         start_lag: how late requests started, by the load generator's own fault.
     """
@@ -180,7 +180,7 @@ class Results:
                 "prompt": int(prompt.total) if prompt.count else None,
                 "cached": int(self.cached_tokens.total) if self.cached_tokens.count else None,
                 "prompt_per_request": prompt.summary(),
-                "counted_by_pieces": self.inexact,
+                "counted_by_chunks": self.inexact,
                 "miscounted": self.miscounted,
             },
             "ttft_ms": self.ttft.summary(1e3),

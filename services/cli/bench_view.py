@@ -71,7 +71,7 @@ def _latencies(report: dict[str, Any]) -> Table:
 
 
 def summary_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield what a reader wants to know beside the latencies, and what they must be told."""
+    """Yield what a reader wants to know besides the latencies, and warnings."""
     requests, tokens, speed = report["requests"], report["tokens"], report["throughput"]
     yield (
         f"{requests['ok']} of {requests['sent']} requests answered in {report['duration_s']:.2f} s"
@@ -100,8 +100,8 @@ def _warnings(requests: dict[str, Any], tokens: dict[str, Any]) -> Iterator[str]
         yield f"failed, {kind}: {count} ({requests['first_messages'][kind]})"
     if requests["unfinished"]:
         yield f"{requests['unfinished']} not ended when the bench was stopped"
-    if tokens["counted_by_pieces"]:
-        yield "the server tells neither token ids nor usage: each piece of text counted as a token"
+    if tokens["counted_by_chunks"]:
+        yield "the server reports neither token ids nor usage: each chunk of text counts as one"
     if tokens["miscounted"]:
         yield f"{tokens['miscounted']} replies had another number of token ids than their usage"
 

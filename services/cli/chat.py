@@ -27,7 +27,7 @@ class Conversation:
 
     Attributes:
         system: the message in front of all others, if any.
-        fields: of each request, beside the messages.
+        fields: of each request, in addition to the messages.
     """
 
     system: str | None
@@ -55,7 +55,7 @@ def chat(
     url: options.Url = None,
     model: options.ClientModel = None,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
+        str | None, typer.Option(help="The system message, before the conversation.")
     ] = None,
     api_key: options.ApiKey = None,
     temperature: options.Temperature = None,

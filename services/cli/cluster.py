@@ -58,7 +58,7 @@ class Store:
 
 @dataclass(frozen=True)
 class ClusterContext:
-    """What a cluster runs with, beside its options.
+    """What a cluster runs with, in addition to its options.
 
     Attributes:
         secret: that all services share.
@@ -202,7 +202,7 @@ async def _wait_until_ready(
 async def _look(
     supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
 ) -> Health | None:
-    """Ask the router who is there and tell the supervisor."""
+    """Ask the router which workers are there, and notify the supervisor."""
     health = await fetch_health(client, context.url)
     epochs: dict[str, int | None] = {}
     if health is not None:

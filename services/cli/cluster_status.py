@@ -47,7 +47,7 @@ class NoRouterError(PagewireError):
 
 @dataclass
 class WorkerStatus:
-    """One worker; numbers are None where the router does not tell them.
+    """One worker; numbers are None where the router does not report them.
 
     Attributes:
         service: as the router's health describes it.
@@ -92,7 +92,7 @@ class ClusterStatus:
         return self.totals.get("prefix_hits", 0.0) / queries if queries else None
 
     def rate(self, name: str, before: ClusterStatus | None) -> float | None:
-        """Return how fast a total has grown since a snapshot before; None if that can't be told."""
+        """Return how fast a total has grown since an earlier snapshot; None if that is unknown."""
         if before is None or self.at <= before.at:
             return None
         if name not in self.totals or name not in before.totals:

@@ -69,7 +69,7 @@ async def _complete(
 
 
 def summary(model: str, reply: Reply) -> dict[str, Any]:
-    """Return what `--json` prints; what the server does not tell is null."""
+    """Return what `--json` prints; what the server does not report is null."""
     return {
         "model": model,
         "text": reply.text,

@@ -166,7 +166,7 @@ def _check_model() -> Finding:
             "fail", name, f"the demo model is not whole: {exc}", "install Pagewire again"
         )
     if not same or not tokenizer.has_chat_template:
-        return Finding("fail", name, "the demo's tokenizer is damaged", "install Pagewire again")
+        return Finding("fail", name, "the demo's tokenizer is corrupt", "install Pagewire again")
     detail = f"demo model, {size / 1e6:.1f} MB, tokenizer of {tokenizer.vocab_size} tokens"
     return Finding("ok", name, detail)
 
@@ -203,7 +203,7 @@ def _server_version(program: str) -> str:
 
 
 async def check_port(settings: RouterSettings) -> Finding:
-    """Check that the router could listen where it is told to."""
+    """Check that the router could listen at its address."""
     host, port = settings.host, settings.port
     try:
         await router_port(host, port)

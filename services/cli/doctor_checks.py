@@ -169,12 +169,12 @@ def judge_memory(available: int | None, cores: int) -> Finding:
     """Judge the memory that the demo would find.
 
     Args:
-        available: bytes, by the kernel's and the container's count; None if neither tells.
+        available: bytes, by the kernel's and the container's count; None if neither is known.
         cores: that this process may use.
     """
     name = "Memory"
     if available is None:
-        return Finding("warn", name, "how much is free cannot be told here", "have 3 GiB free")
+        return Finding("warn", name, "how much is free is not known here", "have 3 GiB free")
     detail = f"{available / GIB:.1f} GiB free, {cores} CPU core{'' if cores == 1 else 's'}"
     if available < DEMO_GIB * GIB:
         return Finding("fail", name, detail, f"the demo needs {DEMO_GIB:g} GiB: free some")

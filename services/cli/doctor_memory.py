@@ -19,7 +19,7 @@ _CGROUP_FILES = (
 
 
 def available_memory() -> int | None:
-    """Return bytes that can be had without swapping; None where the kernel does not tell."""
+    """Return bytes that can be had without swapping; None where the kernel does not report it."""
     counts = [_of_machine(_MEMINFO), *(_of_cgroup(_CGROUP, *files) for files in _CGROUP_FILES)]
     known = [count for count in counts if count is not None]
     return min(known, default=None)
@@ -45,7 +45,7 @@ def _number(file: Path) -> int | None:
 
 
 def _field(file: Path, name: str) -> int | None:
-    """Return the number behind a name in a file with one a line."""
+    """Return the number after a name in a file with one a line."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -54,7 +54,7 @@ def inspect_machine() -> Machine:
 
 
 def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
-    """Return the names of the GPUs that may be used, out of so many installed ones."""
+    """Return the names of the GPUs that may be used, out of `count` installed ones."""
     if count == 0:
         return ()
     if visible is None:

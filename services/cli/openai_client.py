@@ -46,8 +46,8 @@ class Reply:
     """One answer as it came; times in seconds from the sending of the request.
 
     Attributes:
-        arrivals: when each piece came.
-        counts: tokens in each piece; where the server names no tokens, 1.
+        arrivals: when each chunk came.
+        counts: tokens in each chunk; where the server names no tokens, 1.
         has_token_ids: the counts are the server's.
         seconds: until the answer had ended.
     """
@@ -67,7 +67,7 @@ class Reply:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens came: by the token ids, else by usage, else one a piece."""
+        """How many tokens came: by the token ids, else by usage, else one a chunk."""
         if not self.has_token_ids and self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
         return sum(self.counts)
@@ -80,7 +80,7 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed behind the first piece; None if there is nothing behind it."""
+        """Speed after the first chunk; None if it was the only one."""
         if len(self.arrivals) < 2 or self.arrivals[-1] <= self.arrivals[0]:
             return None
         return (self.num_tokens - self.counts[0]) / (self.arrivals[-1] - self.arrivals[0])
@@ -144,7 +144,7 @@ class OpenAIClient:
     Args:
         url: of the server, with or without `/v1`.
         timeout_s: without any byte from the server, after which a request fails.
-        keep_text: whether replies keep their text, beside handing it out.
+        keep_text: whether replies keep their text, besides handing it out.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class OpenAIClient:
         try:
             models = msgspec.json.decode(response.content, type=ModelList).data
         except UNDECODABLE as exc:
-            raise EndpointError(f"{self.url}/models is no list of models: {exc}", "models") from exc
+            raise EndpointError(f"{self.url}/models does not list models: {exc}", "models") from exc
         if not models:
             raise EndpointError(f"{self.url}/models is empty; name one with --model", "models")
         return models[0].id
@@ -214,7 +214,7 @@ class OpenAIClient:
             path: `CHAT` or `COMPLETIONS`.
             base: the body, without what concerns streaming.
             extensions: fields for servers that know `return_token_ids`.
-            on_text: called with each piece of text as it comes.
+            on_text: called with each chunk of text as it comes.
 
         Raises:
             EndpointError: there is no complete answer.
@@ -277,7 +277,7 @@ def base_url(url: str) -> str:
     """Return the URL up to and including `/v1`.
 
     Raises:
-        ConfigError: it is no HTTP URL.
+        ConfigError: it is not an HTTP URL.
     """
     return f"{root_url(url)}/v1"
 
@@ -298,7 +298,7 @@ def root_url(url: str) -> str:
     """Return the URL of the server, without `/v1`.
 
     Raises:
-        ConfigError: it is no HTTP URL.
+        ConfigError: it is not an HTTP URL.
     """
     try:
         parsed = httpx.URL(url)

@@ -45,7 +45,7 @@ def make_log_dir(root: Path | None = None) -> Path:
 def private_dir() -> Iterator[Path]:
     """Give a directory that only this user may enter, and remove it at the end.
 
-    What a killed supervisor has left behind goes first.
+    What a killed supervisor has left is removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PRIVATE_PREFIX}*"):
         if not _is_running(left.name.removeprefix(PRIVATE_PREFIX).partition("-")[0]):

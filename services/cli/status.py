@@ -122,7 +122,7 @@ def render(found: ClusterStatus, before: ClusterStatus | None = None) -> Rendera
 
     Args:
         found: what to show.
-        before: an earlier one, to tell speeds by.
+        before: an earlier one, to compute speeds.
     """
     parts: list[RenderableType] = [*map(Text, _headlines(found, before))]
     if not found.ok:

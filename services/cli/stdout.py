@@ -29,7 +29,7 @@ class _Descriptor(io.FileIO):
 def checked_stdout() -> Iterator[None]:
     """Turn a stdout that is full or closed into a line on stderr and exit code 1.
 
-    A pipe that nobody reads any more is no news: it gets no line, and a command that goes on
+    A pipe that nobody reads any more is not an error: it gets no line, and a command that goes on
     without its reader keeps its own exit code.
     """
     before, file = sys.stdout, _open()

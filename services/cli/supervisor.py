@@ -1,4 +1,4 @@
-"""Keeps a set of child processes running until it is told to stop.
+"""Keeps a set of child processes running until it is stopped.
 
 A child that dies is reported with its last lines and started again, after a delay that doubles
 with each failure in a row. A child that refuses its configuration (exit code 2), or that keeps
@@ -39,7 +39,7 @@ class RestartPolicy:
             request is answered, and it starts in a second or two, so that it is tried more often.
             A worker's requests continue elsewhere or wait, and its start costs much more.
         front_served_delay_s: likewise, if it was ready before it died, so that it can start.
-        stable_s: a child that lived this long has no failures behind it.
+        stable_s: a child that lived this long has none of its failures counted.
         start_attempts: tries that a child has before the cluster is ready.
     """
 
@@ -162,7 +162,7 @@ class Supervisor:
 
         Args:
             epochs: of those children, by name. A child that died is not ready before its epoch
-                is another one: the old one's card stays valid for some seconds.
+                is another one: the old one's record stays valid for some seconds.
         """
         for status in self._statuses.values():
             epoch = epochs.get(status.name)

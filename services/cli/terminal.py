@@ -18,14 +18,14 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 def readable_stdin() -> TextIO:
-    """Return stdin, with a question mark for what is no text."""
+    """Return stdin, with a question mark for what is not text."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     return sys.stdin
 
 
 def write_text(text: str) -> None:
-    """Write a piece of an answer to stdout, as it is or, on a terminal, as printable text."""
+    """Write a part of an answer to stdout, as it is or, on a terminal, as printable text."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

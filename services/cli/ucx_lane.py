@@ -22,7 +22,7 @@ def name_lane(endpoint: int, *, cuda: bool) -> str | None:
     try:
         text = _print_endpoint(endpoint)
     except (OSError, AttributeError) as exc:
-        logger.debug("libucp does not tell its lanes: %s", exc)
+        logger.debug("libucp does not name its lanes: %s", exc)
         return None
     memory = "cuda" if cuda else "host"
     tables = [part for part in text.split("tagged message")[1:] if f"from {memory}" in part]

@@ -240,7 +240,7 @@ def test_bench_counts_by_token_ids(cluster: Cluster, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert report["requests"]["ok"] == report["requests"]["sent"] == 12
     assert report["tokens"]["output"] == 12 * len(ANSWER)
-    assert (report["tokens"]["counted_by_pieces"], report["tokens"]["miscounted"]) == (0, 0)
+    assert (report["tokens"]["counted_by_chunks"], report["tokens"]["miscounted"]) == (0, 0)
     assert report["tokens"]["prompt_per_request"]["mean"] == pytest.approx(128, abs=15)
     assert report["itl_ms"]["p50"] == pytest.approx(20, abs=15)
     assert report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] < report["e2e_ms"]["p99"]
@@ -276,8 +276,8 @@ def test_bench_without_token_ids_counts_by_usage(old: OpenAIServer, tmp_path: Pa
 
 def test_bench_without_any_count_says_so(old: OpenAIServer, tmp_path: Path) -> None:
     done, report = bench(old.url, tmp_path / "r.json", "--requests", "3")
-    assert (report["tokens"]["output"], report["tokens"]["counted_by_pieces"]) == (9, 3)
-    assert "each piece of text counted" in done.stdout
+    assert (report["tokens"]["output"], report["tokens"]["counted_by_chunks"]) == (9, 3)
+    assert "each chunk of text counts" in done.stdout
 
 
 def test_bench_of_an_endpoint_that_always_refuses_fails(cluster: Cluster, tmp_path: Path) -> None:

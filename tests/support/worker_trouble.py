@@ -24,7 +24,7 @@ from pathlib import Path
 from pagewire.loadtest.gpu.client import Client, Request
 from pagewire.loadtest.gpu.clusters import BenchError
 from pagewire.loadtest.gpu.model import write_model
-from pagewire.shared.engine.bench import VOCAB_USED
+from pagewire.shared.engine.bench import LLAMA_8B, VOCAB_USED
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster
 
@@ -44,13 +44,15 @@ class Serving:
 
     Attributes:
         options: of `pagewire up`.
-        token_ids: of the vocabulary.
+        token_ids: prompts are of those below.
+        vocab_size: tokens are below.
         longest_prompt: in tokens.
         longest_answer: in tokens.
     """
 
     options: tuple[str, ...]
     token_ids: int
+    vocab_size: int
     longest_prompt: int
     longest_answer: int
 
@@ -90,11 +92,11 @@ def serving_on(device: str, model: Path) -> Serving:
         model: a folder for the model's configuration.
     """
     if device == "cpu":
-        return Serving(("--device", "cpu"), 2048, 800, 64)
+        return Serving(("--device", "cpu"), 2048, 2048, 800, 64)
     write_model(model)
     options = ("--device", "cuda", "--model", str(model), "--load-format", "dummy")
     options += ("--max-model-len", "8192", "--num-blocks", "8192")
-    return Serving(options, VOCAB_USED, 4096, 200)
+    return Serving(options, VOCAB_USED, LLAMA_8B["vocab_size"], 4096, 200)
 
 
 class Troublemaker:
@@ -171,7 +173,7 @@ async def ask_until(
             continue
         toll.requests += 1
         toll.tokens += len(answer.tokens)
-        wrong = [token for token in answer.tokens if not 0 <= token < serving.token_ids]
+        wrong = [token for token in answer.tokens if not 0 <= token < serving.vocab_size]
         if wrong:
             toll.fail(f"tokens {wrong} are not in the vocabulary")
 

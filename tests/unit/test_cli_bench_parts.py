@@ -215,7 +215,7 @@ def test_results_add_up() -> None:
     assert report["throughput"]["requests_per_s"] == 1.5
     assert report["throughput"]["output_tokens_per_s"] == 2.5
     assert report["throughput"]["total_tokens_per_s"] == 12.5
-    assert (report["tokens"]["counted_by_pieces"], report["tokens"]["miscounted"]) == (1, 1)
+    assert (report["tokens"]["counted_by_chunks"], report["tokens"]["miscounted"]) == (1, 1)
     assert report["tokens"]["cached"] == 4
     assert report["itl_ms"]["max"] == pytest.approx(400)
     assert report["goodput"] == {

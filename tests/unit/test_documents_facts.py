@@ -17,6 +17,9 @@ BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 HAPROXY = (ROOT / "services" / "gateway" / "haproxy.cfg").read_text(encoding="utf-8")
 COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 
+TOP = ("docs", "kernels", "loadtest", "services", "shared", "tests", "tools")
+PLACEHOLDER = re.compile(r"[A-Z]{4}")
+
 
 def table(heading: str) -> list[list[str]]:
     """Return the cells of the first table of the README that has this heading in its head."""
@@ -72,3 +75,24 @@ def test_vllm_is_shown_at_its_best(path: Path) -> None:
 
 def test_the_readme_says_that_disaggregation_loses_goodput_on_one_cpu_machine() -> None:
     assert "On one CPU machine, disaggregation loses goodput" in README.replace("\n", " ")
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    wrong = []
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    names = re.findall(r"`((?:\w+/)+[\w.]*)`", text)
+    ours = [name for name in names if name.split("/")[0] in TOP and not PLACEHOLDER.search(name)]
+    wrong += [name for name in ours if not (ROOT / name).exists()]
+    assert wrong == []
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the names that GitHub gives to a document's headings."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -31,7 +31,7 @@ NO_TARGET = -100
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a training sequence: tokens, and what should be predicted after each."""
+    """A part of a training sequence: tokens, and what should be predicted after each."""
 
     tokens: Ids  # [n]
     targets: Ids  # [n], NO_TARGET where nothing can be said
@@ -108,7 +108,7 @@ class SequenceSampler:
         return self._join(self._segment([self._bos], [int(self._stream[1])]), window)
 
     def _snippets(self, room: int) -> Segment:
-        """Text torn to pieces, as it is when the model goes on from what it never saw."""
+        """Text torn to parts, as it is when the model goes on from what it never saw."""
         parts = []
         missing = min(room, 200)
         while missing > 0:
@@ -190,7 +190,7 @@ class SequenceSampler:
         return Segment(self._stream[where], self._next[seen, where])
 
     def _window_ids(self, length: int) -> list[int]:
-        """A piece of the corpus without the tokens that separate documents."""
+        """A part of the corpus without the tokens that separate documents."""
         window = self._window(int(self._rng.integers(len(self._stream))), length + 2).tokens
         return [i for i in window.tolist() if i not in (self._bos, self._eos)][:length]
 
@@ -230,7 +230,7 @@ def suffix_targets(stream: Ids, max_suffix: int) -> Ids:
 
     Args:
         stream: the token ids, [n], read as a ring.
-        max_suffix: the longest suffix to tell apart.
+        max_suffix: the longest suffix to distinguish.
 
     Returns:
         [max_suffix, n]; row l - 1 is for suffixes of length l.

@@ -41,7 +41,7 @@ LONG_EVERY = 5  # each fifth step has long sequences
 SHARPEN_FROM = 0.6  # share of the steps after which the model also learns from itself,
 SHARPEN_EVERY = 6  # each sixth step,
 MAX_OWN_PROMPT = 1200
-SHARPEN_TOKENS = 96  # from so many tokens that it has generated
+SHARPEN_TOKENS = 96  # on this many tokens that it has generated
 COPIED_FILES = ("chat_template.jinja", "README.md")
 
 
