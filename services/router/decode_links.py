@@ -60,7 +60,7 @@ class DecodeLink:
         self._listeners.pop(request_id, None)
 
     def on_message(self, message: ControlMessage) -> None:
-        """Hand a message to the requests that it is about, except those that have ended meanwhile."""
+        """Hand a message to the requests that it is about, except those that have ended."""
         match message:
             case TokenBatch():
                 for output in message.outputs:

@@ -18,7 +18,7 @@ def describe_services(
     A decode worker's `missing_links` are the prefill workers that it has no KV link to yet.
 
     Args:
-        cards: records of all workers that are alive.
+        cards: of all workers that are alive.
         others: live workers that speak another protocol version.
         reachable: ids of the decode workers that this router is connected to.
     """

@@ -4,8 +4,8 @@ Pure: no clocks, sockets or kernels, and it calls nobody: what it decides is ret
 
 Sequences wait in arrival order, run in a batch, and end. A step is scheduled before the tokens of
 the step before it are known, so a running sequence may have one token in flight: its value is on
-the device, its place is accounted for here. What the scheduler decides it also notes: blocks are taken,
- `num_computed_tokens` counts what the step will have computed.
+the device, its place is accounted for here. What the scheduler decides it also notes: blocks are
+taken, `num_computed_tokens` counts what the step will have computed.
 
 When blocks run out, the youngest running sequence is preempted: it gives up all its blocks and
 waits, first in the queue, to be computed again.

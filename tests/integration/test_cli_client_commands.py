@@ -307,12 +307,12 @@ def test_bench_shows_what_it_has_when_interrupted(cluster: Cluster, tmp_path: Pa
     assert "not ended when the bench was stopped" in output
 
 
-def test_status_shows_workers_and_ways(cluster: Cluster) -> None:
+def test_status_shows_workers_and_links(cluster: Cluster) -> None:
     done = pagewire("status", "--url", cluster.url)
     assert done.exit_code == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["decode-0", "decode", "ready", "0", "0", "0", "0.0%", "0.0%", "64"] in rows
-    assert ["prefill-0", "decode-0", "zmq", "tcp", "1.50"] in rows
+    assert ["prefill-0", "decode-0", "zmq", "1.50"] in rows
 
 
 def test_status_as_json_again_and_again(cluster: Cluster) -> None:
