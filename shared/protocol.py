@@ -34,7 +34,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_BLOCKS_PER_SLOT = 4096
 MAX_PARTS = 8  # layer groups of a block
-MAX_FORKS = 63  # of one `Generate`
+MAX_FORKS = 15  # of one `Generate`
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 MAX_EPOCH = 2**63 - 1
