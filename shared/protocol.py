@@ -34,6 +34,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_BLOCKS_PER_SLOT = 4096
 MAX_PARTS = 8  # layer groups of a block
+MAX_FORKS = 15  # of one `Generate`
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 MAX_EPOCH = 2**63 - 1
@@ -60,8 +61,15 @@ class Pong(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
+class Fork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further answer to the same prompt: a request with a seed of its own."""
+
+    request_id: Id
+    seed: Int64
+
+
 class Generate(Message, frozen=True, kw_only=True):
-    """Answer one request.
+    """Answer one request, or several that differ in nothing but their seeds.
 
     Attributes:
         prompt_token_ids: the prompt, at least one token.
@@ -69,6 +77,8 @@ class Generate(Message, frozen=True, kw_only=True):
             after them and they count against `spec.max_tokens`.
         spec: with a seed, always: the router draws one where the client gave none.
         prefill_workers: ids in order of preference; empty means prefill locally.
+        forks: the other requests. The prompt is computed once, and they fork from there; outputs,
+            refusals and cancels name each of them, and none depends on another.
     """
 
     request_id: Id
@@ -76,6 +86,22 @@ class Generate(Message, frozen=True, kw_only=True):
     spec: RequestSpec
     output_token_ids: TokenIds = []
     prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
+    forks: Annotated[list[Fork], Meta(max_length=MAX_FORKS)] = []
+
+    def each(self) -> list[Generate]:
+        """Return a message without forks for each of the requests, this one first."""
+        if not self.forks:
+            return [self]
+        alone = msgspec.structs.replace(self, forks=[])
+        others = [
+            msgspec.structs.replace(
+                alone,
+                request_id=fork.request_id,
+                spec=msgspec.structs.replace(self.spec, seed=fork.seed),
+            )
+            for fork in self.forks
+        ]
+        return [alone, *others]
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -97,7 +123,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         cached_tokens: prompt tokens that nobody had to compute; with the first output.
-        prefill_worker: who computed the prompt, None if this worker did; with the first output.
+        prefill_worker: who sampled the first token, None if this worker did; with that token.
         error: why the request failed, if `finish_reason` is "error".
         logprobs: of the tokens, if the request asks for them.
         prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with

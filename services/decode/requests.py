@@ -44,6 +44,8 @@ class DecodeRequest:
 
     Attributes:
         engine_id: its name in the engine, unique whatever routers call it.
+        group: the requests that came in one message, this one among them; the first one's prompt
+            is computed, and the others fork from it.
         tried: prefill workers that failed it.
         num_blocks: blocks reserved for what a prefill worker sends; 0 if none does.
     """
@@ -51,6 +53,7 @@ class DecodeRequest:
     peer_id: str
     message: Generate
     engine_id: str
+    group: list[DecodeRequest] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
     first_block: int = 0
     num_blocks: int = 0
@@ -63,7 +66,7 @@ class DecodeRequest:
     @property
     def local_reason(self) -> LocalPrefill | None:
         """Why this worker was to compute the prompt from the start; None if it was not."""
-        if self.num_blocks:
+        if self.num_blocks or self is not self.group[0]:
             return None
         return "short" if self.message.prefill_workers else "no_worker"
 

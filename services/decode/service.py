@@ -6,7 +6,8 @@
                                           |              v
                                           +----------> batch --> TokenBatch a step
 
-A request owns its sequence in the engine and at most one prefill job.
+A request owns its sequence in the engine and at most one prefill job. Requests that come in one
+message have one prompt: the first one is prefilled, and the sequences of the others fork from it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Literal
 
 from prometheus_client import Counter
 
@@ -22,6 +24,7 @@ from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.logprobs import PromptLogprobs
@@ -100,26 +103,26 @@ class DecodeService:
             self._cancel(request)
 
     def _on_generate(self, peer_id: str, message: Generate) -> None:
+        group: list[DecodeRequest] = []
+        for each in message.each():
+            group.append(DecodeRequest(peer_id, each, f"r{next(self._ids)}", group))
         try:
             self._check(peer_id, message)
         except InvalidRequestError as exc:
-            self._refuse(peer_id, message.request_id, exc)
+            self._refuse(group, "invalid", str(exc), exc.param)
             return
         if self._is_draining():
-            refusal = Refused(
-                request_id=message.request_id, reason="draining", message="shutting down"
-            )
-            self._post(peer_id, refusal)
+            self._refuse(group, "draining", "shutting down")
             return
-        request = DecodeRequest(peer_id, message, engine_id=f"r{next(self._ids)}")
         try:
-            self._engine.submit(lambda core: self._add(core, request))
+            self._engine.submit(lambda core: self._add(core, group))
         except OverloadedError as exc:
-            self._refuse(peer_id, message.request_id, exc)
+            self._refuse(group, "overloaded", str(exc))
             return
         # The engine's answers come through the loop: not before this.
-        self._requests[request.engine_id] = request
-        self._by_router[peer_id, message.request_id] = request
+        for request in group:
+            self._requests[request.engine_id] = request
+            self._by_router[peer_id, request.message.request_id] = request
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.spec.validate()
@@ -130,25 +133,37 @@ class DecodeService:
             raise InvalidRequestError(f"token ids must be below {vocab_size}", "prompt")
         if len(message.output_token_ids) >= message.spec.max_tokens:
             raise InvalidRequestError("nothing is left to generate", "max_tokens")
-        if (peer_id, message.request_id) in self._by_router:
+        ids = {message.request_id, *(fork.request_id for fork in message.forks)}
+        if len(ids) <= len(message.forks) or any((peer_id, i) in self._by_router for i in ids):
             raise InvalidRequestError("there is a request of this id already", "request_id")
 
     def _refuse(
-        self, peer_id: str, request_id: str, error: InvalidRequestError | OverloadedError
+        self,
+        group: list[DecodeRequest],
+        reason: Literal["overloaded", "invalid", "draining"],
+        text: str,
+        param: str | None = None,
     ) -> None:
-        overloaded = isinstance(error, OverloadedError)
-        self._post(
-            peer_id,
-            Refused(
-                request_id=request_id,
-                reason="overloaded" if overloaded else "invalid",
-                message=clip_text(str(error)),
-                param=error.param if isinstance(error, InvalidRequestError) else None,
-            ),
-        )
+        for request in group:
+            refused = Refused(
+                request_id=request.message.request_id,
+                reason=reason,
+                message=clip_text(text),
+                param=param,
+            )
+            self._post(request.peer_id, refused)
 
-    def _add(self, core: EngineCore, request: DecodeRequest) -> None:
-        """Queue a request's sequence. Runs in the engine's thread."""
+    def _add(self, core: EngineCore, group: list[DecodeRequest]) -> None:
+        """Queue the sequences of requests with one prompt. Runs in the engine's thread."""
+        first, *others = [self._new_sequence(request) for request in group]
+        try:
+            core.add(first, tuple(others))
+        except InvalidRequestError as exc:
+            self._engine.in_loop(self._on_not_added)(group, "invalid", str(exc), exc.param)
+        except OverloadedError as exc:
+            self._engine.in_loop(self._on_not_added)(group, "overloaded", str(exc))
+
+    def _new_sequence(self, request: DecodeRequest) -> Sequence:
         message = request.message
         sequence = new_sequence(
             request.engine_id,
@@ -158,16 +173,16 @@ class DecodeService:
             message.output_token_ids,
         )
         sequence.remote_prefill = bool(message.prefill_workers)
-        try:
-            core.add(sequence)
-        except (InvalidRequestError, OverloadedError) as exc:
-            self._engine.in_loop(self._on_not_added)(request, exc)
+        return sequence
 
     def _on_not_added(
-        self, request: DecodeRequest, error: InvalidRequestError | OverloadedError
+        self,
+        group: list[DecodeRequest],
+        reason: Literal["overloaded", "invalid"],
+        text: str,
+        param: str | None = None,
     ) -> None:
-        if self._forget(request):
-            self._refuse(request.peer_id, request.message.request_id, error)
+        self._refuse([each for each in group if self._forget(each)], reason, text, param)
 
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
@@ -194,6 +209,12 @@ class DecodeService:
         self._post_outputs(request.peer_id, [output])
 
     def _on_prompt_scored(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
+        """Pass on what another worker says of a prompt, to all requests that have it."""
+        for each in request.group:
+            if each.engine_id in self._requests:
+                self._post_scores(each, scored)
+
+    def _post_scores(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
         """Pass a part of a prompt's log probabilities on, in a message of its own: it is large."""
         output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
         self._post_outputs(request.peer_id, [output])
@@ -210,7 +231,7 @@ class DecodeService:
         for output in outputs.others:
             request = self._requests.get(output.request_id)
             if request is not None and output.prompt_logprobs is not None:
-                self._on_prompt_scored(request, output.prompt_logprobs)
+                self._post_scores(request, output.prompt_logprobs)
             elif request is not None:
                 self._remote.on_running(request)
                 by_peer[request.peer_id].append(self._token_output(request, output))

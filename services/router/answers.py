@@ -34,15 +34,13 @@ class AnswerSet:
         self, dispatcher: Dispatcher, tokenizer: Tokenizer, asked: GenerationInput
     ) -> None:
         self._asked = asked
-        prompts = [(p, choice) for p in asked.prompts for choice in range(asked.n)]
-        sources = dispatcher.open(
-            (prompt.token_ids, prompt.spec.for_choice(choice)) for prompt, choice in prompts
-        )
+        sources = dispatcher.open((p.token_ids, p.spec, asked.n) for p in asked.prompts)
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
         self._answers = [
             AnswerStream(
                 source, TextAssembler(tokenizer, prompt.token_ids, asked.stops), asked.generates
             )
-            for source, (prompt, _) in zip(sources, prompts, strict=True)
+            for source, prompt in zip(sources, prompts, strict=True)
         ]
 
     def __len__(self) -> int:

@@ -48,6 +48,10 @@ class Attempt:
         if request.prefill_workers:
             self._prefill_load = self._ledger.add(request.prefill_workers[0], uncached_tokens)
 
+    def start_with(self, first: Attempt) -> None:
+        """Take part in another attempt, whose message has named this one and which has its load."""
+        first.link.listen(self.request_id, self)
+
     def on_output(self, output: TokenOutput) -> None:
         """Take what a step gave."""
         self._on_arrival(output)

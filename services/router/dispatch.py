@@ -5,6 +5,9 @@
                +------refused--------+-------lost--------+        (prompt + tokens so far)
 
 A move is invisible in the tokens: the request keeps its seed, and the tokens so far go along.
+
+The answers to one prompt go to their first worker in one `Generate`, so that the prompt is computed
+once. From then on each is a request like others.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ import msgspec
 
 from pagewire.services.router.admission import Admission, Place
 from pagewire.services.router.attempt import Attempt
-from pagewire.services.router.decode_links import DecodeLinks
+from pagewire.services.router.decode_links import DecodeLink, DecodeLinks
 from pagewire.services.router.load_ledger import LoadLedger
 from pagewire.services.router.mailbox import Lost
 from pagewire.services.router.metrics import Ending, RouterMetrics
 from pagewire.services.router.placer import Placer
+from pagewire.services.router.policy import Prompt
 from pagewire.shared.errors import (
     ChannelError,
     InvalidRequestError,
@@ -32,7 +36,7 @@ from pagewire.shared.errors import (
     PagewireError,
     RequestFailedError,
 )
-from pagewire.shared.protocol import Generate, Refused, TokenOutput
+from pagewire.shared.protocol import Fork, Generate, Refused, TokenOutput
 from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
@@ -55,11 +59,11 @@ class TokenStream:
         prompt_ids: list[int],
         spec: RequestSpec,
     ) -> None:
-        if spec.seed is None:
-            # Any worker must be able to go on with the same tokens.
-            spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
+        # With a seed any worker is able to go on with the same tokens.
+        self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
         self._dispatcher, self._place = dispatcher, place
-        self._prompt_ids, self._spec = prompt_ids, spec
+        self._prompt_ids = prompt_ids
+        self._spec = msgspec.structs.replace(spec, seed=self._seed)
         self._output_ids: list[int] = []
         self._scored_until = 1  # the prompt's first token has no log probability
         self._meter = dispatcher.metrics.meter(len(prompt_ids))
@@ -69,6 +73,14 @@ class TokenStream:
         self._moves = 0
         self._wait_until: float | None = None
         self._ended = False
+        self._first: TokenStream | None = None
+        self._others: list[TokenStream] = []
+        self._has_started = asyncio.Event()
+
+    def start_with(self, first: TokenStream) -> None:
+        """Leave it to another answer to the same prompt, read at the same time, to start this."""
+        self._first = first
+        first._others.append(self)
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -98,6 +110,7 @@ class TokenStream:
         if self._ended:
             return
         self._ended = True
+        self._has_started.set()
         self._end_attempt(cancel=True)
         self._meter.end(ending)
         self._place.leave()
@@ -175,6 +188,17 @@ class TokenStream:
         return None
 
     async def _start(self) -> None:
+        """Have the request sent to a worker, by this stream or by the first for its prompt."""
+        first, self._first = self._first, None
+        if first is not None:
+            await first._has_started.wait()  # which is started or closed by whoever reads this one
+        if self._attempt is None:
+            try:
+                await self._send()
+            finally:
+                self._has_started.set()
+
+    async def _send(self) -> None:
         """Send the request to a worker; if there is none, wait for one to come back."""
         wait_s = min(WORKER_WAIT_S, self._dispatcher.request_timeout_s)
         if self._wait_until is None:
@@ -219,30 +243,46 @@ class TokenStream:
             if self._overloaded:
                 raise OverloadedError("the queues of all decode workers are full") from exc
             raise
-        prefills = list(placement.prefill_workers)
         for worker_id in placement.decode_workers:
             link = self._dispatcher.links.get(worker_id)
             if link is None:
                 continue
-            attempt = Attempt(link, self._on_arrival, self._dispatcher.ledger)
-            uncached = prompt.uncached_tokens(prefills[0]) if prefills else 0
             try:
-                attempt.start(
-                    Generate(
-                        request_id=attempt.request_id,
-                        prompt_token_ids=self._prompt_ids,
-                        spec=self._remaining_spec(),
-                        output_token_ids=self._output_ids,
-                        prefill_workers=prefills,
-                    ),
-                    prompt.missing_blocks(worker_id),
-                    uncached,
-                )
+                return self._send_to(link, list(placement.prefill_workers), prompt)
             except ChannelError as exc:
                 logger.info("%s cannot be reached: %s", worker_id, exc)
-                continue
-            return attempt
         raise NoWorkerError("no decode worker can be reached")
+
+    def _send_to(self, link: DecodeLink, prefills: list[str], prompt: Prompt) -> Attempt:
+        """Send the request to a worker, and with it those that start with it.
+
+        Raises:
+            ChannelError: the worker cannot be reached.
+        """
+        ledger = self._dispatcher.ledger
+        attempt = Attempt(link, self._on_arrival, ledger)
+        others = [other for other in self._others if not other._ended]
+        forks = [Attempt(link, other._on_arrival, ledger) for other in others]
+        attempt.start(
+            Generate(
+                request_id=attempt.request_id,
+                prompt_token_ids=self._prompt_ids,
+                spec=self._remaining_spec(),
+                output_token_ids=self._output_ids,
+                prefill_workers=prefills,
+                forks=[
+                    Fork(request_id=fork.request_id, seed=other._seed)
+                    for other, fork in zip(others, forks, strict=True)
+                ],
+            ),
+            prompt.missing_blocks(link.worker_id),
+            prompt.uncached_tokens(prefills[0]) if prefills else 0,
+        )
+        self._others = []
+        for other, fork in zip(others, forks, strict=True):
+            fork.start_with(attempt)
+            other._attempt = fork
+        return attempt
 
 
 class Dispatcher:
@@ -269,16 +309,26 @@ class Dispatcher:
         self.admission = Admission(max_queue)
         self.request_timeout_s = request_timeout_s
 
-    def open(self, requests: Iterable[tuple[list[int], RequestSpec]]) -> list[TokenStream]:
-        """Let sequences enter, all or none. The caller closes each.
+    def open(self, requests: Iterable[tuple[list[int], RequestSpec, int]]) -> list[TokenStream]:
+        """Let sequences enter, all or none. The caller reads all at once, and closes each.
+
+        Args:
+            requests: a prompt, its parameters, and how many answers it is to have, at most
+                1 + `MAX_FORKS`.
 
         Raises:
             InvalidRequestError: they are more than can ever be in the system.
             OverloadedError: the queue is full.
         """
         requests = list(requests)
-        places = self.admission.enter(len(requests))
-        return [
-            TokenStream(self, place, ids, spec)
-            for place, (ids, spec) in zip(places, requests, strict=True)
-        ]
+        places = iter(self.admission.enter(sum(count for _, _, count in requests)))
+        streams = []
+        for ids, spec, count in requests:
+            answers = [
+                TokenStream(self, next(places), ids, spec.for_choice(choice))
+                for choice in range(count)
+            ]
+            for other in answers[1:]:
+                other.start_with(answers[0])
+            streams += answers
+        return streams

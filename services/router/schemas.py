@@ -18,9 +18,10 @@ from pydantic import (
 from pagewire.services.router.unsupported import refuse_unsupported
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.logprobs import MAX_TOP
+from pagewire.shared.protocol import MAX_FORKS
 from pagewire.shared.sampling import SamplingFields, SamplingParams
 
-MAX_CHOICES = 16
+MAX_CHOICES = 1 + MAX_FORKS
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096

@@ -82,16 +82,18 @@ class EngineCore:
         default_factory=lambda: (Schedule(), None)
     )
 
-    def add(self, sequence: Sequence) -> None:
-        """Take a sequence into the queue.
+    def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
+        """Take a sequence into the queue; see `Scheduler.add` for its children.
 
         Raises:
-            InvalidRequestError: the name is in use, or see `Scheduler.add`.
+            InvalidRequestError: a name is in use, or see `Scheduler.add`.
             OverloadedError: see `Scheduler.add`.
         """
-        self._check_name(sequence.request_id)
-        self.scheduler.add(sequence)
-        self._enter(sequence)
+        for each in (sequence, *children):
+            self._check_name(each.request_id)
+        self.scheduler.add(sequence, children)
+        for each in (sequence, *children):
+            self._enter(each)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence continue a live one's tokens: all that are known, or the first ones.
@@ -275,6 +277,8 @@ class EngineCore:
             if part.sequence not in lost:
                 self.scheduler.register_blocks(part.sequence, part.start, part.end)
                 part.sequence.has_known_token = part.samples
+                if part.samples and part.sequence.children:
+                    self.scheduler.fork_children(part.sequence)
         self.stats.tokens_generated += len(tokens)
         rows = schedule.rows
         row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
@@ -301,8 +305,9 @@ class EngineCore:
     def _deliver_prompts(self, schedule: Schedule, scores: StepScores) -> None:
         for index, scored in scores.prompts.items():
             part = schedule.chunks[index]
-            if not part.sequence.is_finished:
-                self._others += prompt_outputs(part.sequence, part.start + 1, scored)
+            for sequence in (part.sequence, *part.sequence.children):
+                if not sequence.is_finished:
+                    self._others += prompt_outputs(sequence, part.start + 1, scored)
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
@@ -354,6 +359,7 @@ class EngineCore:
         """
         self.scheduler.activate(sequence, first_token)
         sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
+        self.scheduler.fork_children(sequence)
         self._has_news = True
         status = self._end_of(sequence, first_token)
         if status is not None:

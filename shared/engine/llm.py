@@ -149,8 +149,8 @@ class LLM:
         """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""
         core = self.engine.core
         try:
-            for request_id, answer in answers.items():
-                self._add(request_id, answer)
+            for _, names in itertools.groupby(answers, lambda name: answers[name].prompt_index):
+                self._add({name: answers[name] for name in names})
             unfinished = dict(answers)
             with GenerationProgress(len(answers), use_tqdm) as progress:
                 while unfinished:
@@ -163,15 +163,18 @@ class LLM:
             for request_id in answers:
                 core.abort(request_id)
 
-    def _add(self, request_id: str, answer: _Answer) -> None:
+    def _add(self, answers: dict[str, _Answer]) -> None:
+        """Queue the answers to one prompt, which is computed once."""
         eos = self.engine.config.eos_token_ids
-        prompt_ids = answer.output.prompt_token_ids
+        sequences = [
+            new_sequence(request_id, answer.output.prompt_token_ids, answer.spec, eos)
+            for request_id, answer in answers.items()
+        ]
         try:
-            self.engine.core.add(new_sequence(request_id, prompt_ids, answer.spec, eos))
+            self.engine.core.add(sequences[0], tuple(sequences[1:]))
         except InvalidRequestError as exc:
-            raise InvalidRequestError(
-                f"prompts[{answer.prompt_index}]: {exc.message}", exc.param
-            ) from exc
+            index = next(iter(answers.values())).prompt_index
+            raise InvalidRequestError(f"prompts[{index}]: {exc.message}", exc.param) from exc
 
 
 def _take(

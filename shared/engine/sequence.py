@@ -44,6 +44,7 @@ class Sequence:
         decodes_from_slot: the slot holds the next input token.
         run_until: position of its last token, unless a stop token ends it earlier.
         has_known_token: the host knows a token that was sampled in this life.
+        children: wait, not in the queue, until its prompt is computed, and fork from it then.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class Sequence:
     run_until: int = 0
     has_known_token: bool = False
     first_scheduled_s: float | None = None
+    children: tuple[Sequence, ...] = ()
     _computed: int = 0  # less the steps that it follows
     _steps: StepCount | None = None
 

@@ -1,8 +1,10 @@
 """Every live sequence and what it holds: blocks, a slot, a place in the queue.
 
     waiting ---admitted---> running | reserved ---> ended, or held: the blocks of a prefill job
-       ^                       |
-       +------preempted--------+
+     ^   ^                     |         |
+     |   +------preempted------+         +--- prompt is computed
+     |                                                 |
+     +---no room--- children of that sequence: ---fork-+---> running
 
 What changes on the device with it is noted in the draft of the next plan.
 """
@@ -34,6 +36,7 @@ class SequenceTable:
         reserved: by name; their blocks wait for another worker's KV.
         block_size: tokens of a block.
         held: by name; finished prefill jobs whose blocks are still being sent.
+        unforked: children whose parents' prompts are not computed yet.
 
     Raises:
         ConfigError: the longest sequence needs more blocks than there are.
@@ -46,6 +49,7 @@ class SequenceTable:
     running: list[Sequence] = field(default_factory=list)
     reserved: dict[str, Sequence] = field(default_factory=dict)
     held: dict[str, Sequence] = field(default_factory=dict)
+    unforked: set[Sequence] = field(default_factory=set)
     block_size: int = field(init=False)
     _free_slots: list[int] = field(init=False)
     _decoding: DecodeBatch = field(init=False)
@@ -68,8 +72,13 @@ class SequenceTable:
 
     # Requests come and go
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
         """Queue a sequence.
+
+        Args:
+            sequence: with nothing computed.
+            children: others with the same tokens, which fork from it once these are computed. If
+                it ends before that, the first of them takes its place.
 
         Raises:
             InvalidRequestError: it could never run here.
@@ -81,12 +90,15 @@ class SequenceTable:
                 f"between 1 and {self.limits.max_model_len - 1} are possible here",
                 "prompt",
             )
-        if len(self.waiting) >= self.limits.max_waiting:
-            raise OverloadedError(f"{len(self.waiting)} requests are waiting already")
-        if not sequence.prefill_only:  # such a one has nothing to run after its first token
-            longest = sequence.num_prompt_tokens + sequence.spec.max_tokens
-            sequence.run_until = min(longest, self.limits.max_model_len) - 1
+        if self.num_waiting + len(children) >= self.limits.max_waiting:
+            raise OverloadedError(f"{self.num_waiting} requests are waiting already")
+        for each in (sequence, *children):
+            if not each.prefill_only:  # such a one has nothing to run after its first token
+                longest = each.num_prompt_tokens + each.spec.max_tokens
+                each.run_until = min(longest, self.limits.max_model_len) - 1
         self.waiting.append(sequence)
+        sequence.children = children
+        self.unforked.update(children)
 
     def finish(self, sequence: Sequence, status: RequestStatus) -> None:
         """End a sequence and free what it has, unless its blocks are to be held for sending."""
@@ -97,8 +109,11 @@ class SequenceTable:
         elif was is RequestStatus.RESERVED:
             del self.reserved[sequence.request_id]
             self._draft.withdraw(sequence)
+        elif sequence in self.unforked:
+            self.unforked.remove(sequence)
         else:
             self.waiting.remove(sequence)
+        self._pass_on_children(sequence)
         self._give_up_slot(sequence)
         if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
             self.held[sequence.request_id] = sequence
@@ -145,15 +160,48 @@ class SequenceTable:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self.add(child)
-        known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
-        is_there = parent.status is RequestStatus.RUNNING and (
-            0 < known <= parent.num_computed_tokens
-        )
-        if not is_there or not self._free_slots or self.pool.num_available == 0:
-            return
+        if self._can_fork(parent, child):
+            self.waiting.remove(child)
+            self._run_fork(parent, child)
+
+    def fork_children(self, parent: Sequence) -> None:
+        """Let the children of a sequence run, whose prompt has been computed.
+
+        Those for which there is no room queue, before all others.
+        """
+        queued = []
+        for child in parent.children:
+            if child not in self.unforked:
+                continue  # it has ended
+            child.scored_until = max(child.scored_until, parent.scored_until)
+            if self._can_fork(parent, child):
+                self._run_fork(parent, child)
+            else:
+                queued.append(child)
+            self.unforked.remove(child)
+        parent.children = ()
+        self.waiting.extendleft(reversed(queued))
+
+    def _pass_on_children(self, parent: Sequence) -> None:
+        """Queue the first child of a sequence that ends before it could fork, with the others."""
+        children = [child for child in parent.children if child in self.unforked]
+        parent.children = ()
+        if children:
+            heir, *others = children
+            heir.children = tuple(others)
+            self.unforked.remove(heir)
+            self.waiting.appendleft(heir)
+
+    def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
+        if not self._free_slots or self.pool.num_available == 0:
+            return False
         if child.awaits_scores:
-            return  # it needs the logits of all its prompt
-        self.waiting.remove(child)
+            return False  # it needs the logits of all its prompt
+        known = len(child.token_ids) - 1
+        return parent.status is RequestStatus.RUNNING and 0 < known <= parent.num_computed_tokens
+
+    def _run_fork(self, parent: Sequence, child: Sequence) -> None:
+        known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
         blocks = parent.block_ids[: self._blocks_for(known)]
         child.block_ids, own = self.pool.fork(blocks, known // self.block_size)
         for source, target in zip(blocks[-len(own) :], own, strict=True) if own else ():
@@ -216,6 +264,11 @@ class SequenceTable:
     def holders(self) -> Iterable[Sequence]:
         """All sequences that may hold blocks."""
         return [*self.running, *self.reserved.values(), *self.held.values(), *self.waiting]
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks: those in the queue, and children that have not forked."""
+        return len(self.waiting) + len(self.unforked)
 
     @property
     def num_queued_tokens(self) -> int:

@@ -174,7 +174,7 @@ class EngineThread:
         return EngineSnapshot(
             blocks=scheduler.pool.counts(),
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.reserved),
+            waiting=scheduler.num_waiting + len(scheduler.reserved),
             queued_tokens=scheduler.num_queued_tokens,
             num_preemptions=scheduler.num_preemptions,
         )

@@ -234,6 +234,20 @@ def test_n_answers_are_those_of_the_seeds_that_the_router_gives(llm: LLM) -> Non
     assert output.token_ids == output.outputs[0].token_ids
 
 
+def test_prompt_of_n_answers_is_computed_once(llm: LLM) -> None:
+    stats = llm.engine.core.stats
+    before = stats.prompt_tokens_computed
+    asked = SamplingParams(n=5, temperature=3.0, seed=7, max_tokens=4, prompt_logprobs=0)
+    output = llm.generate("Fork, and share the prompt. " * 9, asked)[0]
+    num_tokens = len(output.prompt_token_ids)
+    assert num_tokens > 16  # more than a block
+    # Each further answer runs the prompt's last token again, to sample from it.
+    assert stats.prompt_tokens_computed - before == num_tokens + 4
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == num_tokens
+    assert [len(answer.token_ids) for answer in output.outputs] == [4] * 5
+    assert llm.block_counts().used == 0
+
+
 # Chats
 
 

@@ -348,3 +348,39 @@ def test_a_worker_whose_card_is_gone_loses_its_requests(redis_url):
         await eventually(lambda: busy.active == 0)
 
     with_workers(redis_url, 2, scenario)
+
+
+# Several answers to one prompt
+
+
+def test_answers_to_one_prompt_come_in_one_message_and_move_one_by_one(redis_url):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        asked = {"prompt": "Count", "max_tokens": 200, "n": 16, "seed": 7}
+        answered = asyncio.create_task(router.complete(**asked))
+        await eventually(lambda: any(worker.active for worker in workers))
+        busy, (other,) = the_busy(workers)
+        assert (busy.groups, other.groups) == ([16], [])
+        assert len({request.spec.seed for request in busy.generated}) == 16
+        await asyncio.sleep(0.05)
+        await busy.die()
+        body = (await answered).json()
+        assert [choice["text"] for choice in body["choices"]] == [TEXT] * 16
+        assert other.groups == [1] * 16
+        seeds = {request.spec.seed for request in other.generated}
+        assert seeds == {request.spec.seed for request in busy.generated}
+        assert all(request.output_token_ids for request in other.generated)
+
+    with_workers(redis_url, 2, scenario)
+
+
+@pytest.mark.parametrize("reason", ["overloaded", "draining"])
+def test_answers_to_one_prompt_that_are_refused_go_elsewhere(redis_url, reason: str):
+    async def scenario(router: LiveRouter, workers: Workers) -> None:
+        workers[0].refuse = reason
+        while not workers[0].groups:
+            response = await router.complete(prompt="Count", max_tokens=200, n=3)
+            assert [choice["text"] for choice in response.json()["choices"]] == [TEXT] * 3
+        assert workers[0].groups == [3]
+        assert sum(workers[1].groups) % 3 == 0
+
+    with_workers(redis_url, 2, scenario)

@@ -38,6 +38,7 @@ def assert_idle(core: EngineCore) -> None:
     assert not core.has_work
     assert core.scheduler.pool.counts().used == 0
     assert list(core.scheduler.holders()) == []
+    assert core.scheduler.unforked == set()
 
 
 def reserve(

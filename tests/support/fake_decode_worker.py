@@ -46,7 +46,8 @@ class FakeDecodeWorker:
         hold: while cleared, no tokens are sent.
         most_parts: of a prompt's log probabilities, four tokens each; no more are sent.
         refuse: reason to refuse every request with, if any.
-        generated: requests that came, in order.
+        generated: requests that came, in order, each by itself.
+        groups: how many requests each message had.
         cancelled: ids of those that were cancelled.
         card: published with the next heartbeat if replaced.
     """
@@ -72,6 +73,7 @@ class FakeDecodeWorker:
         self.error: str | None = None
         self.cached_tokens = 0
         self.generated: list[Generate] = []
+        self.groups: list[int] = []
         self.cancelled: list[str] = []
         self._redis_url, self._secret = redis_url, secret
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -148,16 +150,19 @@ class FakeDecodeWorker:
             if (task := self._tasks.pop(message.request_id, None)) is not None:
                 task.cancel()
         elif isinstance(message, Generate):
-            self.generated.append(message)
-            if self.refuse is not None:
-                refused = Refused(
-                    request_id=message.request_id, reason=self.refuse, message="scripted"
-                )
-                self._server.post(peer_id, refused)
-            else:
-                self._tasks[message.request_id] = asyncio.create_task(
-                    self._generate(peer_id, message)
-                )
+            requests = message.each()
+            self.generated += requests
+            self.groups.append(len(requests))
+            for request in requests:
+                self._on_request(peer_id, request)
+
+    def _on_request(self, peer_id: str, request: Generate) -> None:
+        if self.refuse is not None:
+            refused = Refused(request_id=request.request_id, reason=self.refuse, message="scripted")
+            self._server.post(peer_id, refused)
+        else:
+            task = asyncio.create_task(self._generate(peer_id, request))
+            self._tasks[request.request_id] = task
 
     def _on_peer_lost(self, peer_id: str) -> None:
         for request_id in list(self._tasks):

@@ -11,6 +11,7 @@ from pagewire.shared.channel import ControlClient, make_client_id
 from pagewire.shared.protocol import (
     Cancel,
     ControlMessage,
+    Fork,
     Generate,
     Refused,
     TokenBatch,
@@ -30,11 +31,11 @@ def prompt_of(length: int, first: int = 1) -> list[int]:
     return [(first + 3 * index + index // VOCAB) % VOCAB for index in range(length)]
 
 
-def expected_answer(prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[int]:
+def expected_answer(prompt: list[int], max_tokens: int = MAX_TOKENS, seed: int = SEED) -> list[int]:
     """What the fake model says, if all KV is where it belongs."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(SEED, tokens))
+        tokens.append(next_token(seed, tokens))
     return tokens[len(prompt) :]
 
 
@@ -45,7 +46,7 @@ class Router:
         self.outputs: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         self.refused: list[Refused] = []
         self.lost: list[str] = []
-        self._prompts: dict[str, tuple[list[int], int]] = {}
+        self._prompts: dict[str, tuple[list[int], int, int]] = {}
         self.client: ControlClient
 
     def on_message(self, message: ControlMessage) -> None:
@@ -64,11 +65,13 @@ class Router:
         max_tokens: int = MAX_TOKENS,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        forks: tuple[str, ...] = (),
         **fields: Any,
     ) -> None:
-        """Post a request."""
+        """Post a request, and with it others that differ in their seeds."""
         prompt = prompt_of(9) if prompt is None else prompt
-        self._prompts[request_id] = prompt, max_tokens
+        for seed, name in enumerate((request_id, *forks), start=SEED):
+            self._prompts[name] = prompt, max_tokens, seed
         self.client.post(
             Generate(
                 request_id=request_id,
@@ -80,6 +83,10 @@ class Router:
                     prompt_logprobs=prompt_logprobs,
                 ),
                 prefill_workers=list(workers),
+                forks=[
+                    Fork(request_id=name, seed=seed)
+                    for seed, name in enumerate(forks, start=SEED + 1)
+                ],
                 **fields,
             )
         )
@@ -116,7 +123,11 @@ class Router:
         """Wait for the whole answer, which must be right."""
         await eventually(lambda: self._has_ended(request_id), timeout)
         assert self.outputs[request_id][-1].finish_reason == "length"
-        assert self.tokens(request_id) == expected_answer(*self._prompts[request_id])
+        assert self.tokens(request_id) == self.expected(request_id)
+
+    def expected(self, request_id: str = "r") -> list[int]:
+        """The whole answer."""
+        return expected_answer(*self._prompts[request_id])
 
     def _has_ended(self, request_id: str) -> bool:
         return any(output.finish_reason for output in self.outputs[request_id])

@@ -32,6 +32,7 @@ class Arrival:
     delay: int
     abort_after: int | None
     fork_after: int | None
+    children: list[int | None]  # when each aborts
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
         delay=draw(st.integers(0, 6)),
         abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
         fork_after=draw(st.sampled_from([None] * 6 + [1, 2, 4, 7])),
+        children=draw(st.lists(st.sampled_from([None, None, 0, 1, 3, 6]), max_size=3)),
     )
 
 
@@ -168,14 +170,31 @@ class Simulation:
             number, arrival = self.to_come.pop(0)
             sequence = self.make(number, arrival)
             limit = self.core.scheduler.limits.max_model_len
-            expected = generate(sequence, limit)[sequence.num_resumed_tokens :]
-            life = Life(arrival, sequence, expected)
+            lives = [self.begin(arrival, sequence)]
+            for index, abort_after in enumerate([] if sequence.prefill_only else arrival.children):
+                of_child = replace(arrival, abort_after=abort_after, fork_after=None)
+                lives.append(self.begin(of_child, self.make_child(sequence, index)))
             try:
-                self.core.add(sequence)
+                self.core.add(sequence, tuple(life.sequence for life in lives[1:]))
             except InvalidRequestError:
                 assert not 1 <= len(sequence.token_ids) < limit
             else:
-                self.lives[sequence.request_id] = life
+                self.lives |= {life.sequence.request_id: life for life in lives}
+
+    def begin(self, arrival: Arrival, sequence: Sequence) -> Life:
+        limit = self.core.scheduler.limits.max_model_len
+        return Life(arrival, sequence, generate(sequence, limit)[sequence.num_resumed_tokens :])
+
+    def make_child(self, parent: Sequence, index: int) -> Sequence:
+        return make_sequence(
+            f"{parent.request_id}-child{index}",
+            parent.token_ids[: parent.num_prompt_tokens],
+            resumed=parent.token_ids[parent.num_prompt_tokens :],
+            max_tokens=parent.spec.max_tokens,
+            stop=parent.stop_token_ids,
+            seed=2 + index,
+            remote_prefill=parent.remote_prefill,
+        )
 
     def make(self, number: int, arrival: Arrival) -> Sequence:
         plain = make_sequence(
@@ -270,10 +289,8 @@ class Simulation:
             stop=arrival.stop,
             seed=1 - arrival.seed,
         )
-        limit = self.core.scheduler.limits.max_model_len
-        expected = generate(child, limit)[child.num_resumed_tokens :]
         self.core.fork(parent, child)
-        self.lives[child.request_id] = Life(arrival, child, expected)
+        self.lives[child.request_id] = self.begin(arrival, child)
 
     def end_reservation(self, life: Life) -> None:
         sequence, fate = life.sequence, life.arrival.fate
@@ -311,4 +328,5 @@ class Simulation:
         scheduler = self.core.scheduler
         assert scheduler.pool.counts().used == 0
         assert list(scheduler.holders()) == []
+        assert scheduler.unforked == set()
         assert not self.core.has_work

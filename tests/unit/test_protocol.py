@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from pagewire.shared.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
 from pagewire.shared.protocol import (
+    MAX_FORKS,
     MAX_FRAME_BYTES,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Cancel,
     ControlMessage,
+    Fork,
     Generate,
     Ping,
     PromptScored,
@@ -185,6 +187,34 @@ def test_token_ids_out_of_range_are_refused(token: Any) -> None:
     )
     with pytest.raises(ProtocolError, match="prompt_token_ids"):
         decode(frame)
+
+
+def test_requests_with_one_prompt_differ_in_id_and_seed() -> None:
+    message = Generate(
+        request_id="r",
+        prompt_token_ids=[1, 2],
+        spec=RequestSpec(seed=7, top_k=3),
+        prefill_workers=["p"],
+        forks=[Fork(request_id="s", seed=-(2**63)), Fork(request_id="t", seed=2**63 - 1)],
+    )
+    assert decode(encode(message)) == message
+    each = message.each()
+    assert [(one.request_id, one.spec.seed) for one in each] == [
+        ("r", 7),
+        ("s", -(2**63)),
+        ("t", 2**63 - 1),
+    ]
+    for one in each:
+        assert (one.forks, one.prompt_token_ids, one.prefill_workers) == ([], [1, 2], ["p"])
+        assert one.spec.top_k == 3
+        assert one.each() == [one]
+
+
+def test_number_of_requests_in_a_message_is_bounded() -> None:
+    forks = [Fork(request_id=str(index), seed=index) for index in range(MAX_FORKS + 1)]
+    message = Generate(request_id="r", prompt_token_ids=[1], spec=RequestSpec(seed=7), forks=forks)
+    with pytest.raises(ProtocolError, match="forks"):
+        decode(encode(message))
 
 
 def test_a_setting_that_this_side_does_not_know_is_refused() -> None:

@@ -1,0 +1,207 @@
+"""Sequences that come together, with one prompt: it is computed once, then they fork."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.logprobs import Logprobs, join
+from pagewire.shared.request import RequestStatus
+from pagewire.tests.support.engine_turns import (
+    BOTH,
+    LIMIT,
+    assert_idle,
+    drain,
+    ends_of,
+    tokens_of,
+)
+from pagewire.tests.support.fake_device import generate, make_core, make_sequence, score
+
+pytestmark = pytest.mark.usefixtures("each_executor")
+
+
+def family(
+    length: int, count: int = 3, *, max_tokens: int = 12, remote_prefill: bool = False
+) -> list[Sequence]:
+    """A sequence and its children, with a seed each."""
+    return [
+        make_sequence(
+            f"s{seed}",
+            [1] * length,
+            seed=seed,
+            max_tokens=max_tokens,
+            remote_prefill=remote_prefill,
+        )
+        for seed in range(count)
+    ]
+
+
+def add(core: EngineCore, sequences: list[Sequence]) -> dict[str, list[int]]:
+    """Add a sequence with its children; returns what each should end with."""
+    wanted = {each.request_id: generate(each, LIMIT) for each in sequences}
+    core.add(sequences[0], tuple(sequences[1:]))
+    return wanted
+
+
+@BOTH
+@pytest.mark.parametrize("length", [2, 5, 7, 8, 9])
+@pytest.mark.parametrize("max_tokens", [1, 12])
+def test_children_share_a_prompt_that_is_computed_once(
+    overlap: bool, length: int, max_tokens: int
+) -> None:
+    core, device = make_core(overlap=overlap, caching=False)
+    wanted = add(core, family(length, max_tokens=max_tokens))
+    outputs = drain(core)
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted
+    assert ends_of(outputs) == dict.fromkeys(wanted, "length")
+    assert device.batches[0] == (length, 1)
+    # Each child runs the last token of the prompt again, and samples from it.
+    assert core.stats.prompt_tokens_computed == length + 2
+    assert core.stats.prefix_queries == length
+    assert_idle(core)
+
+
+def test_children_hold_their_last_block_only() -> None:
+    core, _ = make_core(caching=False)
+    add(core, family(9))  # two full blocks, and one for the last token
+    core.step()
+    assert core.scheduler.pool.counts().used == 3
+    core.step()
+    assert core.scheduler.pool.counts().used == 3 + 2
+    drain(core)
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_children_without_room_queue_before_all_others(caching: bool) -> None:
+    core, _ = make_core(max_num_seqs=2, max_num_batched_tokens=9, caching=caching)
+    wanted = add(core, family(9, count=4))
+    other = make_sequence("other", [0] * 5)
+    wanted |= add(core, [other])
+    first, _ = core.step()
+    assert [each.request_id for each in core.scheduler.waiting] == ["s2", "s3", "other"]
+    outputs = [*first, *drain(core)]
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted
+    # With a cache they find the full blocks again.
+    assert core.stats.prompt_tokens_computed == 9 + 1 + (1 if caching else 9) * 2 + 5
+    assert_idle(core)
+
+
+@BOTH
+def test_child_takes_the_place_of_a_sequence_that_ends_too_early(overlap: bool) -> None:
+    core, device = make_core(overlap=overlap, max_num_batched_tokens=8, caching=False)
+    wanted = add(core, family(10))
+    core.step()  # its first chunk
+    core.abort("s0")
+    outputs = drain(core)
+    assert tokens_of(outputs, "s0") == []
+    assert {name: tokens_of(outputs, name) for name in ("s1", "s2")} == {
+        name: wanted[name] for name in ("s1", "s2")
+    }
+    assert sum(tokens for tokens, _ in device.batches[:3]) == 8 + 10  # the second time in full
+    assert_idle(core)
+
+
+def test_child_goes_on_when_the_step_of_its_parent_fails() -> None:
+    core, device = make_core(overlap=True, caching=False)
+    wanted = add(core, family(9))
+    device.fail("fail_wait", "device on fire")
+    outputs = drain(core)
+    assert ends_of(outputs) == {"s0": "error", "s1": "length", "s2": "length"}
+    assert {name: tokens_of(outputs, name) for name in ("s1", "s2")} == {
+        name: wanted[name] for name in ("s1", "s2")
+    }
+    assert_idle(core)
+
+
+def test_child_that_ends_before_it_forks_leaves_the_others_alone() -> None:
+    core, _ = make_core(caching=False)
+    wanted = add(core, family(9))
+    core.abort("s1")
+    assert core.get("s1") is None
+    outputs = drain(core)
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s1": []}
+    assert_idle(core)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [8, 9])
+def test_children_of_a_prompt_computed_elsewhere_fork_when_its_kv_is_there(
+    overlap: bool, length: int
+) -> None:
+    core, device = make_core(overlap=overlap, caching=False)
+    sequences = family(length, remote_prefill=True)
+    wanted = add(core, sequences)
+    core.step()
+    assert [each.status for each in sequences] == [
+        RequestStatus.RESERVED,
+        RequestStatus.WAITING,
+        RequestStatus.WAITING,
+    ]
+    assert len(core.scheduler.reserved) == 1
+    device.write_prompt(sequences[0])
+    core.activate(sequences[0], wanted["s0"][0])
+    outputs = drain(core)
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s0": wanted["s0"][1:]}
+    assert core.stats.prompt_tokens_computed == 2
+    assert_idle(core)
+
+
+def test_first_child_is_reserved_when_its_reserved_parent_ends() -> None:
+    core, _ = make_core(caching=False)
+    parent, child, other = family(9, remote_prefill=True)
+    add(core, [parent, child, other])
+    core.step()
+    core.abort(parent.request_id)
+    core.step()
+    assert child.status is RequestStatus.RESERVED
+    assert core.scheduler.unforked == {other}
+    core.abort(child.request_id)
+    core.abort(other.request_id)
+    drain(core)
+    assert_idle(core)
+
+
+def test_children_get_the_log_probabilities_of_the_prompt_which_is_scored_once() -> None:
+    core, device = make_core(max_num_batched_tokens=6)
+    sequences = family(9)
+    for each in sequences:
+        each.spec = msgspec.structs.replace(each.spec, prompt_logprobs=0)
+    wanted = add(core, sequences)
+    outputs = drain(core)
+    for name in wanted:
+        mine = [output for output in outputs if output.request_id == name]
+        parts: list[Logprobs] = [
+            part.prompt_logprobs.tokens for part in mine if part.prompt_logprobs is not None
+        ]
+        assert all(part.prompt_logprobs is not None for part in mine[: len(parts)])
+        assert join(parts) == score([1] * 8)
+        assert tokens_of(outputs, name) == wanted[name]
+    assert device.batches[:2] == [(6, 1), (3, 1)]
+    assert core.stats.prompt_tokens_computed == 9 + 2
+    assert_idle(core)
+
+
+def test_children_count_in_the_queue() -> None:
+    core, _ = make_core(max_waiting=4)
+    add(core, family(5, count=3))
+    with pytest.raises(OverloadedError, match="3 requests are waiting"):
+        core.add(make_sequence("p", [0] * 3), (make_sequence("q", [0] * 3),))
+    add(core, [make_sequence("p", [0] * 3)])
+    with pytest.raises(OverloadedError):
+        core.add(make_sequence("q", [0] * 3))
+    drain(core)
+    assert_idle(core)
+
+
+def test_child_under_a_name_in_use_is_refused_with_its_parent() -> None:
+    core, _ = make_core()
+    add(core, [make_sequence("one", [1] * 3)])
+    with pytest.raises(InvalidRequestError, match="one already"):
+        core.add(make_sequence("two", [1] * 3), (make_sequence("one", [1] * 3),))
+    assert core.get("two") is None
+    drain(core)
+    assert_idle(core)
