@@ -6,18 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from pagewire.services.cli.bench import bench
-from pagewire.services.cli.chat import chat
-from pagewire.services.cli.complete import complete
+from pagewire.services.cli.bench.command import bench
+from pagewire.services.cli.client.chat import chat
+from pagewire.services.cli.client.complete import complete
+from pagewire.services.cli.client.status import status
 from pagewire.services.cli.decode import decode
-from pagewire.services.cli.doctor import doctor
+from pagewire.services.cli.doctor.command import doctor
 from pagewire.services.cli.help_page import SETTINGS, Command
-from pagewire.services.cli.machine import forget_impossible_width
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
-from pagewire.services.cli.status import status
 from pagewire.services.cli.stdout import checked_stdout
-from pagewire.services.cli.up import up
+from pagewire.services.cli.up.command import up
+from pagewire.services.cli.up.machine import forget_impossible_width
 from pagewire.services.cli.version import own_version, version
 
 

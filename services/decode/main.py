@@ -7,7 +7,7 @@ from pagewire.services.decode.service import DecodeService
 from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 

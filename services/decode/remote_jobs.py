@@ -1,6 +1,6 @@
 """Prompts of a decode worker that prefill workers compute: their jobs and their failures.
 
-reserved --> Prefill --> segments (shared/kv/receiver.py) ---+-- all there: the receiver activates
+reserved --> Prefill --> segments (the KV receiver's) --------+-- all there: the receiver activates
                 |                                            |
                 +------> PrefillDone: first token -----------+
                 |
@@ -18,18 +18,18 @@ from prometheus_client import Counter
 
 from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
 from pagewire.services.decode.worker_links import PrefillLink, PrefillLinks
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.kv.expectations import Completion
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.logprobs import PromptLogprobs
-from pagewire.shared.protocol import (
+from pagewire.shared.control.protocol import (
     CancelPrefill,
     ControlMessage,
     PrefillDone,
     PrefillFailed,
     PromptScored,
 )
-from pagewire.shared.request import RequestStatus
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.metrics import LocalPrefill

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagewire.shared.protocol import Generate, Prefill, Timings
+from pagewire.shared.control.protocol import Generate, Prefill, Timings
 from pagewire.shared.worker.metrics import LocalPrefill
 
 

@@ -22,13 +22,7 @@ from prometheus_client import Counter
 
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
-from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step_output import StepOutput, StepOutputs
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.logprobs import PromptLogprobs
-from pagewire.shared.protocol import (
+from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Generate,
@@ -38,6 +32,12 @@ from pagewire.shared.protocol import (
     TokenOutput,
     clip_text,
 )
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)

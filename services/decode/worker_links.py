@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagewire.shared.channel import ClusterKeys, ControlClient, make_client_id
+from pagewire.shared.cluster.registry import WorkerRecord
+from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
+from pagewire.shared.control.protocol import ControlMessage, KvHello, KvWelcome
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import ChannelError, PagewireError, TransferError
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.protocol import ControlMessage, KvHello, KvWelcome
-from pagewire.shared.registry import WorkerCard
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.tasks import TaskSet
@@ -34,7 +34,7 @@ class PrefillLink:
         is_open: jobs may use the link.
     """
 
-    card: WorkerCard
+    record: WorkerRecord
     client: ControlClient
     welcome: asyncio.Future[KvWelcome]
     tested: asyncio.Future[None]
@@ -45,12 +45,12 @@ class PrefillLink:
     @property
     def worker_id(self) -> str:
         """Of the prefill worker."""
-        return self.card.worker_id
+        return self.record.worker_id
 
     @property
     def epoch(self) -> int:
         """Of the prefill worker's life."""
-        return self.card.epoch
+        return self.record.epoch
 
     def post(self, message: ControlMessage) -> bool:
         """Queue a message; False if the connection is gone."""
@@ -90,7 +90,7 @@ class PrefillLinks:
         identity: WorkerIdentity,
         engine: EngineHandle,
         receiver: KvReceiver,
-        workers: Callable[[], Sequence[WorkerCard]],
+        workers: Callable[[], Sequence[WorkerRecord]],
         keys: ClusterKeys,
         tasks: TaskSet,
         *,
@@ -127,18 +127,18 @@ class PrefillLinks:
 
     async def _keep_open(self) -> None:
         while True:
-            for card in self._workers():
-                self._follow(card)
+            for record in self._workers():
+                self._follow(record)
             await asyncio.sleep(self._heartbeat_s)
 
-    def _follow(self, card: WorkerCard) -> None:
+    def _follow(self, record: WorkerRecord) -> None:
         """See that there is a link to a worker's present life, or an attempt at one."""
-        link = self._links.get(card.worker_id)
-        if link is not None and link.epoch != card.epoch:
+        link = self._links.get(record.worker_id)
+        if link is not None and link.epoch != record.epoch:
             self._lose(link, "it was restarted")
-        if card.worker_id not in self._links and card.state == "ready":
-            link = self._links[card.worker_id] = self._new_link(card)
-            link.opening = self._tasks.spawn(self._try_open(link), f"link to {card.worker_id}")
+        if record.worker_id not in self._links and record.state == "ready":
+            link = self._links[record.worker_id] = self._new_link(record)
+            link.opening = self._tasks.spawn(self._try_open(link), f"link to {record.worker_id}")
 
     async def _try_open(self, link: PrefillLink) -> None:
         try:
@@ -155,16 +155,16 @@ class PrefillLinks:
         Raises:
             PagewireError, TimeoutError: that failed.
         """
-        card, timeout_s = link.card, self._timeout_s
+        record, timeout_s = link.record, self._timeout_s
         pong = await link.client.connect(timeout_s)
-        if (pong.worker_id, pong.epoch) != (card.worker_id, card.epoch):
-            raise ChannelError(f"{card.endpoint} is another worker's by now")
+        if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
+            raise ChannelError(f"{record.endpoint} is another worker's by now")
         kv = await self._offer(link)
         async with asyncio.timeout(timeout_s):
             welcome = await link.welcome
         if welcome.error is not None:
             # It may be reached only by what was left out.
-            self._unfit.pop((card.worker_id, card.epoch), None)
+            self._unfit.pop((record.worker_id, record.epoch), None)
             raise TransferError(welcome.error)
         await self._engine.call(
             lambda _core: self._receiver.accept(kv, welcome.carrier, welcome.reply), timeout_s
@@ -173,9 +173,9 @@ class PrefillLinks:
             async with asyncio.timeout(timeout_s):
                 await link.tested
         except TimeoutError:
-            self._leave_out(card, welcome.carrier)
+            self._leave_out(record, welcome.carrier)
             raise
-        logger.info("linked to %s by %s", card.worker_id, welcome.carrier)
+        logger.info("linked to %s by %s", record.worker_id, welcome.carrier)
 
     async def _offer(self, link: PrefillLink) -> ReceiverLink:
         """Offer a link for blocks."""
@@ -201,7 +201,7 @@ class PrefillLinks:
         )
         return kv
 
-    def _new_link(self, card: WorkerCard) -> PrefillLink:
+    def _new_link(self, record: WorkerRecord) -> PrefillLink:
         loop = asyncio.get_running_loop()
 
         def on_message(message: ControlMessage) -> None:
@@ -211,7 +211,7 @@ class PrefillLinks:
                 self.on_message(link, message)
 
         client = ControlClient(
-            card.endpoint,
+            record.endpoint,
             self._keys,
             make_client_id(self._identity.worker_id),
             on_message,
@@ -219,7 +219,7 @@ class PrefillLinks:
             heartbeat_s=self._heartbeat_s,
             lease_s=self._lease_s,
         )
-        link = PrefillLink(card, client, loop.create_future(), loop.create_future())
+        link = PrefillLink(record, client, loop.create_future(), loop.create_future())
         return link
 
     def _on_welcome(self, link: PrefillLink, message: KvWelcome) -> None:
@@ -239,14 +239,14 @@ class PrefillLinks:
         for link in list(self._links.values()):
             if link.kv is kv:
                 if kv.carrier and not link.tested.done():
-                    self._leave_out(link.card, kv.carrier)
+                    self._leave_out(link.record, kv.carrier)
                 self._lose(link, reason)
 
-    def _leave_out(self, card: WorkerCard, carrier: str) -> None:
+    def _leave_out(self, record: WorkerRecord, carrier: str) -> None:
         """Note that nothing comes by a carrier."""
         known = {(worker.worker_id, worker.epoch) for worker in self._workers()}
         self._unfit = {life: unfit for life, unfit in self._unfit.items() if life in known}
-        unfit = self._unfit.setdefault((card.worker_id, card.epoch), set())
+        unfit = self._unfit.setdefault((record.worker_id, record.epoch), set())
         unfit.add(carrier)
         if unfit.issuperset(self._receiver.carriers):  # the others may work again by now
             unfit.clear()
@@ -262,7 +262,7 @@ class PrefillLinks:
             logger.warning("lost %s: %s", link.worker_id, reason)
             self.on_lost(link)
         else:
-            text = f"no link to {link.worker_id} at {link.card.endpoint}: {reason}"
+            text = f"no link to {link.worker_id} at {link.record.endpoint}: {reason}"
             self._complaints.say(link.worker_id, link.epoch, text)
 
     def _end(self, link: PrefillLink) -> None:

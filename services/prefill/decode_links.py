@@ -10,12 +10,18 @@ from dataclasses import dataclass
 import msgspec
 
 from pagewire.shared.addresses import numeric_endpoint
+from pagewire.shared.control.protocol import (
+    BlockLayout,
+    ControlMessage,
+    KvHello,
+    KvWelcome,
+    clip_text,
+)
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import LayoutMismatchError, PagewireError, TransferError
-from pagewire.shared.kv.sender import KvSender
-from pagewire.shared.kv.sender_link import SenderLink
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.protocol import BlockLayout, ControlMessage, KvHello, KvWelcome, clip_text
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.tasks import TaskSet
 

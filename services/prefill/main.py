@@ -6,7 +6,7 @@ from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.worker.runtime import Service, WorkerRuntime, run_worker
 
 

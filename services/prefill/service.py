@@ -14,13 +14,7 @@ import logging
 from collections.abc import Callable
 
 from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
-from pagewire.shared.kv.sender import KvSender
-from pagewire.shared.kv.sender_link import SenderLink
-from pagewire.shared.protocol import (
+from pagewire.shared.control.protocol import (
     CancelPrefill,
     ControlMessage,
     KvHello,
@@ -30,6 +24,12 @@ from pagewire.shared.protocol import (
     PromptScored,
     clip_text,
 )
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 

@@ -13,7 +13,7 @@ import prometheus_client
 import uvicorn
 import uvloop
 
-from pagewire.services.router.app import create_app
+from pagewire.services.router.http.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError

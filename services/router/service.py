@@ -14,26 +14,26 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from pagewire.services.router.decode_links import DecodeLinks
-from pagewire.services.router.dispatch import Dispatcher
-from pagewire.services.router.health import describe_services
-from pagewire.services.router.http_io import BodyMemory
-from pagewire.services.router.inputs import GenerationInput
-from pagewire.services.router.load_ledger import LoadLedger
-from pagewire.services.router.metrics import RouterMetrics
-from pagewire.services.router.placer import Placer
-from pagewire.services.router.policy import Policy, PrefixPolicy, RoundRobinPolicy
-from pagewire.services.router.served_model import ServedModel
+from pagewire.services.router.dispatch.decode_links import DecodeLinks
+from pagewire.services.router.dispatch.dispatcher import Dispatcher
+from pagewire.services.router.http.health import describe_services
+from pagewire.services.router.http.http_io import BodyMemory
+from pagewire.services.router.http.inputs import GenerationInput
+from pagewire.services.router.metrics.requests import RouterMetrics
+from pagewire.services.router.metrics.state import StateCollector
+from pagewire.services.router.metrics.workers import WorkerScraper, render
+from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
+from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.startup import Startup
-from pagewire.services.router.state_metrics import StateCollector
-from pagewire.services.router.worker_metrics import WorkerScraper, render
-from pagewire.shared.channel import ClusterKeys
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.registry import Registry, WorkerDirectory
 from pagewire.shared.config import RouterSettings
+from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.errors import NoWorkerError
-from pagewire.shared.prefix_index import PrefixIndex
-from pagewire.shared.protocol import PROTOCOL_VERSION
-from pagewire.shared.redis_client import cluster_tag, connect_redis
-from pagewire.shared.registry import Registry, WorkerDirectory
+from pagewire.shared.index.prefix_index import PrefixIndex
 
 INLINE_BODY_BYTES = 8 << 10  # a larger body is read in a thread, while the streams go on
 INPUT_THREADS = 2
@@ -71,15 +71,15 @@ class RouterService:
         )
         self._index = PrefixIndex(redis, tag)
         # A worker's record is renewed each heartbeat and read each half.
-        ledger = LoadLedger(settle_s=2 * settings.heartbeat_s)
-        self.placer = Placer(
-            secret, self.directory, self._links, self._index, _policy(settings), ledger
+        in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
+        self.selector = WorkerSelector(
+            secret, self.directory, self._links, self._index, _policy(settings), in_flight
         )
         self.metrics = RouterMetrics(model.name)
         self.dispatcher = Dispatcher(
-            self.placer,
+            self.selector,
             self._links,
-            ledger,
+            in_flight,
             self.metrics,
             settings.max_queue,
             settings.request_timeout_s,
@@ -127,12 +127,12 @@ class RouterService:
     @property
     def max_model_len(self) -> int:
         """Prompt and answer together, in tokens."""
-        return self.placer.max_model_len(self.model.max_model_len)
+        return self.selector.max_model_len(self.model.max_model_len)
 
     @property
     def can_serve(self) -> bool:
         """Whether a request would find a decode worker."""
-        return not self.is_draining and bool(self.placer.decode_cards())
+        return not self.is_draining and bool(self.selector.decode_records())
 
     def check_room(self) -> None:
         """Check, before a request costs anything, that there is room for it.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pagewire.kernels import Ops
 from pagewire.kernels.kv_staging import empty_order, fill_order, max_blocks
 from pagewire.shared.engine.cuda_graph import GraphPool, Marker
-from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.kv.parts import BlockParts
 
 # Launches a move, given the list of blocks, the slot, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]

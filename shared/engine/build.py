@@ -14,6 +14,7 @@ import torch
 
 from pagewire.kernels import BackendName, Ops, load_ops
 from pagewire.shared.config import EngineSettings
+from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
@@ -23,14 +24,13 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, TableEntries
 from pagewire.shared.engine.threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
-from pagewire.shared.kv_cache.block_hash import BlockHasher
-from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.kv_cache.storage import KvShape
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
-from pagewire.shared.protocol import BlockLayout
 from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
 from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import StepPlan, StepResult, StepScores
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs, prompt_outputs, token_output
 from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs
-from pagewire.shared.request import RequestStatus
 
 logger = logging.getLogger(__name__)
 

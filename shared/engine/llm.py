@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from pagewire.shared.answer_text import AnswerEnd, TextAssembler
-from pagewire.shared.chat_messages import read_conversation
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine, new_sequence
 from pagewire.shared.engine.llm_progress import GenerationProgress
@@ -17,11 +15,13 @@ from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOut
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
-from pagewire.shared.kv_cache.block_pool import BlockCounts
+from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
-from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.shared.text.answer_text import AnswerEnd, TextAssembler
+from pagewire.shared.text.chat_messages import read_conversation
+from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
 DEFAULT_TOKENS = 16  # of an answer to a prompt; in a chat, what fits

@@ -31,14 +31,14 @@ from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.scoring import Scoring
 from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
-from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
+from pagewire.shared.model.inputs import ForwardBatch, OnLayerEnd
 
 
 class CausalLM(Protocol):
     """What the runner needs of a model."""
 
     def forward(
-        self, batch: ForwardBatch, kv_pool: torch.Tensor, behind_layer: BehindLayer | None = None
+        self, batch: ForwardBatch, kv_pool: torch.Tensor, on_layer_end: OnLayerEnd | None = None
     ) -> torch.Tensor:
         """Return the final hidden states [T, hidden]; writes the step's KV."""
         ...
@@ -210,13 +210,13 @@ class ModelRunner:
         positions = torch.where(is_real, inputs.positions + 1, 0)
         return self._sample(self._compute_logits(hidden), slots, positions)
 
-    def prefill(self, inputs: PrefillInputs, behind_layer: BehindLayer | None = None) -> Sampled:
+    def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Sampled:
         """Run a step of prefill chunks alone; those sample that are to.
 
         Everything is read from and written to the device, so that this can be captured.
         """
         forward = inputs.forward_batch(self.state.block_tables)
-        hidden = self.model.forward(forward, self.kv_pool, behind_layer)
+        hidden = self.model.forward(forward, self.kv_pool, on_layer_end)
         logits = self._compute_logits(hidden[inputs.rows])
         return self._sample(logits, inputs.sample_slots, inputs.sample_positions)
 
@@ -259,21 +259,21 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the model; returns hidden states, slots and positions of the rows that sample."""
         state = self.state
-        behind_layer = self._marking(self._part_markers) if self._marks_parts else None
+        on_layer_end = self._marking(self._part_markers) if self._marks_parts else None
         if not chunks:
             decode_slots = state.upload([slots])[0]
             decodes = self._decode_inputs(decode_slots)
-            hidden = self.model.forward(decodes, self.kv_pool, behind_layer)
+            hidden = self.model.forward(decodes, self.kv_pool, on_layer_end)
             return hidden, decode_slots, decodes.positions + 1
         inputs = PrefillInputs.build(chunks, self.block_size, state.host_tables).to(state.device)
         forward = inputs.forward_batch(state.block_tables)
         if not slots:
-            hidden = self.model.forward(forward, self.kv_pool, behind_layer)
+            hidden = self.model.forward(forward, self.kv_pool, on_layer_end)
             self._score_prompts(hidden, chunks)
             return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
         decode_slots = state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
-        hidden = self.model.forward(_joined(decodes, forward), self.kv_pool, behind_layer)
+        hidden = self.model.forward(_joined(decodes, forward), self.kv_pool, on_layer_end)
         self._score_prompts(hidden[len(slots) :], chunks)
         decode_rows = torch.arange(len(slots), device=state.device)
         return (
@@ -301,7 +301,7 @@ class ModelRunner:
         state.position.index_copy_(0, slots, positions)
         return Sampled(tokens, logits)
 
-    def _marking(self, markers: list[Marker], *, in_graph: bool = False) -> BehindLayer:
+    def _marking(self, markers: list[Marker], *, in_graph: bool = False) -> OnLayerEnd:
         """Return what notes the ends of the parts in a list as a step is launched."""
         layers_per_part = self.kv_pool.shape[1] // self.mover.parts.count
 

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 
 _EXPECTED = (
     'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}, '

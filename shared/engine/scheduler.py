@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
 from pagewire.shared.engine.sequence import Sequence, slot_of
 from pagewire.shared.engine.sequence_table import SequenceTable
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import SchedulingError
-from pagewire.shared.request import RequestStatus
 
 
 @dataclass(slots=True)

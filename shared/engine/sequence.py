@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagewire.shared.engine.status import RequestStatus, check_transition
 from pagewire.shared.errors import IntegrityError
-from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
-from pagewire.shared.request import RequestStatus, check_transition
+from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.sampling import RequestSpec
 
 

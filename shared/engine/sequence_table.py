@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pagewire.shared.engine.decode_batch import DecodeBatch
 from pagewire.shared.engine.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
-from pagewire.shared.kv_cache.block_hash import BlockHasher
-from pagewire.shared.kv_cache.block_pool import BlockPool
-from pagewire.shared.request import RequestStatus
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool
 
 _BLOCKS_ARE_GOOD = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 

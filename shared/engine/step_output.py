@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import FinishReason, RequestStatus
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
-from pagewire.shared.request import FinishReason, RequestStatus
 
 
 class StepOutput(msgspec.Struct, frozen=True, gc=False):

@@ -15,7 +15,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.waker import Waker
 from pagewire.shared.errors import IntegrityError, OverloadedError
-from pagewire.shared.kv_cache.block_pool import BlockCounts
+from pagewire.shared.kv.block_pool import BlockCounts
 
 logger = logging.getLogger(__name__)
 

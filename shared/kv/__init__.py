@@ -1,15 +1,10 @@
-"""The KV endpoint: moves KV blocks from a prefill worker's pool into a decode worker's.
+"""KV blocks: their layout and hashes, the pool that owns them, and how they move between workers.
 
-    prefill worker                                        decode worker
-    pool --pack--> staging --carrier: payload-----------> staging --unpack, check--> pool
-                   sender.py --Segment-------> socket -> receiver.py
-                   credits.py <-Ack, Grant, Reclaim-----  credits.py
+Entry points: `BlockPool` (block_pool.py) in a worker's engine, `BlockHasher` (block_hash.py) there
+and in routers, the endpoint's `KvSender` and `KvReceiver`.
+Read first: `block_pool.py`, `block_hash.py`, `endpoint/__init__.py`. `carriers/` has one file for
+each way of moving a payload.
 
-A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py): hooks
-of the engine that run in the engine's thread, between steps. Nothing here waits: what takes
-time is polled. Read first: `messages.py` (the protocol), `sender.py`, `receiver.py`; what both have
-is in `endpoint.py`. The state of both halves of a link is pure (`credits.py`, `segments.py`).
-`carriers/` has one file for each way of moving a payload.
-
-May import: the engine's plans and seams, `shared.kv_cache`, `shared.protocol`, `kernels`.
+May import: `shared.control.protocol`, `kernels`; `endpoint` also the engine's plans and seams.
+`block_hash.py` and `layout.py` never import torch: routers use them.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 # Called with the number of a layer that has been launched, its writes to the KV pool included.
-BehindLayer = Callable[[int], None]
+OnLayerEnd = Callable[[int], None]
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.config import ModelConfig
-from pagewire.shared.model.inputs import BehindLayer, ForwardBatch
+from pagewire.shared.model.inputs import ForwardBatch, OnLayerEnd
 from pagewire.shared.model.layers import Linear, NamedTarget, RmsNorm
 from pagewire.shared.model.rope import cos_sin_table
 
@@ -206,14 +206,14 @@ class LlamaForCausalLM:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv_pool: torch.Tensor, behind_layer: BehindLayer | None = None
+        self, batch: ForwardBatch, kv_pool: torch.Tensor, on_layer_end: OnLayerEnd | None = None
     ) -> torch.Tensor:
         """Run one step.
 
         Args:
             batch: the step's tokens, `[T]`.
             kv_pool: `[NB, L, 2, KH, BS, D]`; the tokens' keys and values are written to it.
-            behind_layer: called with the number of each layer, from 0, once it is launched.
+            on_layer_end: called with the number of each layer, from 0, once it is launched.
 
         Returns:
             Hidden states after the last normalisation, `[T, hidden]`.
@@ -223,8 +223,8 @@ class LlamaForCausalLM:
         caches = kv_pool.unbind(1)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, caches, strict=True)):
             hidden, residual = layer.forward(hidden, residual, batch, kv_cache)
-            if behind_layer is not None:
-                behind_layer(index)
+            if on_layer_end is not None:
+                on_layer_end(index)
         return self.norm(hidden, residual)[0]
 
     @torch.inference_mode()

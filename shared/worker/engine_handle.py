@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves, StepHook
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.errors import PagewireError, TransferTimeoutError
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import BlockLayout
+from pagewire.shared.kv.parts import BlockParts
 
 T = TypeVar("T")
 

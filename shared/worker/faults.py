@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from pagewire.shared.channel import ControlServer
-from pagewire.shared.fault_metrics import ignored_records, labelled
-from pagewire.shared.prefix_index import IndexPublisher
-from pagewire.shared.registry import CardPublisher, Registry
+from pagewire.shared.cluster.registry import CardPublisher, Registry
+from pagewire.shared.control.channel import ControlServer
+from pagewire.shared.index.prefix_index import IndexPublisher
+from pagewire.shared.metrics.faults import ignored_records, labelled
 
 
 class WorkerFaults:

@@ -12,17 +12,17 @@ import torch
 
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.config import WorkerSettings
+from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
 from pagewire.shared.installing import install_command
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.sender import KvSender
-from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.staging import Staging
-from pagewire.shared.kv.waking import FdWatch
-from pagewire.shared.protocol import Role
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pagewire.shared.fault_metrics import labelled
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.sender import KvSender
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.metrics.faults import labelled
 
 OUTCOMES = ("ok", "corrupt", "dropped")
 

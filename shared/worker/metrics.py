@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pagewire.shared.addresses import with_host
-from pagewire.shared.background import end_task, start_task
+from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.load_metrics import load_families
-from pagewire.shared.worker_card import WorkerLoad
+from pagewire.shared.metrics.load import load_families
 
 STOP_TIMEOUT_S = 5.0
 

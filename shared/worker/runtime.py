@@ -22,29 +22,29 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pagewire.shared.addresses import advertised_host, with_host
-from pagewire.shared.channel import ClusterKeys, ControlServer
-from pagewire.shared.config import WorkerSettings
-from pagewire.shared.engine.build import BuiltEngine, build_engine
-from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.sender import KvSender
-from pagewire.shared.kv.sockets import KvSockets
-from pagewire.shared.kv.staging import make_staging
-from pagewire.shared.kv_cache.block_hash import BlockHash
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.logs import configure_logging
-from pagewire.shared.model.source import default_served_name
-from pagewire.shared.prefix_index import IndexPublisher, PrefixIndex
-from pagewire.shared.protocol import PROTOCOL_VERSION, ControlMessage, Role
-from pagewire.shared.redis_client import cluster_tag, connect_redis
-from pagewire.shared.registry import (
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.registry import (
     CardPublisher,
     LinkInfo,
     Registry,
-    WorkerCard,
     WorkerDirectory,
+    WorkerRecord,
 )
+from pagewire.shared.config import WorkerSettings
+from pagewire.shared.control.channel import ClusterKeys, ControlServer
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role
+from pagewire.shared.engine.build import BuiltEngine, build_engine
+from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.index.prefix_index import IndexPublisher, PrefixIndex
+from pagewire.shared.kv.block_hash import BlockHash
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sockets import KvSockets
+from pagewire.shared.kv.endpoint.staging import make_staging
+from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.logs import configure_logging
+from pagewire.shared.model.source import default_served_name
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
@@ -204,7 +204,7 @@ class WorkerRuntime:
         service.start()
         stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened again
         stack.push_async_callback(service.close)
-        self._publisher = CardPublisher(self._registry, self._card, settings.heartbeat_s)
+        self._publisher = CardPublisher(self._registry, self._record, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
         self.metrics_registry.register(
@@ -342,8 +342,8 @@ class WorkerRuntime:
         if not await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S):
             logger.error("the engine did not stop within %g s", ENGINE_STOP_S)
 
-    def _card(self) -> WorkerCard:
-        return WorkerCard(
+    def _record(self) -> WorkerRecord:
+        return WorkerRecord(
             protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
             role=self.role,

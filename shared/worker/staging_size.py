@@ -6,9 +6,9 @@ import sys
 
 import torch
 
+from pagewire.shared.control.protocol import MAX_BLOCKS_PER_SLOT
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import MAX_BLOCKS_PER_SLOT
+from pagewire.shared.kv.parts import BlockParts
 
 # Unless one is asked for, or a single block is larger. A segment costs each side a fraction of a
 # millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots

@@ -15,7 +15,7 @@ import pytest
 
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.timeout(240)

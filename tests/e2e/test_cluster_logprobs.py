@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
 

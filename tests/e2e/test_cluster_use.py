@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from pagewire.loadtest.gpu.client import Answer, Client
+from pagewire.loadtest.bench.client import Answer, Client
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 

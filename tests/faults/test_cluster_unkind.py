@@ -170,7 +170,7 @@ def test_a_frozen_redis_costs_no_request(asked: Expectation) -> None:
     try:
         with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body) as response:
             next(response.iter_lines())
-            time.sleep(2.5)  # by now the card in Redis speaks of its blocks, and will for long
+            time.sleep(2.5)  # by now the record in Redis speaks of its blocks, and will for long
             os.kill(pid, signal.SIGSTOP)
         cluster.wait_idle(WORKERS)
         asked.answers_rightly()

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.shared.channel import ClusterKeys
-from pagewire.shared.errors import ChannelError
-from pagewire.shared.protocol import (
+from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Ping,
     decode,
     encode,
 )
+from pagewire.shared.errors import ChannelError
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
     WAIT_S,

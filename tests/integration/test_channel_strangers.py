@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pagewire.shared.channel import ClusterKeys, ControlClient
-from pagewire.shared.channel_auth import ZapHandler
-from pagewire.shared.errors import ChannelError
-from pagewire.shared.loop_socket import LoopSocket
-from pagewire.shared.protocol import (
+from pagewire.shared.control.auth import ZapHandler
+from pagewire.shared.control.channel import ClusterKeys, ControlClient
+from pagewire.shared.control.loop_socket import LoopSocket
+from pagewire.shared.control.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Cancel,
     Ping,
     encode,
 )
+from pagewire.shared.errors import ChannelError
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
     KEYS,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire.services.cli.doctor import check_port, check_redis
+from pagewire.services.cli.doctor.command import check_port, check_redis
 from pagewire.shared.config import RouterSettings, load_settings
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.client_cluster import CLI, Cluster, client_cluster, pagewire
@@ -76,7 +76,7 @@ def test_doctor_ends_with_a_command_that_works(cluster: Cluster, redis_server: R
 def test_probe_says_where_ucx_does_not_start_in_a_second_process() -> None:
     """As where the GPU's memory is full."""
     code = "import sys; sys.argv[1:] = ['ucx']; sys.executable = '/bin/false'; "
-    code += "from pagewire.services.cli.doctor_probe import main; main()"
+    code += "from pagewire.services.cli.doctor.probe import main; main()"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=60)
     found = json.loads(done.stdout.splitlines()[-1])
     assert "UCX does not start in a second process" in found["error"]

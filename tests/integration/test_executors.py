@@ -13,9 +13,9 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.executor import PendingStep
 from pagewire.shared.engine.recording import Recorder, replay
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.errors import IntegrityError
-from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 

@@ -13,18 +13,18 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.decode.main import make_service
-from pagewire.shared.channel import ClusterKeys
+from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.protocol import PROTOCOL_VERSION
-from pagewire.shared.redis_client import cluster_tag
+from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.cards import card
 from pagewire.tests.support.control import raw_peer
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import SECRET, live_router
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.worker_records import record
 
 KEYS = ClusterKeys.derive(SECRET)
 OF_WORKER = {"worker": "decode-0", "role": "decode"}
@@ -86,7 +86,7 @@ async def decode_worker(redis: RedisServer) -> AsyncIterator[WorkerRuntime]:
 
 def leave_records(redis: RedisServer) -> None:
     """Put two worker records into Redis that nobody can use."""
-    later = msgspec.to_builtins(card("later", protocol=PROTOCOL_VERSION + 1))
+    later = msgspec.to_builtins(record("later", protocol=PROTOCOL_VERSION + 1))
     prefix = f"pagewire:{cluster_tag(SECRET)}:worker"
     with redis.client() as client:
         client.set(f"{prefix}:later", msgspec.msgpack.encode(later))

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from pagewire.shared import prefix_index
 from pagewire.shared.errors import RedisUnavailableError
-from pagewire.shared.kv_cache.block_hash import BlockHash
-from pagewire.shared.prefix_index import (
+from pagewire.shared.index import prefix_index
+from pagewire.shared.index.prefix_index import (
     BATCH_BLOCKS,
     MAX_PENDING,
     IndexPublisher,
 )
+from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.prefix import (
     EPOCH,

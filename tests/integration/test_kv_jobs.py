@@ -7,9 +7,9 @@ import time
 import msgspec
 import pytest
 
+from pagewire.shared.control.protocol import CancelPrefill, Prefill, PrefillFailed
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.protocol import CancelPrefill, Prefill, PrefillFailed
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
@@ -259,7 +259,7 @@ def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
             decode_worker() as d,
             router_of(d) as router,
         ):
-            d.cards = [p.card(), q.card()]
+            d.records = [p.record(), q.record()]
             await eventually(lambda: q.hellos)
             with kv_link_by_hand(q.hellos[0][1]) as link:
                 q.welcome()

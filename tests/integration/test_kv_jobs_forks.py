@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.protocol import Prefill
+from pagewire.shared.control.protocol import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
@@ -142,7 +142,7 @@ def test_job_that_fails_is_done_again_for_all(then: str, late: bool) -> None:
             decode_worker() as d,
             router_of(d) as router,
         ):
-            d.cards = [failing.card(), *([other.card()] if then == "next" else [])]
+            d.records = [failing.record(), *([other.record()] if then == "next" else [])]
             await eventually(lambda: failing.hellos)
             with kv_link_by_hand(failing.hellos[0][1]) as link:
                 failing.welcome()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pagewire.shared.control.protocol import PromptScored
 from pagewire.shared.logprobs import PromptLogprobs
-from pagewire.shared.protocol import PromptScored
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import score
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
@@ -57,7 +57,7 @@ def test_job_that_fails_among_its_parts_is_scored_again(then: str) -> None:
             decode_worker() as d,
             router_of(d) as router,
         ):
-            d.cards = [failing.card(), *([other.card()] if then == "next" else [])]
+            d.records = [failing.record(), *([other.record()] if then == "next" else [])]
             await eventually(lambda: failing.hellos)
             with kv_link_by_hand(failing.hellos[0][1]) as link:
                 failing.welcome()

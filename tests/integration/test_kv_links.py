@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import hello_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.kv.parts import BlockParts
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import decode_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
@@ -33,7 +33,7 @@ def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
             decode_worker("decode-1", layout=other) as d,
         ):
             await same.link_to(p)
-            d.cards = [p.card()]
+            d.records = [p.record()]
             await eventually(lambda: "no link to prefill-0" in caplog.text)
             await asyncio.sleep(4 * d.times.heartbeat_s)  # it asks again and again
             assert same.is_linked() and not d.is_linked()
@@ -137,7 +137,7 @@ def test_one_prefill_worker_more_than_fits_is_refused_by_name(
             router = await stack.enter_async_context(router_of(d))
             await d.link_to(*workers[:8])
             links = d.links.usable()
-            d.cards.append(workers[8].card())
+            d.records.append(workers[8].record())
             await eventually(lambda: "no link to prefill-8" in caplog.text)
             for n in range(9):  # named or not, the ninth gets no job
                 router.generate(f"r{n}", prompt_of(9, first=n), (f"prefill-{n}",))
@@ -146,7 +146,7 @@ def test_one_prefill_worker_more_than_fits_is_refused_by_name(
                 f"prefill-{n}" for n in range(8)
             ]
             assert d.links.usable() == links
-            d.cards = [worker.card() for worker in workers[1:]]
+            d.records = [worker.record() for worker in workers[1:]]
             workers[0].must_be_idle = False
             await workers[0].server.close()
             await eventually(lambda: d.is_linked("prefill-8"))
@@ -180,7 +180,7 @@ def test_a_link_is_tested_although_another_ones_segments_fill_the_senders_stagin
             p.device.has_moved = False
             router.generate()
             await eventually(lambda: not p.staging.num_free)
-            second.cards = [p.card()]
+            second.records = [p.record()]
             await eventually(lambda: p.sender.num_links == 2)
             await asyncio.sleep(0.2)  # the new link gets its credits
             p.device.has_moved = True

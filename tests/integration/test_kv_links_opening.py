@@ -45,7 +45,7 @@ def test_a_silent_worker_delays_no_link_to_another() -> None:
             prefill_worker() as p,
             decode_worker() as d,
         ):
-            d.cards = [mute.card(), p.card()]
+            d.records = [mute.record(), p.record()]
             await eventually(d.is_linked, SOON_S)
             await eventually(lambda: mute.hellos, SOON_S)
             assert len(mute.hellos) == 1  # one attempt at a time
@@ -58,9 +58,9 @@ def test_a_worker_that_ends_before_its_welcome_is_tried_again_at_once() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d:
             async with prefill_by_hand() as mute:
-                d.cards = [mute.card()]
+                d.records = [mute.record()]
                 await eventually(lambda: mute.hellos)
-            d.cards = [p.card()]
+            d.records = [p.record()]
             await eventually(d.is_linked, SOON_S)
 
     run_async(scenario())
@@ -75,7 +75,7 @@ def test_a_restarted_worker_gets_a_new_link_and_loses_the_old_one() -> None:
             router_of(d) as router,
         ):
             await d.link_to(old)
-            d.cards = [new.card()]  # the old process hangs, say
+            d.records = [new.record()]  # the old process hangs, say
             await eventually(lambda: d.is_linked(epoch=2))
             await eventually(lambda: not old.sender.num_links)
             assert (new.sender.num_links, d.receiver.num_links) == (1, 1)
@@ -93,9 +93,9 @@ def test_a_new_life_does_not_wait_for_the_end_of_an_attempt_at_the_old_one() -> 
             prefill_worker(epoch=2) as new,
             decode_worker() as d,
         ):
-            d.cards = [old.card()]
+            d.records = [old.record()]
             await eventually(lambda: old.hellos)
-            d.cards = [new.card()]
+            d.records = [new.record()]
             await eventually(lambda: d.is_linked(epoch=2), SOON_S)
             assert d.receiver.num_links == 1
 
@@ -105,9 +105,9 @@ def test_a_new_life_does_not_wait_for_the_end_of_an_attempt_at_the_old_one() -> 
 def test_another_life_than_the_records_is_not_linked_to(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with prefill_worker(epoch=2) as p, decode_worker() as d:
-            d.cards = [p.card(epoch=1)]
+            d.records = [p.record(epoch=1)]
             await eventually(lambda: "is another worker's by now" in caplog.text)
-            d.cards = [p.card(worker_id="prefill-9")]
+            d.records = [p.record(worker_id="prefill-9")]
             await eventually(lambda: "no link to prefill-9" in caplog.text)
             assert not d.links.usable()
             await d.link_to(p)
@@ -121,8 +121,8 @@ def test_a_worker_whose_endpoint_is_nonsense_is_one_warning(
 ) -> None:
     async def scenario() -> None:
         async with prefill_worker("prefill-1") as p, decode_worker() as d:
-            nowhere = p.card(worker_id="prefill-0", endpoint=endpoint)
-            d.cards = [nowhere, p.card()]
+            nowhere = p.record(worker_id="prefill-0", endpoint=endpoint)
+            d.records = [nowhere, p.record()]
             await eventually(lambda: "no link to prefill-0" in caplog.text)
             await eventually(lambda: d.is_linked("prefill-1"))
 
@@ -176,7 +176,7 @@ def test_a_restarted_worker_may_use_a_carrier_that_failed_before() -> None:
 def test_a_lost_kv_link_is_opened_again() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:
-            d.cards = [by_hand.card()]
+            d.records = [by_hand.record()]
             for count in (1, 2):
                 await eventually(lambda: len(by_hand.hellos) == count)  # noqa: B023
                 with kv_link_by_hand(by_hand.hellos[-1][1]) as link:
@@ -194,7 +194,7 @@ def test_a_lost_kv_link_is_opened_again() -> None:
 def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:
-            d.cards = [by_hand.card()]
+            d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
             with kv_link_by_hand(by_hand.hellos[0][1]) as link:
                 by_hand.welcome()
@@ -212,7 +212,7 @@ def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
 def test_a_carrier_that_was_not_offered_ends_one_attempt_only() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:
-            d.cards = [by_hand.card()]
+            d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
             by_hand.welcome("carrier pigeon")
             await eventually(lambda: len(by_hand.hellos) == 2)
@@ -225,7 +225,7 @@ def test_closing_ends_attempts_too() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as mute:
             async with decode_worker() as d:
-                d.cards = [mute.card()]
+                d.records = [mute.record()]
                 await eventually(lambda: mute.hellos)
             await eventually(lambda: mute.lost)
 
@@ -243,7 +243,7 @@ def test_a_carrier_that_failed_for_a_while_is_tried_again(
             prefill_worker(carriers=(ShakyCarrier,)) as p,
             decode_worker(carriers=(*others, ShakyCarrier)) as d,
         ):
-            d.cards = [p.card()]
+            d.records = [p.record()]
             await eventually(lambda: ShakyCarrier.num_tried > 1)
             ShakyCarrier.trouble = None
             await d.link_to(p)
@@ -256,7 +256,7 @@ def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
         async with decode_worker(carriers=(ShakyCarrier, ZmqCarrier)) as d:
             for _ in range(2):
                 async with prefill_by_hand() as by_hand:
-                    d.cards = [by_hand.card()]
+                    d.records = [by_hand.record()]
                     await eventually(lambda: by_hand.hellos)
                     with kv_link_by_hand(by_hand.hellos[0][1]) as link:
                         by_hand.welcome("shaky")
@@ -269,7 +269,7 @@ def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
 def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:
-            d.cards = [by_hand.card()]
+            d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
             with kv_link_by_hand(by_hand.hellos[0][1]) as link:
                 by_hand.welcome()
@@ -288,9 +288,9 @@ def test_a_busy_engine_leaves_no_link_of_an_attempt_that_was_given_up() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as mute, decode_worker(times=IMPATIENT) as d:
             with d.stuck():
-                d.cards = [mute.card()]
+                d.records = [mute.record()]
                 await asyncio.sleep(2 * IMPATIENT.transfer_s)
-                d.cards = []
+                d.records = []
                 await asyncio.sleep(2 * IMPATIENT.transfer_s)
             await d.engine.call(lambda _core: None, 5)
             await eventually(lambda: not d.receiver.num_links)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.shared.kv.credits import SlotState
+from pagewire.shared.kv.endpoint.credits import SlotState
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import TIMEOUT_S
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.kv.sender import DIVIDED_BYTES
-from pagewire.shared.request import RequestStatus
+from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, PARTS
 

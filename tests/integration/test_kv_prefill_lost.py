@@ -43,7 +43,7 @@ def test_its_requests_are_answered_and_it_may_come_back(phase: str, number: Sign
             decode_worker(times=TIMES) as d,
             router_of(d) as router,
         ):
-            d.cards = [remote.card(), other.card()]
+            d.records = [remote.record(), other.record()]
             await eventually(lambda: d.is_linked() and d.is_linked("prefill-1"))
             await _begin(phase, remote, router)
             remote.signal(number)
@@ -55,7 +55,7 @@ def test_its_requests_are_answered_and_it_may_come_back(phase: str, number: Sign
                 remote.hold(has_run=True, has_moved=True)
             else:
                 remote = stack.enter_context(prefill_process(epoch=2))
-            d.cards = [remote.card()]
+            d.records = [remote.record()]
             await eventually(lambda: d.is_linked("prefill-0", remote.epoch))
             router.generate("again", prompt_of(40, first=3))
             await router.answer("again")
@@ -77,7 +77,7 @@ def test_one_that_goes_while_its_link_opens_delays_nobody(number: Signals) -> No
             decode_worker(times=Times(lease_s=1.0, transfer_s=1.0)) as d,
             router_of(d) as router,
         ):
-            d.cards = [remote.card(), other.card()]
+            d.records = [remote.record(), other.record()]
             await eventually(lambda: d.is_linked("prefill-1"))
             router.generate()
             await router.answer()

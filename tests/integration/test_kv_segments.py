@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.kv.expectations import Completion
-from pagewire.shared.kv.link_test import TEST_JOB
-from pagewire.shared.request import RequestStatus
+from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.kv_raw import (
     cells,

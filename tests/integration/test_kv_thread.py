@@ -15,9 +15,9 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.expectations import Completion
-from pagewire.shared.kv.sender_link import SenderLink
-from pagewire.shared.kv.waking import FdWatch
+from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
+from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.tests.support.fake_device import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.decode.main import make_service as make_decode_service
 from pagewire.services.prefill.main import make_service as make_prefill_service
-from pagewire.shared.channel import ClusterKeys
+from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.protocol import Role
-from pagewire.shared.registry import WorkerCard
+from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.protocol import Role
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import raw_peer
@@ -86,12 +86,12 @@ async def worker(redis: RedisServer, role: Role) -> AsyncIterator[WorkerRuntime]
         await asyncio.wait([life])
 
 
-async def record_of(router: LiveRouter, worker_id: str) -> WorkerCard:
+async def record_of(router: LiveRouter, worker_id: str) -> WorkerRecord:
     directory = router.service.directory
     await eventually(lambda: directory.get(worker_id), timeout=20)
-    card = directory.get(worker_id)
-    assert card is not None
-    return card
+    record = directory.get(worker_id)
+    assert record is not None
+    return record
 
 
 def test_links_are_in_worker_records_and_all_labels_on_the_pages_from_the_start(

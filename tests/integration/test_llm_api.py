@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.services.router.served_model import ServedModel
-from pagewire.shared.answer_text import TextAssembler
+from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.answer_text import TextAssembler
 from pagewire.tests.support.executor_pipe import PipeExecutor
 
 TEXT = "Lambda expressions"

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from pagewire.shared.kv_cache.block_hash import BlockHash
-from pagewire.shared.prefix_index import (
+from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.index.prefix_index import (
     MAX_LOOKUP_BLOCKS,
 )
-from pagewire.shared.redis_client import connect_redis
+from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.prefix import (
     EPOCH,
@@ -134,7 +134,7 @@ def test_garbage_in_the_index_is_no_hit_and_is_overwritten(redis_server: RedisSe
                 probe.rpush(entry_key(prompt[1]), "not a hash")
                 probe.rpush(f"pagewire:{TAG}:w:w", "not a string")
             assert await index.lookup(prompt, {"w": EPOCH}) == {}
-            index.speculate(prompt, "v", 1, ttl_s=0.01)
+            index.assume(prompt, "v", 1, ttl_s=0.01)
             await index.publish("w", EPOCH, prompt, [])
             await index.publish("w", EPOCH, [], prompt[7:])
             assert await index.lookup(prompt, {"w": EPOCH}) == {"w": 7}
@@ -149,7 +149,7 @@ def test_a_speculation_counts_here_at_once_and_elsewhere_soon(any_redis_url: str
     async def scenario() -> None:
         async with index_at(any_redis_url) as here, index_at(any_redis_url) as elsewhere:
             await here.publish("w", EPOCH, prompt[:2], [])
-            here.speculate(prompt, "w", EPOCH, ttl_s=1.0)
+            here.assume(prompt, "w", EPOCH, ttl_s=1.0)
             assert await here.lookup(prompt, {"w": EPOCH}) == {"w": 5}
             await until_found(elsewhere, prompt, {"w": 5})
             assert await here.lookup(prompt, {"w": EPOCH + 1}) == {}
@@ -169,7 +169,7 @@ def test_a_burst_of_equal_prompts_sees_the_first_placement(redis_server: RedisSe
             async def place() -> dict[str, int]:
                 found = await index.lookup(prompt, {"a": 1, "b": 1})
                 if not found:
-                    index.speculate(prompt, "a", 1)
+                    index.assume(prompt, "a", 1)
                 return found
 
             found = await asyncio.gather(*(place() for _ in range(16)))
@@ -186,10 +186,10 @@ def test_a_real_entry_outlives_speculation_and_speculation_does_not_replace_it(
 
     async def scenario() -> None:
         async with index_at(redis_server.url) as index, index_at(redis_server.url) as fresh:
-            index.speculate(prompt, "w", EPOCH, ttl_s=0.3)
+            index.assume(prompt, "w", EPOCH, ttl_s=0.3)
             await until_found(fresh, prompt, {"w": 2})
             await index.publish("w", EPOCH, prompt, [])
-            index.speculate(prompt, "w", EPOCH, ttl_s=0.3)
+            index.assume(prompt, "w", EPOCH, ttl_s=0.3)
             await asyncio.sleep(0.5)
             assert await fresh.lookup(prompt, {"w": EPOCH}) == {"w": 2}
 
@@ -201,7 +201,7 @@ def test_speculation_memory_is_bounded() -> None:
         async with index_at(url) as index:
             for number in range(300):
                 hashes = [BlockHash(b"%012d%04d" % (number, n)) for n in range(500)]
-                index.speculate(hashes, "w", 1, ttl_s=100)
+                index.assume(hashes, "w", 1, ttl_s=100)
             assert len(index._recent._entries) <= 1 << 16
             assert await index.lookup(hashes, {"w": 1}) == {"w": 500}
 
@@ -226,7 +226,7 @@ def test_lookups_without_redis_are_empty_and_quick_then_recover(
             for _ in range(200):
                 assert await index.lookup(prompt, {"w": EPOCH}) == {}
             assert time.monotonic() - start < 1
-            index.speculate(prompt, "w", EPOCH, ttl_s=0.3)
+            index.assume(prompt, "w", EPOCH, ttl_s=0.3)
             assert await index.lookup(prompt, {"w": EPOCH}) == {"w": 4}
             redis_server.thaw() if fault == "frozen" else redis_server.start()
             if fault == "killed":

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.errors import RedisSetupError
-from pagewire.shared.redis_client import cluster_tag, connect_redis
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.cards import client_of
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.worker_records import client_of
 
 
 def test_replies_to_abandoned_calls_reach_nobody_else(redis_server: RedisServer) -> None:

@@ -7,23 +7,23 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from pagewire.shared.errors import RedisUnavailableError
-from pagewire.shared.protocol import MAX_EPOCH, PROTOCOL_VERSION
-from pagewire.shared.redis_client import cluster_tag
-from pagewire.shared.registry import (
+from pagewire.shared.cluster.redis_client import cluster_tag
+from pagewire.shared.cluster.registry import (
     CardPublisher,
     LinkInfo,
     OtherVersion,
     Registry,
     WorkerLoad,
 )
+from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
+from pagewire.shared.errors import RedisUnavailableError
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.cards import TAG, card, client_of, ids, registry_at
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.worker_records import TAG, client_of, ids, record, registry_at
 
 
 def test_cards_are_listed_as_published_until_withdrawn(any_redis_url: str) -> None:
-    full = card(
+    full = record(
         "prefill-0",
         role="prefill",
         state="draining",
@@ -35,24 +35,24 @@ def test_cards_are_listed_as_published_until_withdrawn(any_redis_url: str) -> No
     async def scenario() -> None:
         async with registry_at(any_redis_url) as registry:
             assert await registry.list_workers() == []
-            await registry.publish(card())
+            await registry.publish(record())
             await registry.publish(full)
             listed = {c.worker_id: c for c in await registry.list_workers()}
-            assert listed == {"decode-0": card(), "prefill-0": full}
-            await registry.publish(card(state="draining"))
+            assert listed == {"decode-0": record(), "prefill-0": full}
+            await registry.publish(record(state="draining"))
             await registry.withdraw("prefill-0")
-            assert await registry.list_workers() == [card(state="draining")]
+            assert await registry.list_workers() == [record(state="draining")]
 
     run_async(scenario())
 
 
-def test_a_card_that_is_not_renewed_is_gone_and_its_id_swept(any_redis_url: str) -> None:
+def test_a_record_that_is_not_renewed_is_gone_and_its_id_swept(any_redis_url: str) -> None:
     async def scenario() -> None:
         async with (
             registry_at(any_redis_url, lease_s=0.2) as registry,
             client_of(any_redis_url) as client,
         ):
-            await registry.publish(card())
+            await registry.publish(record())
             await asyncio.sleep(0.3)
             assert await registry.list_workers() == []
             assert await client.smembers(f"pagewire:{TAG}:workers") == set()
@@ -65,8 +65,8 @@ def test_two_clusters_on_one_redis_never_mix(any_redis_url: str) -> None:
         async with client_of(any_redis_url) as client:
             ours = Registry(client, cluster_tag("ours"), 5.0)
             theirs = Registry(client, cluster_tag("theirs"), 5.0)
-            await ours.publish(card("a"))
-            await theirs.publish(card("b"))
+            await ours.publish(record("a"))
+            await theirs.publish(record("b"))
             assert ids(await ours.list_workers()) == ["a"]
             assert ids(await theirs.list_workers()) == ["b"]
 
@@ -74,12 +74,12 @@ def test_two_clusters_on_one_redis_never_mix(any_redis_url: str) -> None:
 
 
 def garbage() -> dict[str, bytes]:
-    good = msgspec.msgpack.encode(card("wrong-id"))
-    wrong_type = msgspec.to_builtins(card("wrong-type")) | {"role": 7}
+    good = msgspec.msgpack.encode(record("wrong-id"))
+    wrong_type = msgspec.to_builtins(record("wrong-type")) | {"role": 7}
     return {
         "noise": b"\xc1\x00\xff",
         "empty": b"",
-        "wrong-id": msgspec.msgpack.encode(card("somebody-else")),
+        "wrong-id": msgspec.msgpack.encode(record("somebody-else")),
         "truncated": good[:-3],
         "wrong-type": msgspec.msgpack.encode(wrong_type),
         "no-utf8": b"\x81\xa2\xff\xfe\x01",
@@ -93,15 +93,15 @@ def test_garbage_is_ignored_counted_and_logged_once(
 ) -> None:
     async def scenario() -> int:
         async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
-            await registry.publish(card())
+            await registry.publish(record())
             for worker_id, value in garbage().items():
                 await client.set(f"pagewire:{TAG}:worker:{worker_id}", value)
                 await client.sadd(f"pagewire:{TAG}:workers", worker_id)
             await client.lpush(f"pagewire:{TAG}:worker:a-list", "x")
             await client.sadd(f"pagewire:{TAG}:workers", "a-list", b"\xff\xfe")
             for _ in range(3):
-                assert await registry.list_workers() == [card()]
-            return registry.malformed_cards
+                assert await registry.list_workers() == [record()]
+            return registry.malformed_records
 
     with caplog.at_level(logging.WARNING):
         assert run_async(scenario()) == 3 * len(garbage())
@@ -114,13 +114,13 @@ async def put_raw(client: Redis, worker_id: str, record: dict[str, Any]) -> None
     await client.sadd(f"pagewire:{TAG}:workers", worker_id)
 
 
-def record(worker_id: str, **changes: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(card(worker_id))
+def raw_record(worker_id: str, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(record(worker_id))
     return fields | changes
 
 
 def test_fields_that_this_release_does_not_know_are_passed_over(any_redis_url: str) -> None:
-    extended = record("decode-0", zone="eu", parts=[1, {2: 3}])
+    extended = raw_record("decode-0", zone="eu", parts=[1, {2: 3}])
     extended["load"] |= {"temperature": 60.5}
     extended["layout"] |= {"num_groups": 2}
     extended["links"] = [{"peer": "prefill-0", "transport": "zmq", "hops": 3}]
@@ -129,8 +129,8 @@ def test_fields_that_this_release_does_not_know_are_passed_over(any_redis_url: s
         async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
             await put_raw(client, "decode-0", extended)
             link = LinkInfo(peer="prefill-0", transport="zmq")
-            assert await registry.list_workers() == [card(links=[link])]
-            assert (registry.malformed_cards, registry.other_version_cards) == (0, 0)
+            assert await registry.list_workers() == [record(links=[link])]
+            assert (registry.malformed_records, registry.other_version_records) == (0, 0)
 
     run_async(scenario())
 
@@ -142,46 +142,50 @@ OTHER_RELEASES: dict[str, tuple[dict[str, Any], OtherVersion]] = {
         OtherVersion(**({"worker_id": "w", "protocol": LATER, "epoch": None, "role": None} | seen)),
     )
     for name, fields, seen in [
-        ("further fields", record("w", protocol=LATER, zone="eu"), {"epoch": 1, "role": "decode"}),
+        (
+            "further fields",
+            raw_record("w", protocol=LATER, zone="eu"),
+            {"epoch": 1, "role": "decode"},
+        ),
         (
             "an unknown role",
-            record("w", protocol=LATER, role="encode"),
+            raw_record("w", protocol=LATER, role="encode"),
             {"epoch": 1, "role": "encode"},
         ),
         (
             "an unknown state",
-            record("w", protocol=LATER, state="asleep"),
+            raw_record("w", protocol=LATER, state="asleep"),
             {"epoch": 1, "role": "decode"},
         ),
         (
             "another layout",
-            record("w", protocol=LATER, layout=[1, [2]]),
+            raw_record("w", protocol=LATER, layout=[1, [2]]),
             {"epoch": 1, "role": "decode"},
         ),
         (
             "larger lists",
-            record("w", protocol=LATER, kv_transports=["t"] * 50_000),
+            raw_record("w", protocol=LATER, kv_transports=["t"] * 50_000),
             {"epoch": 1, "role": "decode"},
         ),
         (
             "other types",
-            record("w", protocol=LATER, epoch="7-b", role=["decode"], load=3, links={}),
+            raw_record("w", protocol=LATER, epoch="7-b", role=["decode"], load=3, links={}),
             {},
         ),
         ("almost nothing", {}, {}),
         (
             "a named version",
-            record("w", protocol="6.1"),
+            raw_record("w", protocol="6.1"),
             {"protocol": "6.1", "epoch": 1, "role": "decode"},
         ),
         (
             "a version of two lines",
-            record("w", protocol="6\nERROR: all is lost"),
+            raw_record("w", protocol="6\nERROR: all is lost"),
             {"protocol": "6\nERROR: all is lost", "epoch": 1, "role": "decode"},
         ),
         (
             "an old release",
-            record("w", protocol=0, epoch=9),
+            raw_record("w", protocol=0, epoch=9),
             {"protocol": 0, "epoch": 9, "role": "decode"},
         ),
     ]
@@ -199,7 +203,7 @@ def test_a_record_of_another_release_is_not_malformed(
             await put_raw(client, "w", written)
             for _ in range(3):
                 assert await registry.list_workers() == [seen]
-            assert (registry.malformed_cards, registry.other_version_cards) == (0, 3)
+            assert (registry.malformed_records, registry.other_version_records) == (0, 3)
 
     with caplog.at_level(logging.WARNING):
         run_async(scenario())
@@ -210,7 +214,9 @@ def test_a_record_of_another_release_is_not_malformed(
     )
 
 
-@pytest.mark.parametrize("written", [record("w", role="encode"), record("w", protocol=LATER)])
+@pytest.mark.parametrize(
+    "written", [raw_record("w", role="encode"), raw_record("w", protocol=LATER)]
+)
 def test_epochs_grow_whichever_release_wrote_the_earlier_one(
     any_redis_url: str, written: dict[str, Any]
 ) -> None:
@@ -230,11 +236,11 @@ def test_a_publisher_repairs_keys_of_a_wrong_type(redis_server: RedisServer) -> 
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry, client_of(redis_server.url) as client:
             await client.set(f"pagewire:{TAG}:workers", "not a set")
-            await client.lpush(f"pagewire:{TAG}:worker:decode-0", "not a card")
+            await client.lpush(f"pagewire:{TAG}:worker:decode-0", "not a record")
             with pytest.raises(RedisUnavailableError, match="WRONGTYPE"):
                 await registry.list_workers()
-            await registry.publish(card())
-            assert await registry.list_workers() == [card()]
+            await registry.publish(record())
+            assert await registry.list_workers() == [record()]
 
     run_async(scenario())
 
@@ -245,7 +251,7 @@ def test_epochs_grow_even_if_the_clock_is_set_back(any_redis_url: str) -> None:
             first = await registry.new_epoch("decode-0")
             assert abs(first - time.time_ns()) < 60e9
             future = first + 10**18
-            await registry.publish(card(epoch=future))
+            await registry.publish(record(epoch=future))
             assert await registry.new_epoch("decode-0") == future + 1
             assert await registry.new_epoch("another") > first
 
@@ -260,32 +266,32 @@ def test_without_redis_calls_fail_in_time_and_epochs_come_from_the_clock(
             redis_server.freeze()
             start = time.monotonic()
             with pytest.raises(RedisUnavailableError):
-                await registry.publish(card())
+                await registry.publish(record())
             with pytest.raises(RedisUnavailableError):
                 await registry.list_workers()
             assert await registry.new_epoch("decode-0") > 0
             assert time.monotonic() - start < 3
             redis_server.thaw()
-            await registry.publish(card())
-            assert await registry.list_workers() == [card()]
+            await registry.publish(record())
+            assert await registry.list_workers() == [record()]
             redis_server.kill()
             with pytest.raises(RedisUnavailableError):
-                await registry.publish(card())
+                await registry.publish(record())
             redis_server.start()
-            await registry.publish(card())
-            assert await registry.list_workers() == [card()]
+            await registry.publish(record())
+            assert await registry.list_workers() == [record()]
 
     run_async(scenario())
 
 
-def test_a_publisher_keeps_a_card_alive_and_removes_it_at_the_end(any_redis_url: str) -> None:
+def test_a_publisher_keeps_a_record_alive_and_removes_it_at_the_end(any_redis_url: str) -> None:
     async def scenario() -> None:
         async with registry_at(any_redis_url, lease_s=0.4) as registry:
             state = {"state": "ready"}
-            publisher = CardPublisher(registry, lambda: card(**state), heartbeat_s=0.1)
+            publisher = CardPublisher(registry, lambda: record(**state), heartbeat_s=0.1)
             await publisher.start()
             await asyncio.sleep(0.8)
-            assert await registry.list_workers() == [card()]
+            assert await registry.list_workers() == [record()]
             await publisher.close()
             assert await registry.list_workers() == []
             await publisher.close()
@@ -297,12 +303,12 @@ def test_a_change_of_state_is_published_at_once(redis_server: RedisServer) -> No
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
             state = {"state": "ready"}
-            publisher = CardPublisher(registry, lambda: card(**state), heartbeat_s=60)
+            publisher = CardPublisher(registry, lambda: record(**state), heartbeat_s=60)
             await publisher.start()
             state["state"] = "draining"
             publisher.renew_now()
             await asyncio.sleep(0.1)
-            assert await registry.list_workers() == [card(state="draining")]
+            assert await registry.list_workers() == [record(state="draining")]
             await publisher.close()
 
     run_async(scenario())
@@ -313,13 +319,13 @@ def test_a_publisher_outlives_redis(
 ) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
-            publisher = CardPublisher(registry, card, heartbeat_s=0.05)
+            publisher = CardPublisher(registry, record, heartbeat_s=0.05)
             await publisher.start()
             redis_server.kill()
             await asyncio.sleep(0.3)
             redis_server.start()
             await asyncio.sleep(0.3)
-            assert await registry.list_workers() == [card()]
+            assert await registry.list_workers() == [record()]
             redis_server.kill()
             await publisher.close()
 
@@ -328,17 +334,17 @@ def test_a_publisher_outlives_redis(
     assert 1 <= caplog.text.count("cannot be renewed") <= 2
 
 
-def test_a_bug_in_making_a_card_is_logged(
+def test_a_bug_in_making_a_record_is_logged(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cards = iter([card()])
+    records = iter([record()])
 
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
-            publisher = CardPublisher(registry, lambda: next(cards), heartbeat_s=0.05)
+            publisher = CardPublisher(registry, lambda: next(records), heartbeat_s=0.05)
             await publisher.start()
             await asyncio.sleep(0.2)
             await publisher.close()
 
     run_async(scenario())
-    assert "card-publisher failed" in caplog.text
+    assert "record-publisher failed" in caplog.text

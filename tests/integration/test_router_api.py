@@ -164,7 +164,7 @@ def test_long_prompts_are_read_beside_the_streams(redis_url):
 
 def test_a_workers_shorter_limit_counts(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        worker.put_card(max_model_len=32)
+        worker.put_record(max_model_len=32)
         await eventually(lambda: router.service.max_model_len == 32)
         assert (await router.http.get(f"/v1/models/{MODEL}")).json()["max_model_len"] == 32
         assert (await router.complete(prompt=[5] * 32)).status_code == 400

@@ -41,7 +41,7 @@ def scenario_of(
             dispatcher = router.service.dispatcher
             await eventually(lambda: worker.active == 0, timeout=1)
             await eventually(lambda: dispatcher.admission.num_sequences == 0)
-            assert router.service.dispatcher.ledger.pending("decode-0", False) == 0
+            assert router.service.dispatcher.in_flight.pending("decode-0", False) == 0
             worker.hold.set()
             worker.refuse = None
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200

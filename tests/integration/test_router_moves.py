@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router import dispatch
+from pagewire.services.router.dispatch import dispatcher as dispatch
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
@@ -227,7 +227,7 @@ def test_a_worker_of_another_release_is_named_and_gets_nothing(redis_url, monkey
     monkeypatch.setattr(dispatch, "WORKER_WAIT_S", 0.3)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
-        workers[0].put_card(protocol=1, epoch=2)
+        workers[0].put_record(protocol=1, epoch=2)
         await eventually(lambda: any("same release" in r.message for r in caplog.records))
         assert (await router.complete(prompt="Hi")).status_code == 503
 
@@ -303,14 +303,14 @@ def test_a_draining_worker_finishes_but_gets_nothing_new(redis_url, monkeypatch)
         pending = asyncio.create_task(router.complete(prompt="Hi", max_tokens=200))
         await eventually(lambda: any(w.active for w in workers))
         busy, (other,) = the_busy(workers)
-        busy.put_card(state="draining")
+        busy.put_record(state="draining")
         busy.refuse = "draining"
-        for _ in range(4):  # before and after the router has seen the card
+        for _ in range(4):  # before and after the router has seen the record
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
         await router.ready(1)
         assert (await pending).json()["choices"][0]["text"] == TEXT
         assert len(other.generated) == 4
-        other.put_card(state="draining")
+        other.put_record(state="draining")
         await router.ready(0)
         assert (await router.complete(prompt="Hi")).status_code == 503
         assert (await router.http.get("/health")).status_code == 503
@@ -332,7 +332,7 @@ def test_a_restart_under_the_same_name_is_a_new_worker(redis_url):
     with_workers(redis_url, 1, scenario)
 
 
-def test_a_worker_whose_card_is_gone_loses_its_requests(redis_url):
+def test_a_worker_whose_record_is_gone_loses_its_requests(redis_url):
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         for worker in workers:
             worker.hold.clear()
@@ -343,7 +343,7 @@ def test_a_worker_whose_card_is_gone_loses_its_requests(redis_url):
         other.hold.set()
         assert (await pending).json()["choices"][0]["text"] == TEXT
         assert [link.worker_id for link in router.service.dispatcher.links] == [
-            other.card.worker_id
+            other.record.worker_id
         ]
         await eventually(lambda: busy.active == 0)
 

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pagewire.services.cli.cluster_status import fetch_status
-from pagewire.shared.protocol import PROTOCOL_VERSION
+from pagewire.services.cli.client.cluster_status import fetch_status
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.documents import ROOT
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_record
 from pagewire.tests.support.live_router import (
     ANSWER,
     MODEL,
@@ -62,7 +62,7 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
             assert (health.status_code, health.json()["status"]) == (503, "starting")
             assert health.json()["waiting_for"] == ["prefill-0"]
             assert (await router.chat()).status_code == 200  # it serves meanwhile
-            async with prefill_card(redis_url, SECRET, "prefill-0"):
+            async with prefill_record(redis_url, SECRET, "prefill-0"):
                 await eventually(lambda: router.service.health()["status"] == "ok")
             await eventually(lambda: len(router.service.directory.workers()) == 1)
             assert (await router.http.get("/health")).status_code == 200  # it can serve
@@ -75,10 +75,10 @@ def test_health_names_workers_and_their_ways(redis_url):
         async with (
             live_router(redis_url) as router,
             FakeDecodeWorker(redis_url, SECRET, "decode-0", links=[link("prefill-0", 1.5)]),
-            prefill_card(
+            prefill_record(
                 redis_url, SECRET, "prefill-0", links=[link("decode-0", 1.5), link("gone")]
             ),
-            prefill_card(redis_url, SECRET, "prefill-1"),
+            prefill_record(redis_url, SECRET, "prefill-1"),
         ):
             await router.ready()
             await eventually(lambda: len(router.service.directory.workers()) == 3)
@@ -103,7 +103,7 @@ def test_health_names_workers_of_another_release(redis_url):
         async with (
             live_router(redis_url) as router,
             FakeDecodeWorker(redis_url, SECRET, "decode-0", protocol=later, epoch=7),
-            prefill_card(redis_url, SECRET, "prefill-0"),
+            prefill_record(redis_url, SECRET, "prefill-0"),
         ):
             await eventually(lambda: router.service.directory.others)
             await eventually(lambda: router.service.directory.workers())
@@ -170,7 +170,7 @@ async def metrics_by(
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        worker.put_card(metrics_endpoint=f"http://127.0.0.1:{port}")
+        worker.put_record(metrics_endpoint=f"http://127.0.0.1:{port}")
         await eventually(
             lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
         )
@@ -207,7 +207,7 @@ def test_metrics_relay_the_workers_own(redis_url):
     with_worker(redis_url, scenario)
 
 
-def test_what_a_worker_shows_itself_is_newer_than_its_card(redis_url):
+def test_what_a_worker_shows_itself_is_newer_than_its_record(redis_url):
     page = """\
 # TYPE pagewire_kv_blocks gauge
 pagewire_kv_blocks{state="used"} 16
@@ -231,7 +231,7 @@ pagewire_requests_running 3
 @pytest.mark.parametrize(
     "page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8", 'a{b="1", ="c"} 1']
 )
-def test_of_a_worker_that_shows_nonsense_the_card_is_shown(redis_url, page):
+def test_of_a_worker_that_shows_nonsense_the_record_is_shown(redis_url, page):
     free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
@@ -246,11 +246,11 @@ def test_of_a_worker_that_shows_nonsense_the_card_is_shown(redis_url, page):
 @pytest.mark.parametrize(
     "endpoint", ["http://127.0.0.1:70000", "http://[::1", "http://xn--\u2028.com", "elsewhere", ""]
 )
-def test_of_a_worker_whose_metrics_address_is_nonsense_the_card_is_shown(redis_url, endpoint):
+def test_of_a_worker_whose_metrics_address_is_nonsense_the_record_is_shown(redis_url, endpoint):
     free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        worker.put_card(metrics_endpoint=endpoint)
+        worker.put_record(metrics_endpoint=endpoint)
         directory = router.service.directory
         await eventually(lambda: directory.get("decode-0").metrics_endpoint == endpoint)
         answer = await router.http.get("/metrics")

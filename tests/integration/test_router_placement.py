@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.kv_cache.block_hash import BlockHasher
-from pagewire.shared.prefix_index import PrefixIndex
-from pagewire.shared.redis_client import cluster_tag, connect_redis
-from pagewire.shared.registry import WorkerLoad
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.registry import WorkerLoad
+from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.fake_decode_worker import LAYOUT, FakeDecodeWorker, prefill_card
+from pagewire.tests.support.fake_decode_worker import LAYOUT, FakeDecodeWorker, prefill_record
 from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -32,11 +32,11 @@ class Cluster:
 
     async def ask(self, prompt: list[int]) -> tuple[str, list[str]]:
         """Which workers a prompt is placed at: the decode worker, and the prefill workers."""
-        before = {d.card.worker_id: len(d.generated) for d in self.decodes}
+        before = {d.record.worker_id: len(d.generated) for d in self.decodes}
         response = await self.router.complete(prompt=prompt, max_tokens=1)
         assert response.status_code == 200, response.text
-        (chosen,) = [d for d in self.decodes if len(d.generated) > before[d.card.worker_id]]
-        return chosen.card.worker_id, chosen.generated[-1].prefill_workers
+        (chosen,) = [d for d in self.decodes if len(d.generated) > before[d.record.worker_id]]
+        return chosen.record.worker_id, chosen.generated[-1].prefill_workers
 
 
 def with_cluster(
@@ -53,7 +53,7 @@ def with_cluster(
                 for i in range(decodes)
             ]
             for i in range(prefills):
-                await stack.enter_async_context(prefill_card(redis.url, SECRET, f"prefill-{i}"))
+                await stack.enter_async_context(prefill_record(redis.url, SECRET, f"prefill-{i}"))
             await router.ready(decodes)
             directory = router.service.directory
             await eventually(lambda: len(directory.workers("prefill")) == prefills)
@@ -127,11 +127,11 @@ def test_a_burst_of_different_prompts_spreads(redis):
 def test_load_on_the_cards_counts(redis):
     async def scenario(cluster: Cluster) -> None:
         busy, idle = cluster.decodes
-        busy.put_card(load=WorkerLoad(used_blocks=60, total_blocks=64))
+        busy.put_record(load=WorkerLoad(used_blocks=60, total_blocks=64))
         directory = cluster.router.service.directory
         await eventually(lambda: directory.get("decode-0").load.used_blocks == 60)
         for number in range(5):
-            assert (await cluster.ask([number + 10] * 40))[0] == idle.card.worker_id
+            assert (await cluster.ask([number + 10] * 40))[0] == idle.record.worker_id
 
     with_cluster(redis, scenario)
 
@@ -154,7 +154,7 @@ def test_without_prefill_workers_the_decode_worker_is_told_of_none(redis):
 
 def test_draining_prefill_workers_are_not_named(redis):
     async def scenario(cluster: Cluster) -> None:
-        async with prefill_card(redis.url, SECRET, "prefill-9", state="draining"):
+        async with prefill_record(redis.url, SECRET, "prefill-9", state="draining"):
             directory = cluster.router.service.directory
             await eventually(lambda: directory.get("prefill-9") is not None)
             assert "prefill-9" not in (await cluster.ask(LONG))[1]
@@ -205,7 +205,7 @@ def test_a_dead_worker_is_noticed_without_redis(redis):
         dead, alive = cluster.decodes
         await dead.die()
         await cluster.router.ready(1)
-        assert (await cluster.ask(LONG))[0] == alive.card.worker_id
+        assert (await cluster.ask(LONG))[0] == alive.record.worker_id
 
     with_cluster(redis, scenario)
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET

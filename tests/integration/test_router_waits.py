@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router import dispatch
+from pagewire.services.router.dispatch import dispatcher as dispatch
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import (
@@ -56,7 +56,7 @@ def test_they_wait_until_it_is_back(redis_url, how):
             await old.die()
             await old.stop_renewing()
         else:
-            old.put_card(state="draining")
+            old.put_record(state="draining")
             old.refuse = "draining"
         await router.ready(0)
         asked = [

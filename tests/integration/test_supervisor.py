@@ -20,7 +20,7 @@ import httpx
 import pytest
 import redis
 
-from pagewire.services.cli.redis_process import find_server
+from pagewire.services.cli.up.redis_process import find_server
 from pagewire.tests.support import fake_cluster
 from pagewire.tests.support.listening import listening_sockets
 from pagewire.tests.support.redis_server import RedisServer

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.protocol import PROTOCOL_VERSION
-from pagewire.shared.registry import (
+from pagewire.shared.cluster.registry import (
     CardPublisher,
     Registry,
-    WorkerCard,
     WorkerDirectory,
     WorkerLoad,
+    WorkerRecord,
 )
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.cards import card, ids, registry_at
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.worker_records import ids, record, registry_at
 
 
 class Watched:
@@ -48,19 +48,19 @@ async def watching(registry: Registry, **options: Any) -> AsyncIterator[Watched]
 def test_the_directory_follows_joins_restarts_and_deaths(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url, lease_s=0.4) as registry:
-            await registry.publish(card("a"))
+            await registry.publish(record("a"))
             async with watching(registry) as watched:
                 assert watched.ids() == ["a"]
                 assert watched.directory.redis_ok
-                await registry.publish(card("p", role="prefill"))
-                await registry.publish(card("a", epoch=2))
+                await registry.publish(record("p", role="prefill"))
+                await registry.publish(record("a", epoch=2))
                 await eventually(lambda: ("join", "a", 2) in watched.events)
                 assert ids(watched.directory.workers("prefill")) == ["p"]
                 assert ids(watched.directory.workers("decode")) == ["a"]
-                assert watched.directory.get("a") == card("a", epoch=2)
-                await registry.publish(card("a", epoch=1))  # a zombie
+                assert watched.directory.get("a") == record("a", epoch=2)
+                await registry.publish(record("a", epoch=1))  # a zombie
                 await asyncio.sleep(0.15)
-                assert watched.directory.get("a") == card("a", epoch=2)
+                assert watched.directory.get("a") == record("a", epoch=2)
                 await eventually(lambda: watched.ids() == [])
                 assert watched.directory.get("a") is None
                 assert watched.events[:3] == [("join", "a", 1), *watched.events[1:3]]
@@ -80,17 +80,17 @@ def test_a_worker_that_goes_on_with_another_release_leaves_at_once(
 ) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url, lease_s=5.0) as registry:
-            await registry.publish(card("a"))
+            await registry.publish(record("a"))
             async with watching(registry) as watched:
-                await registry.publish(card("a", epoch=2, protocol=PROTOCOL_VERSION + 1))
+                await registry.publish(record("a", epoch=2, protocol=PROTOCOL_VERSION + 1))
                 await eventually(lambda: watched.events == [("join", "a", 1), ("leave", "a", 1)])
                 [other] = watched.directory.others
                 assert (other.worker_id, other.protocol) == ("a", PROTOCOL_VERSION + 1)
                 assert watched.ids() == []
-                await registry.publish(card("a", epoch=3))
+                await registry.publish(record("a", epoch=3))
                 await eventually(lambda: watched.ids() == ["a"])
                 assert watched.directory.others == ()
-                zombie = card("a", epoch=2, protocol=PROTOCOL_VERSION + 1)
+                zombie = record("a", epoch=2, protocol=PROTOCOL_VERSION + 1)
                 await registry.publish(zombie)
                 await asyncio.sleep(0.15)
                 assert watched.ids() == ["a"]
@@ -102,9 +102,9 @@ def test_a_worker_that_goes_on_with_another_release_leaves_at_once(
 def test_the_directory_sees_changed_loads(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
-            await registry.publish(card("a"))
+            await registry.publish(record("a"))
             async with watching(registry) as watched:
-                busy = card("a", load=WorkerLoad(running=7))
+                busy = record("a", load=WorkerLoad(running=7))
                 await registry.publish(busy)
                 await eventually(lambda: watched.directory.workers() == (busy,))
                 assert watched.events == [("join", "a", 1)]
@@ -115,7 +115,7 @@ def test_the_directory_sees_changed_loads(redis_server: RedisServer) -> None:
 def test_a_flushed_redis_costs_no_worker(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url, lease_s=1.0) as registry:
-            publisher = CardPublisher(registry, lambda: card("a"), heartbeat_s=0.2)
+            publisher = CardPublisher(registry, lambda: record("a"), heartbeat_s=0.2)
             await publisher.start()
             async with watching(registry) as watched:
                 for _ in range(3):
@@ -134,7 +134,7 @@ def test_without_redis_the_last_view_stays_for_the_grace_time(
 ) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url, lease_s=0.5) as registry:
-            await registry.publish(card("a"))
+            await registry.publish(record("a"))
             async with watching(registry, grace_s=1.5) as watched:
                 redis_server.freeze() if fault == "frozen" else redis_server.kill()
                 await eventually(lambda: not watched.directory.redis_ok)
@@ -142,7 +142,7 @@ def test_without_redis_the_last_view_stays_for_the_grace_time(
                 assert watched.ids() == ["a"]
                 await eventually(lambda: watched.ids() == [])
                 redis_server.thaw() if fault == "frozen" else redis_server.start()
-                await registry.publish(card("a", epoch=2))
+                await registry.publish(record("a", epoch=2))
                 await eventually(lambda: watched.ids() == ["a"])
                 assert watched.directory.redis_ok
                 assert watched.events == [("join", "a", 1), ("leave", "a", 1), ("join", "a", 2)]
@@ -153,15 +153,15 @@ def test_without_redis_the_last_view_stays_for_the_grace_time(
 def test_a_failing_listener_does_not_stop_the_directory(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: WorkerCard) -> None:
+    def fail(_: WorkerRecord) -> None:
         raise RuntimeError("a bug in a listener")
 
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
             directory = WorkerDirectory(registry, poll_s=0.05, on_join=fail)
-            await registry.publish(card("a"))
+            await registry.publish(record("a"))
             await directory.start()
-            await registry.publish(card("b"))
+            await registry.publish(record("b"))
             await eventually(lambda: ids(directory.workers()) == ["a", "b"])
             await directory.close()
 

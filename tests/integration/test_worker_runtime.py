@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 
 from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.control.protocol import MAX_BLOCKS_PER_SLOT, ControlMessage
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import MAX_BLOCKS_PER_SLOT, ControlMessage
+from pagewire.shared.kv.parts import BlockParts
 from pagewire.shared.worker import runtime as runtime_module
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 from pagewire.shared.worker.staging_size import slot_share, slot_size

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from pagewire.services.cli.main import app
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_card
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_record
 from pagewire.tests.support.live_router import SECRET, live_router
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -39,7 +39,7 @@ class Cluster:
         decode = FakeDecodeWorker(
             redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
         )
-        prefill = prefill_card(redis_url, SECRET, "prefill-0")
+        prefill = prefill_record(redis_url, SECRET, "prefill-0")
         async with live_router(redis_url) as router, prefill, decode:
             decode.cached_tokens = 3
             await router.ready()

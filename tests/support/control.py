@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pagewire.shared.channel import ClusterKeys, ControlClient, ControlServer, make_client_id
-from pagewire.shared.protocol import (
+from pagewire.shared.control.channel import (
+    ClusterKeys,
+    ControlClient,
+    ControlServer,
+    make_client_id,
+)
+from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Prefill,

@@ -15,7 +15,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pagewire.shared.channel import ClusterKeys, ControlClient, ControlServer, make_client_id
+from pagewire.shared.control.channel import (
+    ClusterKeys,
+    ControlClient,
+    ControlServer,
+    make_client_id,
+)
 
 HEARTBEAT_S = 0.1
 LEASE_S = 0.5

@@ -6,8 +6,8 @@ import pytest
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import make_sequence
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])

@@ -28,12 +28,12 @@ LINK = {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}
 
 def up(state: Path, port: int, redis_url: str | None = None) -> None:
     """Run the cluster with this script's services in the real ones' place."""
-    from pagewire.services.cli import cluster_plan
-    from pagewire.services.cli.cluster import ClusterContext, run_cluster
     from pagewire.services.cli.errors import one_line_errors
-    from pagewire.services.cli.machine import Machine
-    from pagewire.services.cli.progress import ServerConsole
-    from pagewire.services.cli.ready_file import ReadyFile
+    from pagewire.services.cli.up import cluster_plan
+    from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
+    from pagewire.services.cli.up.machine import Machine
+    from pagewire.services.cli.up.progress import ServerConsole
+    from pagewire.services.cli.up.ready_file import ReadyFile
 
     def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         role, name = ("router", port) if command == "router" else ("worker", options["worker_id"])

@@ -1,4 +1,4 @@
-"""A decode worker without an engine: real sockets, a real card in Redis, scripted tokens."""
+"""A decode worker without an engine: real sockets, a real record in Redis, scripted tokens."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -6,9 +6,16 @@ from typing import Any
 
 import msgspec
 
-from pagewire.shared.channel import ClusterKeys, ControlServer
-from pagewire.shared.logprobs import PromptLogprobs
-from pagewire.shared.protocol import (
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.registry import (
+    CardPublisher,
+    LinkInfo,
+    Registry,
+    WorkerLoad,
+    WorkerRecord,
+)
+from pagewire.shared.control.channel import ClusterKeys, ControlServer
+from pagewire.shared.control.protocol import (
     PROTOCOL_VERSION,
     BlockLayout,
     Cancel,
@@ -20,8 +27,7 @@ from pagewire.shared.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.redis_client import cluster_tag, connect_redis
-from pagewire.shared.registry import CardPublisher, LinkInfo, Registry, WorkerCard, WorkerLoad
+from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.tests.support.fake_device import score
 
 HEARTBEAT_S = 0.1
@@ -49,7 +55,7 @@ class FakeDecodeWorker:
         generated: requests that came, in order, each by itself.
         groups: how many requests each message had.
         cancelled: ids of those that were cancelled.
-        card: published with the next heartbeat if replaced.
+        record: published with the next heartbeat if replaced.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class FakeDecodeWorker:
         step_s: float = 0.0,
         epoch: int = 1,
         role: Role = "decode",
-        **card: Any,
+        **record: Any,
     ) -> None:
         self.answer = answer or list(range(100, 116))
         self.step_s = step_s
@@ -102,7 +108,7 @@ class FakeDecodeWorker:
             "protocol": PROTOCOL_VERSION,
             "load": WorkerLoad(free_blocks=64, total_blocks=64),
         }
-        self.card = WorkerCard(**(fields | card))
+        self.record = WorkerRecord(**(fields | record))
 
     @property
     def active(self) -> int:
@@ -112,11 +118,11 @@ class FakeDecodeWorker:
     async def __aenter__(self) -> "FakeDecodeWorker":
         endpoint = await self._server.start()
         self._stack.push_async_callback(self._stop_serving)
-        self.card = msgspec.structs.replace(self.card, endpoint=endpoint)
+        self.record = msgspec.structs.replace(self.record, endpoint=endpoint)
         redis = await connect_redis(self._redis_url)
         self._stack.push_async_callback(redis.aclose)
         registry = Registry(redis, cluster_tag(self._secret), LEASE_S)
-        publisher = CardPublisher(registry, lambda: self.card, HEARTBEAT_S)
+        publisher = CardPublisher(registry, lambda: self.record, HEARTBEAT_S)
         await publisher.start()
         self._stack.push_async_callback(publisher.close)
         self._publisher = publisher
@@ -126,16 +132,16 @@ class FakeDecodeWorker:
         await self._stack.aclose()
 
     async def die(self) -> None:
-        """Stop serving at once; the card stays, as it would for a lease after a crash."""
+        """Stop serving at once; the record stays, as it would for a lease after a crash."""
         await self._stop_serving()
 
     async def stop_renewing(self) -> None:
-        """Withdraw the card but serve on, as a worker does whose engine stands still."""
+        """Withdraw the record but serve on, as a worker does whose engine stands still."""
         await self._publisher.close()
 
-    def put_card(self, **changes: Any) -> None:
+    def put_record(self, **changes: Any) -> None:
         """Change what the worker tells of itself."""
-        self.card = msgspec.structs.replace(self.card, **changes)
+        self.record = msgspec.structs.replace(self.record, **changes)
 
     async def _stop_serving(self) -> None:
         for task in list(self._tasks.values()):
@@ -205,9 +211,9 @@ class FakeDecodeWorker:
             self._server.post(peer_id, TokenBatch(outputs=[output]))
 
 
-def prefill_card(redis_url: str, secret: str, worker_id: str, **card: Any) -> FakeDecodeWorker:
-    """A prefill worker as the router sees it: a card."""
-    return FakeDecodeWorker(redis_url, secret, worker_id, role="prefill", **card)
+def prefill_record(redis_url: str, secret: str, worker_id: str, **record: Any) -> FakeDecodeWorker:
+    """A prefill worker as the router sees it: a record."""
+    return FakeDecodeWorker(redis_url, secret, worker_id, role="prefill", **record)
 
 
 def link(peer: str, gbps: float = 0.0) -> LinkInfo:

@@ -30,8 +30,8 @@ from pagewire.shared.engine.step import (
     StepScores,
     Supply,
 )
-from pagewire.shared.kv_cache.block_hash import BlockHasher
-from pagewire.shared.kv_cache.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.sampling import RequestSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pagewire.services.cli.fake_redis import UnixFakeServer
+from pagewire.services.cli.up.fake_redis import UnixFakeServer
 
 
 @contextmanager

@@ -8,10 +8,9 @@ from typing import Any
 
 import zmq
 
-from pagewire.shared.channel import ControlClient, ControlServer, make_client_id
-from pagewire.shared.kv.link_test import TEST_JOB
-from pagewire.shared.kv.messages import Ack, Grant, Open, Segment, decode_for_sender, encode
-from pagewire.shared.protocol import (
+from pagewire.shared.cluster.registry import WorkerRecord
+from pagewire.shared.control.channel import ControlClient, ControlServer, make_client_id
+from pagewire.shared.control.protocol import (
     ControlMessage,
     KvHello,
     KvWelcome,
@@ -19,10 +18,18 @@ from pagewire.shared.protocol import (
     PrefillDone,
     PrefillFailed,
 )
-from pagewire.shared.registry import WorkerCard
+from pagewire.shared.kv.endpoint.link_test import TEST_JOB
+from pagewire.shared.kv.endpoint.messages import (
+    Ack,
+    Grant,
+    Open,
+    Segment,
+    decode_for_sender,
+    encode,
+)
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.cards import card
 from pagewire.tests.support.kv_services import HOST, KEYS, LAYOUT, PrefillWorker
+from pagewire.tests.support.worker_records import record
 
 WAIT_MS = 5000
 
@@ -50,10 +57,10 @@ class PrefillByHand:
         if isinstance(message, KvHello):
             self.hellos.append((peer_id, message))
 
-    def card(self, **changes: Any) -> WorkerCard:
+    def record(self, **changes: Any) -> WorkerRecord:
         """The record of this worker."""
         fields = {"role": "prefill", "endpoint": self.endpoint, "layout": LAYOUT}
-        return card(self.worker_id, self.epoch, **(fields | changes))
+        return record(self.worker_id, self.epoch, **(fields | changes))
 
     def post(self, message: ControlMessage) -> None:
         """Answer the newest connection."""
@@ -151,7 +158,7 @@ class KvLinkByHand:
 
 
 def payload_of_test(seed: int, nbytes: int) -> bytes:
-    """What a test of a link consists of, from shared/kv/link_test.py."""
+    """What a test of a link consists of, from shared/kv/endpoint/link_test.py."""
     return bytes((number * 2654435761 + seed >> 7) & 0xFF for number in range(nbytes))
 
 

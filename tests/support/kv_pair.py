@@ -16,14 +16,14 @@ from functools import partial
 import pytest
 
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.expectations import Completion
-from pagewire.shared.kv.receiver_link import ReceiverLink
-from pagewire.shared.kv.sender import DIVIDED_BYTES
-from pagewire.shared.kv.sender_link import SenderLink
-from pagewire.shared.request import RequestStatus
+from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_device import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 

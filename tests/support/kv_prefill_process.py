@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from pagewire.shared.registry import WorkerCard
-from pagewire.tests.support.cards import card
+from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.tests.support.kv_services import LAYOUT, Times, prefill_worker
+from pagewire.tests.support.worker_records import record
 
 _START_S = 60.0
 _context = multiprocessing.get_context("forkserver")
@@ -29,9 +29,9 @@ class PrefillProcess:
         assert commands.poll(_START_S)
         self._endpoint = commands.recv()
 
-    def card(self) -> WorkerCard:
+    def record(self) -> WorkerRecord:
         """Its worker record."""
-        return card(
+        return record(
             self.worker_id, self.epoch, role="prefill", endpoint=self._endpoint, layout=LAYOUT
         )
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pagewire.shared.channel import ControlClient, make_client_id
-from pagewire.shared.protocol import (
+from pagewire.shared.control.channel import ControlClient, make_client_id
+from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Fork,

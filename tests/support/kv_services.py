@@ -24,31 +24,31 @@ from pagewire.services.decode.service import DecodeService
 from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
-from pagewire.shared.channel import ClusterKeys, ControlServer
+from pagewire.shared.cluster.registry import WorkerRecord
+from pagewire.shared.control.channel import ClusterKeys, ControlServer
+from pagewire.shared.control.protocol import BlockLayout, ControlMessage
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.sender import KvSender
-from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.staging import Staging, make_staging
-from pagewire.shared.kv.waking import FdWatch
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import BlockLayout, ControlMessage
-from pagewire.shared.registry import WorkerCard
+from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.endpoint.staging import Staging, make_staging
+from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.parts import BlockParts
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv_metrics import KvCollector
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.cards import LAYOUT as DEMO_LAYOUT
-from pagewire.tests.support.cards import card
 from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, VOCAB, FakeDevice, make_core
+from pagewire.tests.support.worker_records import LAYOUT as DEMO_LAYOUT
+from pagewire.tests.support.worker_records import record
 
 KEYS = ClusterKeys.derive("the cluster's secret")
 HOST = "127.0.0.1"
@@ -190,7 +190,7 @@ class Worker:
         """Whether nothing is held, and no link is open."""
         raise NotImplementedError
 
-    def card(self, **changes: Any) -> WorkerCard:
+    def record(self, **changes: Any) -> WorkerRecord:
         """A prefill worker's record."""
         fields: dict[str, Any] = {
             "worker_id": self.identity.worker_id,
@@ -199,7 +199,7 @@ class Worker:
             "endpoint": self.endpoint,
             "layout": self.layout,
         }
-        return card(**(fields | changes))
+        return record(**(fields | changes))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -240,12 +240,12 @@ class DecodeWorker(Worker):
     """A decode worker.
 
     Attributes:
-        cards: of the prefill workers, as the directory has them.
+        records: of the prefill workers, as the directory has them.
     """
 
     receiver: KvReceiver = field(init=False)
     links: PrefillLinks = field(init=False)
-    cards: list[WorkerCard] = field(default_factory=list)
+    records: list[WorkerRecord] = field(default_factory=list)
 
     def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
         """Whether there is a usable link to this life of a worker."""
@@ -254,7 +254,7 @@ class DecodeWorker(Worker):
 
     async def link_to(self, *workers: PrefillWorker, timeout: float = 5.0) -> None:
         """Have the directory know these prefill workers, and wait for the links."""
-        self.cards = [worker.card() for worker in workers]
+        self.records = [worker.record() for worker in workers]
         names = [(worker.identity.worker_id, worker.identity.epoch) for worker in workers]
         await eventually(lambda: all(self.is_linked(*name) for name in names), timeout)
 
@@ -375,7 +375,7 @@ async def decode_worker(
             identity,
             worker.engine,
             receiver,
-            lambda: worker.cards,
+            lambda: worker.records,
             KEYS,
             worker.tasks,
             heartbeat_s=times.heartbeat_s,

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagewire.shared.control.protocol import BlockLayout, KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.credits import SlotState
-from pagewire.shared.kv.receiver import KvReceiver
-from pagewire.shared.kv.receiver_link import ReceiverLink
-from pagewire.shared.kv.sender import DIVIDED_BYTES, KvSender
-from pagewire.shared.kv.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.staging import Staging, make_staging
-from pagewire.shared.kv.waking import FdWatch
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import BlockLayout, KvHello
+from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
+from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.endpoint.staging import Staging, make_staging
+from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.parts import BlockParts
 from pagewire.tests.support.fake_device import (
     BYTES_PER_TOKEN,
     NUM_PARTS,

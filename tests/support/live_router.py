@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pagewire.services.router.app import create_app
+from pagewire.services.router.http.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S, FakeDecodeWorker
 
@@ -35,7 +35,7 @@ class LiveRouter:
 
     async def ready(self, workers: int = 1) -> "LiveRouter":
         """Wait until the router can use so many decode workers."""
-        await eventually(lambda: len(self.service.placer.decode_cards()) == workers)
+        await eventually(lambda: len(self.service.selector.decode_records()) == workers)
         return self
 
     async def complete(self, **body: Any) -> httpx.Response:

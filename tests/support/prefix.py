@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pagewire.shared.kv_cache.block_hash import BlockHash, BlockHasher
-from pagewire.shared.prefix_index import (
+from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.index.prefix_index import (
     IndexPublisher,
     PrefixIndex,
 )
-from pagewire.shared.redis_client import connect_redis
+from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 
 TAG = "0123abcd"
 HASHER = BlockHasher("secret", "model", "float32", 4)

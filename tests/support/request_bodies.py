@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.inputs import GenerationInput, read_chat, read_completion
-from pagewire.services.router.served_model import ServedModel
+from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers
 
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 
 
 def sentencepiece_tokenizer() -> Tokenizer:

@@ -8,9 +8,9 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import Expect, Export, StepPlan, Withdraw
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
 Fate = Literal["arrives", "falls back", "falls back behind its first token"]

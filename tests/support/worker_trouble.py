@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pagewire.loadtest.gpu.client import Client, Request
-from pagewire.loadtest.gpu.clusters import BenchError
-from pagewire.loadtest.gpu.model import write_model
-from pagewire.shared.engine.bench import LLAMA_8B, VOCAB_USED
+from pagewire.loadtest.bench.client import Client, Request
+from pagewire.loadtest.bench.clusters import BenchError
+from pagewire.loadtest.bench.engine import LLAMA_8B, VOCAB_USED
+from pagewire.loadtest.bench.model import write_model
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster
 

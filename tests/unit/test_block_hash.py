@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.kv_cache.block_hash import HASH_BYTES, BlockHasher
+from pagewire.shared.kv.block_hash import HASH_BYTES, BlockHasher
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 

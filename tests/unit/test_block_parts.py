@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.kernels.kv_staging import empty_order, fill_order
-from pagewire.shared.kv_cache.parts import BlockParts
-from pagewire.shared.protocol import MAX_PARTS
+from pagewire.shared.control.protocol import MAX_PARTS
+from pagewire.shared.kv.parts import BlockParts
 
 
 @pytest.mark.parametrize(

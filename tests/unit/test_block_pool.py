@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagewire.shared.errors import IntegrityError
-from pagewire.shared.kv_cache.block_hash import BlockHash
-from pagewire.shared.kv_cache.block_pool import BlockCounts, BlockPool
+from pagewire.shared.kv.block_hash import BlockHash
+from pagewire.shared.kv.block_pool import BlockCounts, BlockPool
 
 Path = tuple[int, ...]  # what a block and all before it hold, one small integer a block
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.cli.bench import make_plan
-from pagewire.services.cli.bench_load import (
+from pagewire.services.cli.bench.command import make_plan
+from pagewire.services.cli.bench.load import (
     WORDS,
     Lengths,
     TokenRatio,
@@ -20,10 +20,10 @@ from pagewire.services.cli.bench_load import (
     arrival_times,
     text_of,
 )
-from pagewire.services.cli.bench_stats import Results, Samples, Slo, percentile
-from pagewire.services.cli.bench_view import summary_lines
-from pagewire.services.cli.openai_client import Reply
-from pagewire.services.cli.openai_messages import PromptDetails, Usage
+from pagewire.services.cli.bench.stats import Results, Samples, Slo, percentile
+from pagewire.services.cli.bench.view import summary_lines
+from pagewire.services.cli.client.openai_client import Reply
+from pagewire.services.cli.client.openai_messages import PromptDetails, Usage
 from pagewire.shared.errors import ConfigError
 
 OPTIONS: dict[str, Any] = {

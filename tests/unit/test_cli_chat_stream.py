@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.cli import sse
-from pagewire.services.cli.chat import Conversation
-from pagewire.services.cli.openai_client import DIALECTS, Reply, base_url, may_use_proxy, root_url
-from pagewire.services.cli.openai_messages import Chunk
-from pagewire.services.cli.sse import EventParser, EventTooLargeError
-from pagewire.services.cli.terminal import cut_note, describe, printable
+from pagewire.services.cli.client import sse
+from pagewire.services.cli.client.chat import Conversation
+from pagewire.services.cli.client.openai_client import (
+    DIALECTS,
+    Reply,
+    base_url,
+    may_use_proxy,
+    root_url,
+)
+from pagewire.services.cli.client.openai_messages import Chunk
+from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
+from pagewire.services.cli.client.terminal import cut_note, describe, printable
 from pagewire.shared.errors import ConfigError
 
 STREAM = (

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.services.cli.doctor import CUT_AT
-from pagewire.services.cli.doctor_checks import (
+from pagewire.services.cli.doctor.checks import (
     GIB,
     Finding,
     exit_code,
@@ -21,7 +20,8 @@ from pagewire.services.cli.doctor_checks import (
     judge_ucx,
     why_unused,
 )
-from pagewire.services.cli.doctor_memory import _CGROUP_FILES, _of_cgroup, _of_machine
+from pagewire.services.cli.doctor.command import CUT_AT
+from pagewire.services.cli.doctor.memory import _CGROUP_FILES, _of_cgroup, _of_machine
 from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.worker.kv import carriers_to_open
 

@@ -14,7 +14,7 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 from pagewire.services.cli.main import app
-from pagewire.services.cli.up import NOT_SETTINGS
+from pagewire.services.cli.up.command import NOT_SETTINGS
 from pagewire.shared.config import ClientSettings, RouterSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,23 +12,23 @@ import pytest
 import typer
 from rich.console import Console
 
-from pagewire.services.cli import up
-from pagewire.services.cli.cluster_plan import (
+from pagewire.services.cli.main import app
+from pagewire.services.cli.up import command as up
+from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,
     crowded_gpus,
     gpu_share,
     plan_services,
     service_argv,
 )
-from pagewire.services.cli.machine import (
+from pagewire.services.cli.up.machine import (
     Machine,
     forget_impossible_width,
     inspect_machine,
     require_free_port,
     visible_gpus,
 )
-from pagewire.services.cli.main import app
-from pagewire.services.cli.processes import ChildSpec
+from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.errors import ConfigError
 
 SHARED = {"PAGEWIRE_CLUSTER_SECRET": "s", "PAGEWIRE_REDIS_URL": "unix:///x"}

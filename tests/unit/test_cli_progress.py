@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.processes import ChildSpec, OutputLog
-from pagewire.services.cli.progress import ProgressDisplay, message_of
-from pagewire.services.cli.supervisor import ChildStatus
+from pagewire.services.cli.up.processes import ChildSpec, OutputLog
+from pagewire.services.cli.up.progress import ProgressDisplay, message_of
+from pagewire.services.cli.up.supervisor import ChildStatus
 
 HEAD = "2026-11-22 12:54:58,856 INFO pagewire.shared.worker.runtime: "
 LONG = f"{HEAD}sizing the KV pool {'x' * 300}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.services.cli.ready_file import ReadyFile
+from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.shared.errors import ConfigError
 
 CONTENT = {"pagewire": "0.1.0", "pid": 7, "url": "http://127.0.0.1:8000"}
@@ -70,7 +70,7 @@ def test_the_file_of_a_running_cluster_is_refused_and_stays(tmp_path: Path) -> N
 def test_the_file_of_a_killed_cluster_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "ready.json"
     code = (
-        "import os, pathlib; from pagewire.services.cli.ready_file import ReadyFile\n"
+        "import os, pathlib; from pagewire.services.cli.up.ready_file import ReadyFile\n"
         f"with ReadyFile(pathlib.Path({str(path)!r})).present({CONTENT!r}): os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=60)

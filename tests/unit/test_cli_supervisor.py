@@ -16,12 +16,12 @@ import httpx
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli import processes, run_dir, tether
-from pagewire.services.cli.health import Health, Link, Service, fetch_health
-from pagewire.services.cli.processes import Child, ChildSpec, ExitStatus, OutputLog
-from pagewire.services.cli.ready_box import show_ready_box
-from pagewire.services.cli.supervisor import RestartPolicy, Supervisor, refusal_in
-from pagewire.shared.redis_client import without_password
+from pagewire.services.cli.up import processes, run_dir, tether
+from pagewire.services.cli.up.health import Health, Link, Service, fetch_health
+from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
+from pagewire.services.cli.up.ready_box import show_ready_box
+from pagewire.services.cli.up.supervisor import RestartPolicy, Supervisor, refusal_in
+from pagewire.shared.cluster.redis_client import without_password
 from pagewire.tests.support.aio import eventually, run_async
 
 HEALTHY = Health(
@@ -160,7 +160,7 @@ def test_backoff_grows_until_the_child_is_stable(tmp_path: Path) -> None:
     assert said[0].startswith("fragile died: exit code 4")
 
 
-def test_ready_means_the_new_process_not_the_card_of_the_dead_one(tmp_path: Path) -> None:
+def test_ready_means_the_new_process_not_the_record_of_the_dead_one(tmp_path: Path) -> None:
     said: list[str] = []
 
     async def run() -> None:

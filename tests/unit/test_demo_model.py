@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 from pagewire.shared.model.generation import load_sampling_defaults
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler, suffix_targets
 from pagewire.tools.demo_model.corpus import Corpus, load_corpus, train_tokenizer
 from pagewire.tools.demo_model.margins import describe, greedy_margins

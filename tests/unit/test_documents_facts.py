@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.services.router.dispatch import WORKER_WAIT_S
+from pagewire.services.router.dispatch.dispatcher import WORKER_WAIT_S
+from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.main import DRAIN_TIMEOUT_S
-from pagewire.services.router.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.tests.support.documents import DOCUMENTS, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,9 +7,9 @@ import pytest
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.logprobs import Logprobs, join
-from pagewire.shared.request import RequestStatus
 from pagewire.tests.support.engine_turns import (
     BOTH,
     LIMIT,

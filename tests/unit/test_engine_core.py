@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from pagewire.shared.engine.status import FinishReason
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.request import FinishReason
 from pagewire.tests.support.engine_turns import (
     BOTH,
     LIMIT,

@@ -6,6 +6,7 @@ import pytest
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import (
     Expect,
     NewSlot,
@@ -15,7 +16,6 @@ from pagewire.shared.engine.step import (
     TableEntries,
 )
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.request import RequestStatus
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.engine_turns import (
     BOTH,

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.loadtest.gpu import phases
-from pagewire.loadtest.gpu.client import Answer, Client, Request
-from pagewire.loadtest.gpu.clusters import (
+from pagewire.loadtest.bench import phases
+from pagewire.loadtest.bench.client import Answer, Client, Request
+from pagewire.loadtest.bench.clusters import (
     Topology,
     _gist,
     vllm_environment,
 )
-from pagewire.loadtest.gpu.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
-from pagewire.loadtest.gpu.one import compare, results
-from pagewire.loadtest.gpu.tables import markdown
+from pagewire.loadtest.bench.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
+from pagewire.loadtest.bench.one import compare, results
+from pagewire.loadtest.bench.tables import markdown
 from pagewire.tests.support.aio import run_async
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.shared.control.protocol import MAX_PARTS
 from pagewire.shared.errors import ProtocolError
-from pagewire.shared.kv.messages import (
+from pagewire.shared.kv.endpoint.messages import (
     MAX_CREDITS,
     MAX_MESSAGE_BYTES,
     Ack,
@@ -27,7 +28,6 @@ from pagewire.shared.kv.messages import (
     decode_for_sender,
     encode,
 )
-from pagewire.shared.protocol import MAX_PARTS
 from pagewire.tests.support.hostile_bytes import hostile_bytes
 
 PACK = msgspec.msgpack.encode

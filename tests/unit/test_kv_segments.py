@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.kv.segments import Coverage, Cut, ExportQueue
-from pagewire.shared.kv_cache.parts import BlockParts
+from pagewire.shared.kv.endpoint.segments import Coverage, Cut, ExportQueue
+from pagewire.shared.kv.parts import BlockParts
 
 Unit = tuple[int, int]  # position, layer group
 

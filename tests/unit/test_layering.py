@@ -26,8 +26,8 @@ DISTRIBUTIONS = {"zmq": "pyzmq", "ucxx": "ucxx-cu13", "cuda": "cuda-bindings"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 MAY_TOUCH_THE_ENVIRONMENT = {
     "shared/config.py": "the one reader of settings",
-    "services/cli/processes.py": "children inherit it",
-    "services/cli/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
+    "services/cli/up/processes.py": "children inherit it",
+    "services/cli/up/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
     "shared/kv/carriers/ucx_settings.py": "UCX is configured through it",
 }
 

@@ -25,7 +25,7 @@ BUSY = "while True: pass"
         ([*COMMAND, "router", "--port", "8000"], "router"),
         ([*COMMAND, "decode", "--host", "h", "--worker-id", "decode-1"], "decode-1"),
         (["/usr/bin/redis-server unixsocket:/tmp/s"], "redis"),
-        (["python", "-m", "pagewire.services.cli.fake_redis", "6379"], "redis"),
+        (["python", "-m", "pagewire.services.cli.up.fake_redis", "6379"], "redis"),
         (["python", "-P", "-m", "locust", "-f", "x"], GENERATOR),
         (["python", "-c", "from multiprocessing import spawn"], None),
         ([], None),

@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagewire.services.router.logprobs import (
+from pagewire.services.router.http.logprobs import (
     LEAST,
     CompletionLogprobs,
     chat_logprobs,
     finite,
     prompt_logprobs,
 )
-from pagewire.shared.answer_text import TextDelta
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs, Token, join
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.answer_text import TextDelta
+from pagewire.shared.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(demo_model_path())
 TOKEN_BYTES = TOKENIZER.token_bytes

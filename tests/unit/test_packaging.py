@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import pagewire
-from pagewire.services.cli.doctor import WORKER_PACKAGES
+from pagewire.services.cli.doctor.command import WORKER_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("kernels", "shared", "services")

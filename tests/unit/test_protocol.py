@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import ProtocolError, VersionMismatchError
-from pagewire.shared.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
-from pagewire.shared.protocol import (
+from pagewire.shared.control.protocol import (
     MAX_FORKS,
     MAX_FRAME_BYTES,
     MAX_TEXT_CHARS,
@@ -25,6 +23,8 @@ from pagewire.shared.protocol import (
     decode,
     encode,
 )
+from pagewire.shared.errors import ProtocolError, VersionMismatchError
+from pagewire.shared.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
 MESSAGE_TYPES = get_args(ControlMessage)
@@ -275,16 +275,17 @@ def test_text_that_is_no_unicode_is_a_protocol_error() -> None:
 
 
 TORCH_FREE = [
-    "background",
-    "channel",
+    "aio",
+    "cluster.redis_client",
+    "cluster.registry",
     "config",
+    "control.channel",
+    "control.protocol",
+    "engine.status",
     "errors",
-    "kv_cache.block_hash",
-    "prefix_index",
-    "protocol",
-    "redis_client",
-    "registry",
-    "request",
+    "index.prefix_index",
+    "kv.block_hash",
+    "text.tokenizer",
 ]
 
 

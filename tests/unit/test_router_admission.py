@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.services.router.admission import Admission
+from pagewire.services.router.placement.admission import Admission
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 
 

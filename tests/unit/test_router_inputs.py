@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.services.router.errors import ContextLengthError, describe
-from pagewire.services.router.inputs import read_chat, read_completion
+from pagewire.services.router.http.errors import ContextLengthError, describe
+from pagewire.services.router.http.inputs import read_chat, read_completion
 from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
 from pagewire.shared.sampling import RequestSpec, SamplingDefaults, SamplingFields
 from pagewire.tests.support.request_bodies import (

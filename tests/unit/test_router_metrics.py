@@ -3,15 +3,15 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.router.metrics import RouterMetrics
-from pagewire.services.router.worker_metrics import (
+from pagewire.services.router.metrics.requests import RouterMetrics
+from pagewire.services.router.metrics.workers import (
     merge_families,
     render,
     used_share,
 )
-from pagewire.shared.load_metrics import load_families
-from pagewire.shared.protocol import Timings, TokenOutput
-from pagewire.shared.registry import WorkerCard, WorkerLoad
+from pagewire.shared.cluster.registry import WorkerLoad, WorkerRecord
+from pagewire.shared.control.protocol import Timings, TokenOutput
+from pagewire.shared.metrics.load import load_families
 from pagewire.tests.support.fake_decode_worker import LAYOUT
 
 
@@ -67,8 +67,8 @@ def test_a_sequence_ends_once():
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
 
 
-def card(worker_id: str) -> WorkerCard:
-    return WorkerCard(
+def record(worker_id: str) -> WorkerRecord:
+    return WorkerRecord(
         worker_id=worker_id,
         role="decode",
         epoch=1,
@@ -93,7 +93,7 @@ def worker_page(received: int) -> list[Metric]:
 def test_workers_families_are_relayed_with_their_names():
     merged: dict = {}
     for worker_id, received in (("decode-0", 10), ("decode-1", 20)):
-        merge_families(merged, card(worker_id), worker_page(received))
+        merge_families(merged, record(worker_id), worker_page(received))
     text = render(RouterMetrics("m").registry, merged.values()).decode()
     family = "pagewire_kv_transfer_bytes_total"
     assert text.count(f"# TYPE {family} counter") == 1
@@ -109,7 +109,7 @@ def test_a_family_of_another_type_than_the_first_is_left_out():
     for worker_id, kind in (("w0", "gauge"), ("w1", "histogram"), ("w2", "gauge")):
         family = Metric("pagewire_h", "", kind)
         family.add_sample("pagewire_h", {}, 1)
-        merge_families(merged, card(worker_id), [family])
+        merge_families(merged, record(worker_id), [family])
     assert [sample.labels["worker"] for sample in merged["pagewire_h"].samples] == ["w0", "w2"]
 
 
@@ -117,7 +117,7 @@ def test_the_routers_own_families_win():
     registry = CollectorRegistry()
     Counter("pagewire_request_moves", "of a worker", registry=registry).inc(7)
     merged: dict = {}
-    merge_families(merged, card("w"), registry.collect())
+    merge_families(merged, record("w"), registry.collect())
     text = render(RouterMetrics("m").registry, merged.values()).decode()
     assert "pagewire_request_moves_total 0.0" in text
     assert "pagewire_request_moves_total{" not in text
@@ -127,7 +127,7 @@ def test_the_used_share_is_of_the_decode_workers_alone():
     merged: dict = {}
     for worker_id, role, used in (("d0", "decode", 10), ("d1", "decode", 30), ("p0", "prefill", 9)):
         load = WorkerLoad(used_blocks=used, free_blocks=100 - used, total_blocks=100)
-        described = msgspec.structs.replace(card(worker_id), role=role, load=load)
+        described = msgspec.structs.replace(record(worker_id), role=role, load=load)
         merge_families(merged, described, load_families(load))
     assert used_share(merged["pagewire_kv_blocks"]) == 0.2
     assert used_share(None) == 0.0

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.router.load_ledger import LoadLedger
-from pagewire.services.router.policy import (
+from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.placement.policy import (
     MAX_PREFILL_WORKERS,
     Candidate,
     PrefixPolicy,
@@ -102,26 +102,26 @@ def test_ties_are_broken_at_random():
 
 
 def test_a_burst_of_equal_prefixes_stays_together_until_its_queue_is_long():
-    ledger, policy = LoadLedger(settle_s=60), PrefixPolicy(random.Random(0))
+    in_flight, policy = InFlightLoad(settle_s=60), PrefixPolicy(random.Random(0))
     chosen = []
     for number in range(8):
         hits = {chosen[0]: 64} if number else {}
         prompt = Prompt(1054, BLOCK, hits)
-        loads = candidates(p0=ledger.pending("p0"), p1=ledger.pending("p1"))
+        loads = candidates(p0=in_flight.pending("p0"), p1=in_flight.pending("p1"))
         placement = policy.place(prompt, candidates(d0=0), loads)
         chosen.append(placement.prefill_workers[0])
-        ledger.add(chosen[-1], prompt.uncached_tokens(chosen[-1]))
+        in_flight.add(chosen[-1], prompt.uncached_tokens(chosen[-1]))
     assert len(set(chosen[:6])) == 1
 
 
 def test_different_prompts_spread_evenly():
-    ledger, policy = LoadLedger(settle_s=60), PrefixPolicy(random.Random(0))
+    in_flight, policy = InFlightLoad(settle_s=60), PrefixPolicy(random.Random(0))
     chosen = []
     for _ in range(9):
         prompt = Prompt(500, BLOCK, {})
-        loads = candidates(**{p: ledger.pending(p) for p in ("p0", "p1", "p2")})
+        loads = candidates(**{p: in_flight.pending(p) for p in ("p0", "p1", "p2")})
         chosen.append(policy.place(prompt, candidates(d0=0), loads).prefill_workers[0])
-        ledger.add(chosen[-1], 500)
+        in_flight.add(chosen[-1], 500)
     assert sorted(chosen) == ["p0"] * 3 + ["p1"] * 3 + ["p2"] * 3
 
 
@@ -149,25 +149,25 @@ class Clock:
         return self.now
 
 
-def test_recent_placements_count_until_a_card_must_show_them():
+def test_recent_placements_count_until_a_record_must_show_them():
     clock = Clock()
-    ledger = LoadLedger(settle_s=2, clock=clock)
-    ledger.add("w0", 5)
+    in_flight = InFlightLoad(settle_s=2, clock=clock)
+    in_flight.add("w0", 5)
     clock.now = 1.5
-    ledger.add("w0", 7)
-    ledger.add("w1", 1)
-    assert (ledger.pending("w0"), ledger.pending("w1")) == (12, 1)
+    in_flight.add("w0", 7)
+    in_flight.add("w1", 1)
+    assert (in_flight.pending("w0"), in_flight.pending("w1")) == (12, 1)
     clock.now = 3
-    assert ledger.pending("w0") == 7
-    assert ledger.pending("w0", cards_arrive=False) == 12
+    assert in_flight.pending("w0") == 7
+    assert in_flight.pending("w0", records_arrive=False) == 12
 
 
 def test_finished_placements_count_no_more():
-    ledger = LoadLedger(settle_s=2, clock=Clock())
-    entries = [ledger.add("w0", amount) for amount in (1, 2, 4)]
-    ledger.remove(entries[1])
-    ledger.remove(entries[1])
-    assert ledger.pending("w0") == 5
-    ledger.remove(entries[0])
-    ledger.remove(entries[2])
-    assert ledger.pending("w0") == 0
+    in_flight = InFlightLoad(settle_s=2, clock=Clock())
+    entries = [in_flight.add("w0", amount) for amount in (1, 2, 4)]
+    in_flight.remove(entries[1])
+    in_flight.remove(entries[1])
+    assert in_flight.pending("w0") == 5
+    in_flight.remove(entries[0])
+    in_flight.remove(entries[2])
+    assert in_flight.pending("w0") == 0

@@ -5,17 +5,16 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
-from pagewire.services.router.answers import Usage
-from pagewire.services.router.errors import BodyTooLargeError, ContextLengthError, describe
-from pagewire.services.router.responses import (
+from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
+from pagewire.services.router.http.responses import (
     DONE,
     ChatFormat,
     CompletionFormat,
     Extras,
-    model_card,
+    model_record,
 )
-from pagewire.services.router.served_model import ServedModel
-from pagewire.shared.answer_text import TextDelta
+from pagewire.services.router.text.answers import Usage
+from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import (
     ChannelError,
@@ -25,6 +24,7 @@ from pagewire.shared.errors import (
     OverloadedError,
     RequestFailedError,
 )
+from pagewire.shared.text.answer_text import TextDelta
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
 
@@ -89,10 +89,10 @@ def test_usage_is_null_until_the_last_chunk():
     assert form.last(USAGE).endswith(DONE)
 
 
-def test_a_model_card_is_what_openais_client_reads():
+def test_a_model_record_is_what_openais_client_reads():
     model = ServedModel.load(RouterSettings(served_model_name="m"))
-    card = Model.model_validate(model_card(model, 99), strict=True)
-    assert (card.id, card.object, card.model_extra["max_model_len"]) == ("m", "model", 99)
+    record = Model.model_validate(model_record(model, 99), strict=True)
+    assert (record.id, record.object, record.model_extra["max_model_len"]) == ("m", "model", 99)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.router.mailbox import MAX_TAKEN_TOKENS, Lost, Mailbox
-from pagewire.services.router.stream import AnswerStream
-from pagewire.shared.answer_text import TextAssembler, TextDelta
+from pagewire.services.router.dispatch.output_buffer import MAX_TAKEN_TOKENS, Lost, OutputBuffer
+from pagewire.services.router.text.stream import AnswerStream
+from pagewire.shared.control.protocol import Refused, TokenOutput
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.protocol import Refused, TokenOutput
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.answer_text import TextAssembler, TextDelta
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
 
 TOKENIZER = Tokenizer.from_dir(demo_model_path())
@@ -148,24 +148,24 @@ def test_a_worker_that_gives_up_fails_the_answer(reason):
 
 def test_a_mailbox_joins_what_a_slow_reader_has_not_taken():
     async def scenario() -> None:
-        mailbox = Mailbox()
-        mailbox.put_output(output(1, cached_tokens=16))
-        mailbox.put_output(output(2))
-        assert await mailbox.take(1) == output(1, 2, cached_tokens=16)
-        mailbox.put_output(output(3, finish_reason="length"))
-        assert await mailbox.take(1) == output(3, cached_tokens=16, finish_reason="length")
+        buffer = OutputBuffer()
+        buffer.put_output(output(1, cached_tokens=16))
+        buffer.put_output(output(2))
+        assert await buffer.take(1) == output(1, 2, cached_tokens=16)
+        buffer.put_output(output(3, finish_reason="length"))
+        assert await buffer.take(1) == output(3, cached_tokens=16, finish_reason="length")
 
     run_async(scenario())
 
 
 def test_a_mailbox_hands_out_a_long_backlog_in_parts():
     async def scenario() -> None:
-        mailbox = Mailbox()
+        buffer = OutputBuffer()
         tokens = list(range(MAX_TAKEN_TOKENS + 10))
         for token in tokens:
-            mailbox.put_output(output(token))
-        mailbox.put_output(output(finish_reason="stop"))
-        first, second = await mailbox.take(1), await mailbox.take(1)
+            buffer.put_output(output(token))
+        buffer.put_output(output(finish_reason="stop"))
+        first, second = await buffer.take(1), await buffer.take(1)
         assert (first.token_ids, first.finish_reason) == (tokens[:MAX_TAKEN_TOKENS], None)
         assert (second.token_ids, second.finish_reason) == (tokens[MAX_TAKEN_TOKENS:], "stop")
 
@@ -174,15 +174,15 @@ def test_a_mailbox_hands_out_a_long_backlog_in_parts():
 
 def test_a_mailbox_keeps_log_probabilities_with_their_tokens():
     async def scenario() -> None:
-        mailbox = Mailbox()
+        buffer = OutputBuffer()
         part = PromptLogprobs(1, columns(8, 9))
-        mailbox.put_output(output(prompt_logprobs=part))
+        buffer.put_output(output(prompt_logprobs=part))
         tokens = list(range(MAX_TAKEN_TOKENS + 10))
         for token in tokens:
-            mailbox.put_output(output(token, logprobs=columns(token)))
-        mailbox.put_output(output(finish_reason="stop"))
-        assert (await mailbox.take(1)).prompt_logprobs == part
-        taken = [await mailbox.take(1) for _ in range(2)]
+            buffer.put_output(output(token, logprobs=columns(token)))
+        buffer.put_output(output(finish_reason="stop"))
+        assert (await buffer.take(1)).prompt_logprobs == part
+        taken = [await buffer.take(1) for _ in range(2)]
         for each in taken:
             assert [token.id for token in each.logprobs] == each.token_ids
         assert [token for each in taken for token in each.token_ids] == tokens
@@ -218,24 +218,24 @@ def test_an_answer_that_is_not_wanted_ends_without_tokens():
 
 def test_a_loss_comes_after_the_tokens_before_it_and_the_first_end_counts():
     async def scenario() -> None:
-        mailbox = Mailbox()
-        mailbox.put_output(output(1))
-        mailbox.put_end(Lost("died"))
-        mailbox.put_end(Refused(request_id="r", reason="draining", message="late"))
-        assert await mailbox.take(1) == output(1)
-        assert await mailbox.take(1) == Lost("died")
+        buffer = OutputBuffer()
+        buffer.put_output(output(1))
+        buffer.put_end(Lost("died"))
+        buffer.put_end(Refused(request_id="r", reason="draining", message="late"))
+        assert await buffer.take(1) == output(1)
+        assert await buffer.take(1) == Lost("died")
 
     run_async(scenario())
 
 
 def test_an_empty_mailbox_times_out_and_wakes_its_reader():
     async def scenario() -> None:
-        mailbox = Mailbox()
+        buffer = OutputBuffer()
         with pytest.raises(TimeoutError):
-            await mailbox.take(0.01)
-        reader = asyncio.create_task(mailbox.take(5))
+            await buffer.take(0.01)
+        reader = asyncio.create_task(buffer.take(5))
         await asyncio.sleep(0)
-        mailbox.put_output(output(7))
+        buffer.put_output(output(7))
         assert (await reader).token_ids == [7]
 
     run_async(scenario())

@@ -8,10 +8,10 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
-from pagewire.shared.kv_cache.block_hash import BlockHasher
-from pagewire.shared.kv_cache.block_pool import BlockPool
-from pagewire.shared.request import RequestStatus
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")

@@ -17,7 +17,7 @@ from pagewire.services.cli.decode import decode
 from pagewire.services.cli.main import app
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
-from pagewire.services.cli.up import NOT_SETTINGS, up
+from pagewire.services.cli.up.command import NOT_SETTINGS, up
 from pagewire.shared.config import (
     ClientSettings,
     LLMSettings,

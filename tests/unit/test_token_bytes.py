@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.sentencepiece import sentencepiece_tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())

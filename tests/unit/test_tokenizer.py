@@ -16,10 +16,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.shared.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from pagewire.tests.support.sentencepiece import sentencepiece_tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())
@@ -285,7 +285,7 @@ class TestFromDir:
 
     def test_needs_neither_torch_nor_transformers(self) -> None:
         code = (
-            "import sys, pagewire.shared.tokenizer, pagewire.shared.model.demo\n"
+            "import sys, pagewire.shared.text.tokenizer, pagewire.shared.model.demo\n"
             "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
         )
         done = subprocess.run(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.tokenizer import Tokenizer as PagewireTokenizer
+from pagewire.shared.text.tokenizer import Tokenizer as PagewireTokenizer
 from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler
 from pagewire.tools.demo_model.corpus import (
     BOS,

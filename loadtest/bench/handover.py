@@ -1,0 +1,90 @@
+"""What it costs to hand a request over: one prefill and one decode worker, against one for both.
+
+Both clusters are up at once on the same two GPUs, the aggregated worker on that of the prefill
+worker, and are asked in turn, one request at a time: a machine that slows down slows down both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagewire.loadtest.bench.client import Answer, Client
+from pagewire.loadtest.bench.clusters import Topology, running_cluster
+from pagewire.loadtest.bench.phases import Row
+
+PROMPTS = (1024, 4096, 8192)
+PAIRS = 31
+WARM_UP_PAIRS = 3
+TOKENS = 8
+MEMORY = ("--gpu-memory-utilization", "0.4")  # a worker of each cluster shares the first GPU
+
+
+def handover(model: Path, budget: int, logs: Path, options: Sequence[str]) -> list[Row]:
+    """Start both clusters and compare them; times in ms.
+
+    Args:
+        model: directory.
+        budget: tokens of a step.
+        logs: gets a folder of each cluster's logs.
+        options: further ones of `pagewire up`.
+
+    Raises:
+        BenchError: a cluster did not start, or an answer was wrong.
+    """
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for topology in (Topology(1, 1, budget), Topology(0, 1, budget)):
+            cluster = running_cluster(model, topology, logs / "handover", *MEMORY, *options)
+            urls.append(stack.enter_context(cluster).url)
+        return asyncio.run(_ask_both(urls))
+
+
+async def _ask_both(urls: list[str]) -> list[Row]:
+    clients = [Client([url]) for url in urls]
+    try:
+        return [await ask_in_turn(clients, length) for length in PROMPTS]
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
+    """Send two clusters the same prompts of a length in turn.
+
+    Args:
+        clients: of the cluster with the roles apart, of the aggregated one; each is the first of
+            every other pair.
+        length: of the prompts.
+
+    Raises:
+        BenchError: an error, or another number of tokens than asked for.
+    """
+    answers: tuple[list[Answer], list[Answer]] = ([], [])
+    for number in range(WARM_UP_PAIRS + PAIRS):
+        request = clients[0].prepare(length, TOKENS)
+        for which in ((0, 1), (1, 0))[number % 2]:
+            answers[which].append(await clients[which].ask(request))
+    apart, aggregated = (each[WARM_UP_PAIRS:] for each in answers)
+    head = {"what": "handover", "prompt": length, "requests": PAIRS}
+    return {**head, **ratios(apart, aggregated)}
+
+
+def ratios(apart: list[Answer], aggregated: list[Answer]) -> Row:
+    """Return medians and quartiles in ms from the request to its first and second token.
+
+    `ratio` is of the medians.
+    """
+    row: Row = {}
+    for number, token in enumerate(("ttft", "second")):
+        medians = []
+        for prefix, answers in (("", apart), ("aggregated_", aggregated)):
+            times = [answer.times[number] * 1e3 for answer in answers]
+            low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+            row |= {f"{prefix}{token}": median, f"{prefix}{token}_quartiles": [low, high]}
+            medians.append(median)
+        row[f"{token}_ratio"] = medians[0] / medians[1]
+    return row

@@ -1,0 +1,189 @@
+"""Times what the host does for a step, with a device that takes no time.
+
+    python -P -m pagewire.loadtest.bench.host --rows 256
+
+Prints a JSON line each for decoding and for prefill, with and without prefix cache, in microseconds
+a step: the medians of several windows of steps, and the fastest window's total. In decoding all
+rows go on; in prefill each step has one new prompt, which ends with its first token. CPU time of
+the thread is counted, so that what else runs on the machine matters little. It covers what the
+engine's thread does between two launches: deciding (`schedule`), the runner's inputs (`prepare`),
+and accepting the tokens and handing out outputs (`postprocess`). CUDA's own calls are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.pending import PendingTokens
+from pagewire.shared.engine.prefill_inputs import PrefillInputs, PrefillShape
+from pagewire.shared.engine.schedule import Schedule, SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.step import PrefillChunk, StepPlan
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool
+from pagewire.shared.sampling import RequestSpec
+
+BLOCK_SIZE = 16
+PROMPT = 1000  # tokens of the first sequence; each has one more, so that blocks fill up in turn
+MAX_MODEL_LEN = 16384
+WINDOW = 64  # steps
+
+
+class TimedScheduler(Scheduler):
+    """Notes the time of each decision."""
+
+    seconds = 0.0
+
+    def schedule(self) -> Schedule:
+        """Decide."""
+        start = time.thread_time()
+        schedule = super().schedule()
+        self.seconds += time.thread_time() - start
+        return schedule
+
+
+@dataclass(slots=True)
+class InstantRunner(ModelRunner):
+    """Does all that a runner does before it launches, and samples the same token everywhere."""
+
+    seconds: float = 0.0
+    _tokens: torch.Tensor = field(default_factory=lambda: torch.full((4096,), 7))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingTokens:
+        """Prepare a step."""
+        start = time.thread_time()
+        self.state.apply(plan)
+        if plan.chunks:
+            self._prepare_chunks(plan.chunks)
+        pending = PendingTokens(plan.number, self._tokens[: plan.num_samples])
+        self.seconds += time.thread_time() - start
+        return pending
+
+    def _prepare_chunks(self, chunks: list[PrefillChunk]) -> None:
+        shape = PrefillShape(sum(chunk.length for chunk in chunks), len(chunks))
+        tables, padding = self.state.host_tables, self.state.padding_slot
+        PrefillInputs.build_padded(chunks, BLOCK_SIZE, tables, shape, padding)
+
+
+Engine = tuple[EngineCore, TimedScheduler, InstantRunner]
+
+
+def make_core(rows: int, caching: bool, longest: int) -> Engine:
+    """Return an engine for some sequences of up to `longest` tokens."""
+    num_blocks = rows * (-(-longest // BLOCK_SIZE) + 1)
+    limits = SchedulerLimits(rows, 8192, MAX_MODEL_LEN, max_waiting=rows)
+    hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
+    scheduler = TimedScheduler(limits, BlockPool(num_blocks, caching), hasher)
+    state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
+    pool = torch.zeros((1, 1, 2, 1, BLOCK_SIZE, 1))
+    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, state)
+    return EngineCore(scheduler, runner, overlap=True), scheduler, runner
+
+
+def make_decoding_core(rows: int, caching: bool) -> Engine:
+    """Return an engine in whose batch all rows decode."""
+    core, scheduler, runner = make_core(rows, caching, PROMPT + rows + 4 * WINDOW * 20)
+    rng = random.Random(0)
+    spec = RequestSpec(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
+    for number in range(rows):
+        prompt = [rng.randrange(1000) for _ in range(PROMPT + number)]
+        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
+    while scheduler.num_queued_tokens:
+        core.step()
+    return core, scheduler, runner
+
+
+class NoModel:
+    """Stands where a model is wanted and not run."""
+
+    def forward(self, *_args: object) -> torch.Tensor:
+        """Nobody calls it."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Nobody calls it."""
+        raise NotImplementedError
+
+
+def measure(engine: Engine, windows: int, before: Callable[[], None]) -> dict[str, float]:
+    """Return microseconds a step; `before` is called before each and counted with it."""
+    core, scheduler, runner = engine
+    results: dict[str, list[float]] = {"schedule": [], "prepare": [], "postprocess": []}
+    for _ in range(windows + 1):
+        scheduler.seconds = runner.seconds = 0.0
+        start = time.thread_time()
+        for _ in range(WINDOW):
+            before()
+            core.step()
+        total = time.thread_time() - start
+        results["schedule"].append(scheduler.seconds)
+        results["prepare"].append(runner.seconds)
+        results["postprocess"].append(total - scheduler.seconds - runner.seconds)
+    in_us = {name: [s / WINDOW * 1e6 for s in seconds[1:]] for name, seconds in results.items()}
+    totals = [sum(parts) for parts in zip(*in_us.values(), strict=True)]
+    medians = {name: statistics.median(values) for name, values in in_us.items()}
+    return {**medians, "total": statistics.median(totals), "fastest": min(totals)}
+
+
+def measure_decode(rows: int, caching: bool, windows: int) -> dict[str, float]:
+    """Return microseconds of a step in which all rows decode."""
+    return measure(make_decoding_core(rows, caching), windows, lambda: None)
+
+
+def measure_prefill(length: int, caching: bool, windows: int) -> dict[str, float]:
+    """Return microseconds of a step that runs one new prompt and samples its only token."""
+    engine = make_core(8, caching, MAX_MODEL_LEN)
+    spec = RequestSpec(max_tokens=1, temperature=1.0, seed=1)
+    rng = random.Random(0)
+    steps = (windows + 1) * WINDOW
+    prompts = iter([[rng.randrange(1000) for _ in range(length)] for _ in range(steps)])
+    names = itertools.count()
+
+    def add_prompt() -> None:
+        engine[0].add(new_sequence(f"bench-{next(names)}", next(prompts), spec, ()))
+
+    return measure(engine, windows, add_prompt)
+
+
+def main() -> None:
+    """Measure with and without the prefix cache."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt in prefill")
+    parser.add_argument("--windows", type=int, default=15, help="of 64 steps each")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for caching in (False, True):
+        _print(
+            {"rows": args.rows, "prefix_cache": caching},
+            measure_decode(args.rows, caching, args.windows),
+        )
+    for caching in (False, True):
+        _print(
+            {"prefill": args.prompt, "prefix_cache": caching},
+            measure_prefill(args.prompt, caching, args.windows),
+        )
+
+
+def _print(what: dict[str, int], times: dict[str, float]) -> None:
+    rounded = {name: round(us, 1) for name, us in times.items()}
+    print(json.dumps({**what, **rounded}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

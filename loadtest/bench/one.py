@@ -1,0 +1,93 @@
+"""Kernels and engine on one GPU: `python -P -m pagewire.loadtest.bench.one`.
+
+Every kernel is compared with its reference before it is timed, next to FlashAttention 3 where vLLM
+can be imported; a wrong one ends the bench. Then the engine on Llama-3.1-8B's shape with random
+weights: time to the first token, decode step, throughput, start; and vLLM's, the same way, in the
+same run. Ends with the tables of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm, vllm_environment
+from pagewire.loadtest.bench.engine import add_options
+from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.bench.tables import markdown
+
+VALUES = {
+    "ttft": ("prompt", "ms"),
+    "decode": ("batch", "ms"),
+    "throughput": ("inp", "out_tok_s"),
+    "start": ("what", "s"),
+}
+
+
+def results(
+    module: str, *options: str, environment: dict[str, str] | None = None
+) -> list[Row] | None:
+    """Run a bench, passing its output on; returns its results, None if it failed."""
+    command = [sys.executable, "-P", "-m", module, *options]
+    rows: list[Row] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith("RESULT "):
+                rows.append(json.loads(line.removeprefix("RESULT ")))
+    return rows if process.returncode == 0 else None
+
+
+def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
+    """Return a table of one kind of result, with the peer's figures where there are any."""
+    key, value = VALUES[what]
+    by_key = {(row[key], row.get("out")): row for row in theirs if row["what"] == what}
+    rows = []
+    for row in (row for row in ours if row["what"] == what):
+        peer = by_key.get((row[key], row.get("out")))
+        # More tokens a second are better, less time is.
+        if peer is not None:
+            spread = {f"vllm_{end}": peer[end] for end in ("low", "high") if end in peer}
+            row = row | spread | {"vllm": peer[value], "ratio": row[value] / peer[value]}
+        rows.append(row)
+    out = ("out", "n") if what == "throughput" else ()
+    ends = ("low", "high") if what != "start" else ()
+    peers = ("vllm", *(f"vllm_{end}" for end in ends))
+    of_ceiling = ("of_ceiling",) if what == "decode" else ()
+    return markdown(rows, (key, *out, value, *ends, *of_ceiling, *peers, "ratio"))
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_options(parser)
+    parser.add_argument("--no-kernels", dest="kernels", action="store_false")
+    parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
+    args = parser.parse_args()
+    stop_servers_on_sigterm()
+    with_peer = vllm_environment(args.vllm, pair=False)
+    if args.kernels and results("pagewire.kernels.bench.run", environment=with_peer) is None:
+        print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)
+        return 1
+    options = ("--times", str(args.times), "--max-num-seqs", str(args.max_num_seqs))
+    options += ("--parts", *args.parts, "--mixes", *args.mixes)
+    ours = results("pagewire.loadtest.bench.engine", *options)
+    theirs: list[Row] | None = []
+    if with_peer is not None:
+        peer = "pagewire.loadtest.bench.vllm_offline"
+        theirs = results(peer, *options, environment=with_peer)
+    else:
+        print("vLLM cannot be imported: no peer", file=sys.stderr)
+    if ours is None or theirs is None:
+        print("error: an engine's bench failed", file=sys.stderr)
+        return 1
+    for what in ("start", *args.parts):
+        print(f"\n### {what}\n\n{compare(what, ours, theirs)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What a cluster is asked: TTFT unloaded, gaps between tokens under long prompts, goodput."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+from pagewire.loadtest.bench.client import Client
+from pagewire.loadtest.bench.clusters import BenchError
+
+UNLOADED_PROMPTS = (128, 1024, 4096, 8192)
+UNLOADED_TIMES = 7
+UNLOADED_TOKENS = 32
+STREAMS = 8
+STREAM_PROMPT, STREAM_TOKENS = 1024, 1000
+FIRST_GAPS = 64  # of a stream: these belong to the other streams' own prompts
+ISOLATION_TIMES = 3
+LONG_PROMPT = 8192
+LONG_PROMPTS_PER_S = 2.0
+MOST_LONG_PROMPTS = 128
+GOODPUT_PROMPT, GOODPUT_TOKENS = 6144, 256
+
+Row = dict[str, Any]
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return the value of rank floor(n * percent / 100) + 1, at most the largest."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
+
+
+async def unloaded(client: Client) -> list[Row]:
+    """One request at a time: TTFT, the gap after the first token, the usual gap, in ms."""
+    rows = []
+    for length in UNLOADED_PROMPTS:
+        for _ in range(2):
+            await client.complete(length, UNLOADED_TOKENS)
+        before = await client.transfer_seconds()
+        answers = [await client.complete(length, UNLOADED_TOKENS) for _ in range(UNLOADED_TIMES)]
+        after = await client.transfer_seconds()
+        ttft = [answer.ttft * 1e3 for answer in answers]
+        rows.append(
+            {
+                "what": "unloaded",
+                "prompt": length,
+                "ttft": statistics.median(ttft),
+                "low": min(ttft),
+                "high": max(ttft),
+                "exposed": (after[0] - before[0]) / max(1, after[1] - before[1]) * 1e3,
+                "second": statistics.median(answer.gaps[0] for answer in answers) * 1e3,
+                "usual": statistics.median(gap for a in answers for gap in a.gaps[1:]) * 1e3,
+            }
+        )
+    return rows
+
+
+async def isolation(client: Client) -> list[Row]:
+    """Gaps of some streams in ms, by turns alone and while long prompts arrive.
+
+    Raises:
+        BenchError: the streams outlast the prompts that were made up for them.
+    """
+    runs: dict[bool, list[list[float]]] = {False: [], True: []}
+    long: list[float] = []
+    for _ in range(ISOLATION_TIMES):
+        for loaded in (False, True):
+            gaps, ttft = await _streams(client, loaded)
+            runs[loaded].append(gaps)
+            long += ttft
+    alone, under_load = _isolation_row(runs[False]), _isolation_row(runs[True])
+    more = {"of_alone": under_load["p99"] / alone["p99"], "long_ttft": statistics.median(long)}
+    return [{"loaded": False, **alone}, {"loaded": True, **under_load, **more}]
+
+
+async def _streams(client: Client, loaded: bool) -> tuple[list[float], list[float]]:
+    """Return the gaps of streams that start at once, and TTFT of the long prompts, all in ms."""
+    long_requests = [client.prepare(LONG_PROMPT, 2) for _ in range(MOST_LONG_PROMPTS * loaded)]
+    streams = [
+        asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS)) for _ in range(STREAMS)
+    ]
+    disturbers = []
+    await asyncio.sleep(0.5)  # the streams' own prompts are not what is asked for
+    while loaded and not all(task.done() for task in streams):
+        if not long_requests:
+            raise BenchError(f"the streams last longer than {MOST_LONG_PROMPTS} prompts")
+        disturbers.append(asyncio.create_task(client.ask(long_requests.pop())))
+        await asyncio.sleep(1 / LONG_PROMPTS_PER_S)
+    answers = await asyncio.gather(*streams)
+    ttft = [answer.ttft * 1e3 for answer in await asyncio.gather(*disturbers)]
+    return [gap * 1e3 for answer in answers for gap in answer.gaps[FIRST_GAPS:]], ttft
+
+
+def _isolation_row(runs: list[list[float]]) -> Row:
+    """Return percentiles over the gaps of all runs, and each run's p99."""
+    gaps = [gap for run in runs for gap in run]
+    return {
+        "what": "isolation",
+        "p50": percentile(gaps, 50),
+        "p99": percentile(gaps, 99),
+        "max": max(gaps),
+        "p99_of_runs": [percentile(run, 99) for run in runs],
+    }
+
+
+def poisson_waits(rate: float, seconds: float) -> list[float]:
+    """Return the times in s between arrivals at a rate, until `seconds` are over."""
+    rng = random.Random(int(rate * 10))
+    waits: list[float] = []
+    while sum(waits) < seconds:
+        waits.append(rng.expovariate(rate))
+    return waits
+
+
+async def goodput(client: Client, rates: list[float], seconds: float) -> list[Row]:
+    """Poisson arrivals of long prompts with answers of some length; times in ms."""
+    rows = []
+    for rate in rates:
+        waits = poisson_waits(rate, seconds)
+        requests = [client.prepare(GOODPUT_PROMPT, GOODPUT_TOKENS) for _ in waits]
+        tasks = []
+        start = time.perf_counter()
+        for request, wait in zip(requests, waits, strict=True):
+            tasks.append(asyncio.create_task(client.ask(request)))
+            await asyncio.sleep(wait)
+        answers = await asyncio.gather(*tasks)
+        elapsed = time.perf_counter() - start
+        ttft = [answer.ttft * 1e3 for answer in answers]
+        gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
+        rows.append(
+            {
+                "what": "goodput",
+                "rate": rate,
+                "requests": len(answers),
+                "ttft_p50": percentile(ttft, 50),
+                "ttft_p99": percentile(ttft, 99),
+                "gap_p50": percentile(gaps, 50),
+                "gap_p99": percentile(gaps, 99),
+                "completed_per_s": len(answers) / elapsed,
+            }
+        )
+    return rows
+
+
+async def run(client: Client, names: list[str], rates: list[float], seconds: float) -> list[Row]:
+    """Run the phases of these names, one after the other."""
+    rows: list[Row] = []
+    try:
+        if "unloaded" in names:
+            rows += await unloaded(client)
+        if "isolation" in names:
+            rows += await isolation(client)
+        if "goodput" in names:
+            rows += await goodput(client, rates, seconds)
+    finally:
+        await client.close()
+    return rows

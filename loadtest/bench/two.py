@@ -1,0 +1,160 @@
+"""Serving on two GPUs of one host: prefill and decode apart, against aggregated replicas.
+
+    python -P -m pagewire.loadtest.bench.two [--topologies 1:1 0:2:512 ...] [--phases ...]
+
+First the kernels that move blocks, each against its reference, then the KV wire between the GPUs,
+then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase
+`handover` has two clusters of its own, asked in turn; `idle` is of each cluster. Where vLLM
+and its NIXL connector can be imported, two vLLM servers are asked the same, as two replicas and as
+one for prefill and one for decode. Ends with the tables of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pagewire.loadtest.bench import phases
+from pagewire.loadtest.bench.client import Client
+from pagewire.loadtest.bench.clusters import (
+    BenchError,
+    Topology,
+    running_cluster,
+    running_vllm_pair,
+    stop_servers_on_sigterm,
+    vllm_environment,
+)
+from pagewire.loadtest.bench.handover import handover
+from pagewire.loadtest.bench.idle import idle
+from pagewire.loadtest.bench.model import write_model
+from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.bench.tables import markdown
+
+TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
+PHASES = ("handover", "unloaded", "isolation", "idle")
+OWN_CLUSTERS = ("handover",)  # phases that start what they measure
+COLUMNS = {
+    "unloaded": ("prompt", "ttft", "low", "high", "exposed", "second", "usual"),
+    "isolation": ("loaded", "p50", "p99", "of_alone", "max", "long_ttft"),
+    "handover": (
+        "prompt",
+        "ttft",
+        "aggregated_ttft",
+        "ttft_ratio",
+        "second",
+        "aggregated_second",
+        "second_ratio",
+    ),
+    "idle": ("worker", "percent_of_a_core"),
+    "goodput": (
+        "rate",
+        "requests",
+        "completed_per_s",
+        "ttft_p50",
+        "ttft_p99",
+        "gap_p50",
+        "gap_p99",
+    ),
+}
+
+
+def check_and_time_the_wire() -> None:
+    """Run the kernels' and the wire's benches.
+
+    Raises:
+        BenchError: a kernel gives wrong results, or blocks arrive corrupt.
+    """
+    for module, *options in (
+        ("pagewire.kernels.bench.run", "--ops", "kv_pack"),
+        ("pagewire.loadtest.bench.wire", "--carrier", "ipc", "--senders", "4"),
+        ("pagewire.loadtest.bench.wire", "--carrier", "ipc", "--stepping"),
+        ("pagewire.loadtest.bench.wire", "--carrier", "ucx", "--senders", "4"),
+    ):
+        done = subprocess.run([sys.executable, "-P", "-m", module, *options], check=False)
+        if done.returncode != 0:
+            raise BenchError(f"{module} failed: nothing else is timed")
+
+
+def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) -> None:
+    """Run the phases on each cluster; adds its results and prints one JSON line each.
+
+    Raises:
+        BenchError: a server did not start, or an answer was wrong.
+    """
+
+    def note(label: str, found: list[Row]) -> None:
+        for row in found:
+            rows.append({"cluster": label, **row})
+            print(json.dumps(rows[-1]), flush=True)
+
+    def ask(label: str, client: Client) -> None:
+        note(label, asyncio.run(_phases(client, args)))
+
+    options = ("--kv-transport", args.kv_transport)
+    if "handover" in args.phases:
+        label = f"1P1D by {args.kv_transport}, 1 aggregated"
+        note(label, handover(model, args.budget, logs, options))
+    if set(args.phases) <= set(OWN_CLUSTERS):
+        return
+    for text in args.topologies:
+        topology = Topology.parse(text, args.budget)
+        with running_cluster(model, topology, logs, *options) as cluster:
+            ask(topology.label, Client([cluster.url]))
+            if "idle" in args.phases:
+                note(topology.label, idle(cluster.pid))
+    environment = vllm_environment(args.vllm, pair=True)
+    if args.peer and environment is not None:
+        with running_vllm_pair(model, environment, logs) as urls:
+            ask("vLLM, 2 aggregated", Client(urls))
+            ask("vLLM, 1P1D", Client(urls[1:], urls[0]))
+    elif args.peer:
+        print("vLLM and nixl cannot be imported: no peer", file=sys.stderr)
+
+
+async def _phases(client: Client, args: argparse.Namespace) -> list[Row]:
+    return await phases.run(client, args.phases, args.rates, args.seconds)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
+    parser.add_argument("--phases", nargs="+", choices=COLUMNS, default=list(PHASES))
+    parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each rate")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--kv-transport", default="auto", choices=("auto", "ipc", "ucx", "zmq"))
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
+    parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
+    parser.add_argument("--no-peer", dest="peer", action="store_false")
+    parser.add_argument("--no-wire", dest="wire", action="store_false")
+    args = parser.parse_args()
+    stop_servers_on_sigterm()
+    rows: list[Row] = []
+    failure: BenchError | None = None
+    try:
+        if args.wire:
+            check_and_time_the_wire()
+        with tempfile.TemporaryDirectory() as directory:
+            write_model(Path(directory))
+            logs = args.logs or Path(directory, "logs")
+            logs.mkdir(parents=True, exist_ok=True)
+            measure(args, Path(directory), logs, rows)
+    except BenchError as exc:
+        failure = exc  # what was measured before is shown all the same
+    for phase in args.phases:
+        print(f"\n### {phase}{'' if phase == 'idle' else ', ms'}\n")
+        chosen = [row for row in rows if row["what"] == phase]
+        print(markdown(chosen, ("cluster", *COLUMNS[phase])))
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""vLLM's engine on the shape and loads of `pagewire.loadtest.bench.engine`, same JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pagewire.loadtest.bench.engine import (
+    BATCHES,
+    CONTEXT,
+    PROMPTS,
+    VOCAB_USED,
+    add_options,
+    emit,
+    throughput,
+)
+from pagewire.loadtest.bench.model import write_model
+
+STEPS = 128
+
+
+class VllmBench:
+    """One engine of vLLM and its prompts."""
+
+    def __init__(self, directory: str, max_num_seqs: int, times: int) -> None:
+        self._vllm = importlib.import_module("vllm")
+        self._rng = random.Random(0)
+        self._times = times
+        self._llm = self._vllm.LLM(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=16384,
+            gpu_memory_utilization=0.85,
+            enable_prefix_caching=False,
+            max_num_seqs=max_num_seqs,
+        )
+
+    def _generate(self, count: int, length: int, out: int) -> float:
+        prompts = [
+            {"prompt_token_ids": [self._rng.randrange(10, VOCAB_USED) for _ in range(length)]}
+            for _ in range(count)
+        ]
+        sampling: Any = self._vllm.SamplingParams(
+            temperature=0, max_tokens=out, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        self._llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def run(self, parts: list[str], mixes: list[str]) -> None:
+        """Run the parts that were asked for."""
+        self._generate(4, 256, 16)
+        if "ttft" in parts:
+            self._ttft()
+        if "decode" in parts:
+            self._decode()
+        if "throughput" in parts:
+            throughput(self._generate, mixes, self._times)
+
+    def _ttft(self) -> None:
+        for length in PROMPTS:
+            self._generate(1, length, 1)
+            seconds = [self._generate(1, length, 1) for _ in range(self._times)]
+            low, high = min(seconds) * 1e3, max(seconds) * 1e3
+            ms = statistics.median(seconds) * 1e3
+            emit(what="ttft", prompt=length, ms=ms, low=low, high=high)
+
+    def _decode(self) -> None:
+        for batch in BATCHES:
+            steps = []
+            for _ in range(self._times):
+                first = self._generate(batch, CONTEXT, 1)
+                steps.append((self._generate(batch, CONTEXT, 1 + STEPS) - first) / STEPS * 1e3)
+            emit(
+                what="decode",
+                batch=batch,
+                ms=statistics.median(steps),
+                low=min(steps),
+                high=max(steps),
+            )
+
+
+def main() -> None:
+    """Run all of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        start = time.perf_counter()
+        bench = VllmBench(directory, args.max_num_seqs, args.times)
+        emit(what="start", s=time.perf_counter() - start)
+        bench.run(args.parts, args.mixes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Times the KV wire: two or more processes, an endpoint each, whole prompts' KV blocks.
+
+    python -P -m pagewire.loadtest.bench.wire --carrier ipc [--tokens 8192] [--stepping]
+        [--senders 4]
+
+All processes run a real engine thread, scheduler, block pool and KV endpoint; the model takes no
+time. A child computes prompts and sends their blocks; this process reserves them, and a prompt has
+crossed when its sequence is activated. GB/s counts from the launch of the step that makes the first
+prompt's blocks final until the last activation, next to one contiguous copy of as many bytes
+between the same devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the
+receiving engine decodes other sequences meanwhile.
+
+With `--senders` further senders open links after that, while all others are idle: "join" has the
+seconds from the opening of a link until its test, and then a first prompt, have come. At the end
+the first sender is measured again; the others have links and send nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.loadtest.bench.clusters import BenchError
+from pagewire.loadtest.bench.wire_sides import (
+    BLOCK_SIZE,
+    MOST_IN_A_ROW,
+    Engine,
+    Receiving,
+    Sending,
+    child,
+    sending_process,
+)
+
+ROUNDS = 9
+IN_A_ROW = (1, MOST_IN_A_ROW)  # prompts
+
+
+def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
+    """Return the GB/s of a plain copy, the median of several."""
+    a = torch.ones(nbytes, dtype=torch.uint8, device=source)
+    b = torch.empty_like(a, device=target)
+    speeds = []
+    for _ in range(ROUNDS + 2):
+        for device in {source, target} - {"cpu"}:
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        b.copy_(a)
+        for device in {source, target} - {"cpu"}:
+            torch.cuda.synchronize(device)
+        speeds.append(nbytes / (time.perf_counter() - started) / 1e9)
+    return statistics.median(speeds[2:])
+
+
+@dataclass
+class Bench:
+    """One receiver and its senders.
+
+    Attributes:
+        prompt_bytes: of a prompt's blocks.
+        ceiling: GB/s of a plain copy.
+        alone: GB/s of the first sender without others, by prompts in a row.
+    """
+
+    options: argparse.Namespace
+    receiving: Receiving
+    prompt_bytes: int
+    ceiling: float
+    num_links: int = 0
+    alone: dict[int, float] = field(default_factory=dict)
+
+    def join(self, process: Sending) -> None:
+        """Wait for a sender, open its link, send a prompt, and print how long these two took."""
+        process.listen()
+        started = time.monotonic()
+        tested_s = self.receiving.open_link(process, f"sender-{self.num_links}")
+        self.receiving.round(process, 1)
+        first_prompt_s = time.monotonic() - started
+        self._print(
+            "join",
+            links_before=self.num_links,
+            tested_s=round(tested_s, 4),
+            first_prompt_s=round(first_prompt_s, 4),
+        )
+        self.num_links += 1
+
+    def send(self, process: Sending) -> None:
+        """Print a line for each number of prompts in a row."""
+        for prompts in IN_A_ROW:
+            times = [self.receiving.round(process, prompts) for _ in range(ROUNDS + 2)][2:]
+            nbytes = self.prompt_bytes * prompts
+            speed = nbytes / statistics.median(times) / 1e9
+            self.alone.setdefault(prompts, speed)
+            self._print(
+                "wire",
+                links=self.num_links,
+                prompts_in_a_row=prompts,
+                gb_per_s=round(speed, 1),
+                slowest=round(nbytes / max(times) / 1e9, 1),
+                fastest=round(nbytes / min(times) / 1e9, 1),
+                copy_gb_per_s=round(self.ceiling, 1),
+                of_copy=round(speed / self.ceiling, 3),
+                of_alone=round(speed / self.alone[prompts], 3),
+            )
+
+    def _print(self, what: str, **fields: float) -> None:
+        options = self.options
+        head = {"what": what, "carrier": options.carrier}
+        print(json.dumps({**head, "stepping": options.stepping, **fields}), flush=True)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Open links one after the other; print what the first sender reaches alone and with all.
+
+    Raises:
+        BenchError: a process does not do its part.
+    """
+    engine = Engine(torch.device(options.target), options.tokens, options.stepping)
+    engine.runner.mover.capture_unpacking(engine.staging.buffers)
+    receiving = Receiving(engine, options.carrier)
+    total = -(-options.tokens // BLOCK_SIZE) * engine.block_bytes
+    bench = Bench(options, receiving, total, copy_gb_per_s(options.source, options.target, total))
+    engine.thread.start()
+    with ExitStack() as stack:
+
+        def start() -> Sending:
+            sender = sending_process(options.carrier, options.source, options.tokens)
+            return stack.enter_context(sender)
+
+        first = start()
+        bench.join(first)
+        if options.stepping:
+            engine.call(engine.start_stepping)
+        bench.send(first)
+        joiners = [start() for _ in range(1, options.senders)]
+        for joiner in joiners:
+            bench.join(joiner)
+        if joiners:
+            bench.send(first)
+    engine.thread.stop(10)
+
+
+def main() -> int:
+    """Measure one carrier."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--carrier", default="ipc" if gpus else "zmq")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--source", default="cuda:0" if gpus else "cpu")
+    parser.add_argument("--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu")
+    parser.add_argument("--stepping", action="store_true")
+    parser.add_argument("--senders", type=int, default=1, help="linked; one of them sends")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.carrier, options.source, options.tokens)
+        return 0
+    try:
+        measure(options)
+    except BenchError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Both sides of the wire bench: an engine whose model takes no time, and its half of the endpoint.
+
+The receiving side is in the bench's own process, each sending side in a child's.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.loadtest.bench.clusters import BenchError
+from pagewire.loadtest.bench.host import NoModel
+from pagewire.shared.control.protocol import BlockLayout, KvHello
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.pending import PendingTokens
+from pagewire.shared.engine.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool
+from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.kv.endpoint.staging import make_staging
+from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.worker.kv import open_carrier
+
+LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
+MOST_IN_A_ROW = 8  # prompts
+SLOTS = 16
+SLOT_BLOCKS = 64
+TIMEOUT_S = 60.0
+STEPPING_ROWS = 32
+STEPPING_ROW_BLOCKS = 64
+STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
+LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
+ROUNDS = 9
+IN_A_ROW = (1, 8)  # prompts
+SLOTS = 16
+SLOT_BLOCKS = 64
+TIMEOUT_S = 60.0
+STEPPING_ROWS = 32
+STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
+
+
+@dataclass
+class SteppingRunner(ModelRunner):
+    """Computes nothing, but for matrix products that keep the device busy in steps that decode."""
+
+    operand: torch.Tensor | None = None
+    launched_ns: int = 0  # the first step with chunks since it was reset
+
+    def _launch(self, plan: StepPlan) -> PendingTokens:
+        if plan.decodes and self.operand is not None:
+            for _ in range(STEP_PRODUCTS):
+                torch.mm(self.operand, self.operand)
+        if plan.chunks and not self.launched_ns:
+            self.launched_ns = time.monotonic_ns()
+        tokens = torch.full((plan.num_samples,), 7, device=self.state.device)
+        return PendingTokens(plan.number, tokens)
+
+
+@dataclass
+class Engine:
+    """One process's engine, with a pool large enough for the prompts in a row."""
+
+    device: torch.device
+    num_tokens: int
+    stepping: bool = False
+    core: EngineCore = field(init=False)
+    thread: EngineThread = field(init=False)
+    runner: SteppingRunner = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        num_blocks = (MOST_IN_A_ROW + 1) * self.num_tokens // BLOCK_SIZE
+        num_blocks += STEPPING_ROWS * STEPPING_ROW_BLOCKS if self.stepping else 0
+        shape = (num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        pool = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        longest = self.num_tokens + 64
+        limits = SchedulerLimits(256, 8 * self.num_tokens, longest, max_waiting=256)
+        hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
+        scheduler = Scheduler(limits, BlockPool(num_blocks, False), hasher)
+        state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
+        ops = load_ops("auto", self.device.type)
+        self.runner = SteppingRunner(NoModel(), ops, pool, state)
+        if self.stepping:
+            self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
+        self.core = EngineCore(scheduler, self.runner, overlap=True)
+        self.thread = EngineThread(self.core, self._on_outputs)
+        slot_bytes = self.runner.mover.parts.packed_bytes(SLOT_BLOCKS)
+        self.staging = make_staging(SLOTS, slot_bytes, self.device)
+        self.sockets: KvSockets | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        return self.runner.mover.parts.block_bytes
+
+    def layout(self) -> BlockLayout:
+        """Describe the pool to the other side."""
+        return BlockLayout(
+            fingerprint="bench",
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            num_layers=LAYERS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            block_bytes=self.block_bytes,
+        )
+
+    def start_stepping(self) -> None:
+        """Add sequences that decode for as long as the bench lasts. In the engine's thread."""
+        spec = RequestSpec(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
+        for number in range(STEPPING_ROWS):
+            self.core.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        """Tokens of sequences that step, and first tokens."""
+
+    def endpoint(self, carrier: str) -> dict[str, Any]:
+        """Return what both halves are made with."""
+        self.sockets = KvSockets(None, self.staging.slot_bytes)
+        watch = FdWatch(self.thread.watch, self.thread.unwatch)
+        opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
+        for fd in opened.fds():
+            watch.add(fd)
+        return {
+            "core": self.core,
+            "moves": self.runner,
+            "staging": self.staging,
+            "parts": self.runner.mover.parts,
+            "carriers": {carrier: opened},
+            "timeout_s": TIMEOUT_S,
+            "watch": watch,
+        }
+
+    def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
+        """Add a sequence. In the engine's thread."""
+        spec = RequestSpec(max_tokens=1, ignore_eos=True, seed=1)
+        sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
+        sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
+        self.core.add(sequence)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Do something in the engine's thread."""
+        done: queue.Queue[Any] = queue.Queue()
+        self.thread.submit(lambda _core: done.put(work()))
+        return done.get(timeout=TIMEOUT_S)
+
+
+def child(carrier: str, device: str, num_tokens: int) -> None:
+    """Be a sender: say "ready", read a `KvHello`, then again and again the jobs to send now."""
+    engine = Engine(torch.device(device), num_tokens)
+    engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
+    engine.runner.mover.capture_packing(engine.staging.buffers)
+    parts = engine.endpoint(carrier)
+    if engine.sockets is None:
+        raise BenchError("the endpoint has no sockets")
+    sender = KvSender(sockets=engine.sockets, **parts)
+    engine.core.hooks.append(sender)
+    engine.thread.start()
+    print("ready", flush=True)
+    hello = msgspec.json.decode(sys.stdin.readline(), type=KvHello)
+    link = engine.call(lambda: sender.connect(hello))
+    print(link.outbound.reply.hex() or "-", flush=True)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+
+    def begin(jobs: list[str]) -> None:
+        for job in jobs:
+            engine.sequence(job, prefill_only=True)
+            sender.export(job, link, 0, num_blocks)
+
+    for line in sys.stdin:
+        engine.runner.launched_ns = 0
+        engine.thread.submit(partial(_begin_jobs, begin, json.loads(line)))
+        while not engine.runner.launched_ns:
+            time.sleep(0.001)
+        print(engine.runner.launched_ns, flush=True)
+    engine.thread.stop(TIMEOUT_S)
+
+
+def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: EngineCore) -> None:
+    begin(jobs)
+
+
+class Receiving:
+    """The receiving process's side. Links open one after the other."""
+
+    def __init__(self, engine: Engine, carrier: str) -> None:
+        parts = engine.endpoint(carrier)
+        if engine.sockets is None:
+            raise BenchError("the endpoint has no sockets")
+        socket = ReceiverSocket(engine.sockets, "127.0.0.1", "127.0.0.1")
+        self._events: queue.Queue[Any] = queue.Queue()  # of one kind at a time, or an error
+        self._engine, self._carrier = engine, carrier
+        self._receiver = KvReceiver(
+            socket=socket,
+            on_link_tested=lambda _link: self._events.put(time.monotonic_ns()),
+            on_link_lost=self._on_link_lost,
+            **parts,
+        )
+        self._receiver.expected.on_reserved = self._on_reserved
+        engine.core.hooks.append(self._receiver)
+        self._rounds = 0
+
+    def _on_reserved(self, request: str, job: str, _first: int, _count: int) -> None:
+        done = Completion(job, 7, lambda: self._events.put(time.monotonic_ns()))
+        self._receiver.expected.complete(request, done)
+        self._events.put(job)
+
+    def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
+        self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))
+
+    def _next(self, what: str) -> Any:
+        try:
+            event = self._events.get(timeout=TIMEOUT_S)
+        except queue.Empty as exc:
+            raise BenchError(f"{what} did not come in {TIMEOUT_S:g} s") from exc
+        if isinstance(event, BenchError):
+            raise event
+        return event
+
+    def open_link(self, process: Sending, name: str) -> float:
+        """Open a link; returns the seconds until its test has come."""
+        started_ns = time.monotonic_ns()
+        link = self._engine.call(lambda: self._receiver.offer(name))
+        hello = KvHello(
+            worker_id="receiver",
+            epoch=1,
+            layout=self._engine.layout(),
+            link=link.number,
+            token=link.token,
+            endpoint=self._receiver.socket.endpoint,
+            carriers=link.offers,
+            slot_bytes=self._engine.staging.slot_bytes,
+        )
+        reply = process.ask(msgspec.json.encode(hello).decode())
+        answer = bytes.fromhex(reply.strip("-\n"))
+        self._engine.call(lambda: self._receiver.accept(link, self._carrier, answer))
+        tested_ns = int(self._next(f"the test of the link to {name}"))
+        return (tested_ns - started_ns) / 1e9
+
+    def _reserve(self, names: list[str]) -> None:
+        for name in names:
+            self._engine.sequence(name, remote=True)
+
+    def round(self, process: Sending, prompts: int) -> float:
+        """Return the seconds that `prompts` prompts take."""
+        self._rounds += 1
+        names = [f"r{self._rounds}-{n}" for n in range(prompts)]
+        self._engine.call(lambda: self._reserve(names))
+        jobs = [self._next("a reservation") for _ in names]
+        launched_ns = int(process.ask(json.dumps(jobs)))
+        last_ns: int = max(self._next("a prompt") for _ in names)
+        return (last_ns - launched_ns) / 1e9
+
+
+class Sending:
+    """A sending process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise BenchError("the child has no pipes")
+        self._in, self._out = process.stdin, process.stdout
+
+    def listen(self) -> str:
+        """Return the next line.
+
+        Raises:
+            BenchError: it does not come.
+        """
+        readable, _, _ = select.select([self._out], [], [], TIMEOUT_S)
+        line = self._out.readline() if readable else ""
+        if not line:
+            raise BenchError("a sending process has ended, or says nothing; see stderr")
+        return line
+
+    def ask(self, line: str) -> str:
+        """Write a line and return the answer; see `listen`."""
+        self._in.write(line + "\n")
+        self._in.flush()
+        return self.listen()
+
+
+@contextmanager
+def sending_process(carrier: str, source: str, num_tokens: int) -> Iterator[Sending]:
+    """Run a sender; its first line says that it is ready to open a link."""
+    command = [sys.executable, "-P", "-m", "pagewire.loadtest.bench.wire", "--child"]
+    command += ["--carrier", carrier, "--source", source, "--tokens", str(num_tokens)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Sending(process)
+        finally:
+            process.kill()

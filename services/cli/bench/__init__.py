@@ -1,0 +1,7 @@
+"""`pagewire bench`: puts a load on any OpenAI-compatible endpoint and measures its answers.
+
+Entry point: `bench` (command.py).
+Read first: `load.py` (what is asked and when: pure), `runner.py`, `stats.py` (pure arithmetic).
+
+May import: `services.cli.client`, `shared`.
+"""

@@ -1,0 +1,7 @@
+"""Commands that ask a running endpoint: `chat`, `complete`, `status`, and their client.
+
+Entry point: `OpenAIClient` (openai_client.py).
+Read first: `openai_client.py`, `chat.py`, `cluster_status.py`.
+
+May import: `shared`.
+"""

@@ -1,0 +1,165 @@
+"""`pagewire chat`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from pagewire.services.cli.client import client_options as options
+from pagewire.services.cli.client.openai_client import CHAT, EndpointError, OpenAIClient, Reply
+from pagewire.services.cli.client.terminal import (
+    cut_note,
+    describe,
+    note,
+    readable_stdin,
+    write_text,
+)
+from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+
+PROMPT = "> "
+COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+EXIT_INTERRUPTED = 130
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and how to ask for the next one.
+
+    Attributes:
+        system: the message in front of all others, if any.
+        fields: of each request, in addition to the messages.
+    """
+
+    system: str | None
+    fields: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages.clear()
+
+    def body(self, question: str) -> dict[str, Any]:
+        """Return the request that asks the question in the light of what was said before."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"role": "user", "content": question}
+        return {**self.fields, "messages": [*system, *self.messages, asked]}
+
+    def add(self, question: str, answer: str) -> None:
+        """Remember a question and what was answered; without an answer, neither."""
+        if answer:
+            self.messages.append({"role": "user", "content": question})
+            self.messages.append({"role": "assistant", "content": answer})
+
+
+def chat(
+    url: options.Url = None,
+    model: options.ClientModel = None,
+    system: Annotated[
+        str | None, typer.Option(help="The system message, before the conversation.")
+    ] = None,
+    api_key: options.ApiKey = None,
+    temperature: options.Temperature = None,
+    max_tokens: options.ChatTokens = None,
+    seed: options.Seed = None,
+    timeout: options.Timeout = 300.0,
+) -> None:
+    """Talk with a model of any OpenAI-compatible endpoint.
+
+    Each answer streams, and a line below it says how fast it came.
+    Piped input is a conversation, too: one question a line.
+
+    Example: pagewire chat --system "Answer in one sentence."
+    """
+    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    with one_line_errors(), asyncio.Runner() as runner:
+        client = OpenAIClient(*options.endpoint(url, api_key), timeout_s=timeout)
+        try:
+            name = runner.run(client.choose_model(model))
+            talk = Conversation(system, {"model": name, **fields})
+            failures = _converse(runner, client, talk)
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        finally:
+            runner.run(client.aclose())
+    if failures and not sys.stdin.isatty():
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _converse(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation) -> int:
+    """Answer questions until there are no more; returns how many could not be answered."""
+    failures = 0
+    if sys.stdin.isatty():
+        note(f"{talk.fields['model']} at {client.url}: {COMMANDS}")
+    for line in _questions():
+        question = line.strip()
+        if question == "/exit":
+            break
+        if question == "/reset":
+            talk.reset()
+            note("forgotten")
+        elif question.startswith("/") and question[1:].partition(" ")[0].isalpha():
+            note(COMMANDS)
+        elif question:
+            failures += not _ask(runner, client, talk, question)
+    return failures
+
+
+def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation, question: str) -> bool:
+    """Stream one answer; returns whether it came."""
+    heard: list[str] = []
+
+    def on_text(text: str) -> None:
+        heard.append(text)
+        write_text(text)
+
+    reply: Reply | None = None
+    problem = ""
+    try:
+        reply = runner.run(client.stream(CHAT, talk.body(question), on_text=on_text))
+    except EndpointError as exc:
+        problem = str(exc)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        problem = "stopped"
+    if heard:
+        write_text("" if heard[-1].endswith("\n") else "\n")
+    talk.add(question, "".join(heard))
+    if reply is None:
+        note(problem, "yellow" if problem == "stopped" else "red")
+    else:
+        note(describe(reply))
+        if cut := cut_note(reply, talk.fields["max_tokens"]):
+            note(cut)
+    return reply is not None
+
+
+def _questions() -> Iterator[str]:
+    """Yield lines of stdin until its end; on a terminal, with a prompt and a history to edit."""
+    if not sys.stdin.isatty():
+        yield from readable_stdin()
+        return
+    with contextlib.suppress(ImportError):  # not every Python has it
+        import readline  # noqa: F401 - gives input() its editing and history
+    interrupted = False
+    while True:
+        try:
+            line = input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return
+            interrupted = True
+            note("once more to leave")
+        else:
+            interrupted = False
+            yield line

@@ -1,0 +1,225 @@
+"""A cluster as its router shows it: `/health` and `/metrics`, read into one snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.services.cli.program import own_command
+from pagewire.services.cli.up.health import Health, Service, fetch_health
+from pagewire.shared.errors import PagewireError
+from pagewire.shared.metrics.load import KV_BLOCKS
+
+METRICS_TIMEOUT_S = 5.0
+WAIT_POLL_S = 0.2
+MAX_METRICS_BYTES = 8 << 20
+
+_WORKER_SAMPLES = {
+    "pagewire_requests_running": "running",
+    "pagewire_requests_waiting": "waiting",
+    "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
+}
+_TOTALS = {
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generation_tokens",
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:prefix_cache_hits_total": "prefix_hits",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "pagewire_redis_up": "redis_up",
+}
+
+
+class NotReadyError(PagewireError):
+    """A cluster did not become ready in time."""
+
+
+class NoRouterError(PagewireError):
+    """Nothing answers there as Pagewire's router does."""
+
+
+@dataclass
+class WorkerStatus:
+    """One worker; numbers are None where the router does not report them.
+
+    Attributes:
+        service: as the router's health describes it.
+        blocks: KV blocks by state: free, cached, used, total.
+    """
+
+    service: Service
+    running: float | None = None
+    waiting: float | None = None
+    queued_prefill_tokens: float | None = None
+    blocks: dict[str, float] = field(default_factory=dict)
+
+    def share(self, state: str) -> float | None:
+        """Return the share of the KV blocks in a state, 0 to 1; None if that is not known."""
+        total = self.blocks.get("total", 0.0)
+        return self.blocks.get(state, 0.0) / total if total else None
+
+
+@dataclass
+class ClusterStatus:
+    """A cluster at one moment.
+
+    Attributes:
+        ok: whether the cluster is ready.
+        problem: why it is not; empty if it is.
+        at: when, on the monotonic clock.
+        totals: of the router, by short name; empty if it shows no metrics.
+    """
+
+    url: str
+    model: str
+    ok: bool
+    at: float
+    workers: list[WorkerStatus]
+    totals: dict[str, float]
+    problem: str = ""
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of the prompt tokens that were cached, since the router started."""
+        queries = self.totals.get("prefix_queries", 0.0)
+        return self.totals.get("prefix_hits", 0.0) / queries if queries else None
+
+    def rate(self, name: str, before: ClusterStatus | None) -> float | None:
+        """Return how fast a total has grown since an earlier snapshot; None if that is unknown."""
+        if before is None or self.at <= before.at:
+            return None
+        if name not in self.totals or name not in before.totals:
+            return None
+        grown = self.totals[name] - before.totals[name]
+        return grown / (self.at - before.at) if grown >= 0 else None  # less: it was restarted
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything in JSON's types."""
+        redis_up = self.totals.get("redis_up")
+        return {
+            "url": self.url,
+            "model": self.model,
+            "ok": self.ok,
+            "problem": self.problem or None,
+            "redis_up": None if redis_up is None else bool(redis_up),
+            "requests": {name: self.totals.get(name) for name in ("running", "waiting")},
+            "tokens": {
+                "prompt": self.totals.get("prompt_tokens"),
+                "generated": self.totals.get("generation_tokens"),
+                "prefix_hit_rate": self.prefix_hit_rate,
+            },
+            "workers": [_worker_json(worker) for worker in self.workers],
+        }
+
+
+async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float) -> None:
+    """Wait until a cluster is ready; there may be nothing at the URL yet.
+
+    Raises:
+        NotReadyError: it was not in that time; says why.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        health = await fetch_health(client, url)
+        if health is not None and health.ok and health.model:
+            return
+        if loop.time() > deadline:
+            is_router = health is not None and health.model
+            reason = health.problem if health and is_router else "no Pagewire router answers there"
+            raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {reason}")
+        await asyncio.sleep(WAIT_POLL_S)
+
+
+async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
+    """Ask a router for both pages; without metrics, workers are shown without numbers.
+
+    Args:
+        client: owned by the caller.
+        url: of the router, without a path.
+
+    Raises:
+        NoRouterError: nothing there has a router's health.
+    """
+    health = await fetch_health(client, url)
+    if health is None or not health.model:  # other servers have a /health, too
+        raise NoRouterError(
+            f"no Pagewire router answers at {url}; start one with `{own_command()} up`, or name "
+            "another with --url"
+        )
+    return build_status(url, health, await _fetch_metrics(client, url), time.monotonic())
+
+
+def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterStatus:
+    """Put the two pages together.
+
+    Args:
+        url: of the router.
+        health: its view of the cluster.
+        metrics: in Prometheus' text format; empty if there is none.
+        at: when they were read.
+    """
+    workers = {service.id: WorkerStatus(service) for service in health.services}
+    totals: dict[str, float] = {}
+    for name, labels, value in _samples(metrics):
+        worker = workers.get(labels.get("worker", ""))
+        if name in _TOTALS:
+            totals[_TOTALS[name]] = value
+        elif worker is not None and name in _WORKER_SAMPLES:
+            setattr(worker, _WORKER_SAMPLES[name], value)
+        elif worker is not None and name == KV_BLOCKS:
+            worker.blocks[labels.get("state", "")] = value
+    shown = list(workers.values())
+    return ClusterStatus(url, health.model, health.ok, at, shown, totals, health.problem)
+
+
+async def _fetch_metrics(client: httpx.AsyncClient, url: str) -> str:
+    """Return the router's metrics, or nothing: they are worth less than an error."""
+    body = bytearray()
+    try:
+        async with (
+            asyncio.timeout(METRICS_TIMEOUT_S),
+            client.stream("GET", f"{url}/metrics") as response,
+        ):
+            if not response.is_success:
+                return ""
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > MAX_METRICS_BYTES:
+                    return ""
+    except (httpx.HTTPError, TimeoutError):  # a router that is busy or on its way out
+        return ""
+    return body.decode(errors="replace")
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+    except ValueError:  # cut off or not Prometheus': what was read so far counts
+        return
+
+
+def _worker_json(worker: WorkerStatus) -> dict[str, Any]:
+    service = worker.service
+    return {
+        "id": service.id,
+        "role": service.role,
+        "state": service.state,
+        "max_model_len": service.max_model_len,
+        "full_model_len": service.full_model_len,
+        "running": worker.running,
+        "waiting": worker.waiting,
+        "queued_prefill_tokens": worker.queued_prefill_tokens,
+        "kv_blocks": worker.blocks,
+        "kv_used": worker.share("used"),
+        "links": msgspec.to_builtins(service.links),
+    }

@@ -1,0 +1,368 @@
+"""A streaming client of any OpenAI-compatible endpoint, for all commands that ask one."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from pagewire.services.cli.client.openai_messages import Chunk, ErrorBody, ModelList, Usage
+from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
+from pagewire.services.cli.program import own_command
+from pagewire.shared.errors import UNDECODABLE, ConfigError, PagewireError
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_ERROR_BYTES = 64 << 10
+MAX_ERROR_CHARS = 500
+MAX_PORT = 65535
+CHAT, COMPLETIONS = "/chat/completions", "/completions"
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+_DONE = b"[DONE]"
+_chunk = msgspec.json.Decoder(Chunk)
+
+
+class EndpointError(PagewireError):
+    """The endpoint cannot be reached, refuses, or breaks off.
+
+    Attributes:
+        kind: for counting, e.g. "connect", "timeout", "http 429", "stream".
+        status: of the HTTP response, if there was one with an error.
+    """
+
+    def __init__(self, message: str, kind: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.status = kind, status
+
+
+@dataclass
+class Reply:
+    """One answer as it came; times in seconds from the sending of the request.
+
+    Attributes:
+        arrivals: when each chunk came.
+        counts: tokens in each chunk; where the server names no tokens, 1.
+        has_token_ids: the counts are the server's.
+        seconds: until the answer had ended.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
+    counts: array[int] = field(default_factory=lambda: array("l"))
+    has_token_ids: bool = False
+    seconds: float = 0.0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token; None if none came."""
+        return self.arrivals[0] if self.arrivals else None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens came: by the token ids, else by usage, else one a chunk."""
+        if not self.has_token_ids and self.usage is not None and self.usage.completion_tokens:
+            return self.usage.completion_tokens
+        return sum(self.counts)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the server had cached; None if it does not say."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Speed after the first chunk; None if it was the only one."""
+        if len(self.arrivals) < 2 or self.arrivals[-1] <= self.arrivals[0]:
+            return None
+        return (self.num_tokens - self.counts[0]) / (self.arrivals[-1] - self.arrivals[0])
+
+    def gaps(self) -> list[float]:
+        """Return the times between tokens; tokens that came together share the time before them."""
+        found = []
+        for i in range(1, len(self.arrivals)):
+            gap = (self.arrivals[i] - self.arrivals[i - 1]) / self.counts[i]
+            found.extend([gap] * self.counts[i])
+        return found
+
+    def take(self, chunk: Chunk, now: float, *, keep_text: bool) -> str:
+        """Add a chunk; returns its text."""
+        self.usage = chunk.usage or self.usage
+        text, count, has_ids = "", 0, False
+        for choice in chunk.choices or ():
+            text += choice.content
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            if choice.token_ids is not None:
+                count, has_ids = count + len(choice.token_ids), True
+        self.has_token_ids = self.has_token_ids or has_ids
+        if not self.has_token_ids:
+            count = 1 if text else 0
+        if count:
+            self.arrivals.append(now)
+            self.counts.append(count)
+        if keep_text:
+            self.text += text
+        return text
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What may be asked of an endpoint beyond the oldest API.
+
+    Attributes:
+        usage: a last chunk with the usage.
+        extensions: `return_token_ids` and what else vLLM, SGLang and Pagewire understand.
+    """
+
+    usage: bool
+    extensions: bool
+
+    def body(self, base: Mapping[str, Any], extensions: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of a streaming request; fields that are None are left out."""
+        body: dict[str, Any] = {**base, "stream": True}
+        if self.usage:
+            body["stream_options"] = {"include_usage": True}
+        if self.extensions:
+            body |= {"return_token_ids": True, **extensions}
+        return {name: value for name, value in body.items() if value is not None}
+
+
+DIALECTS = (Dialect(True, True), Dialect(True, False), Dialect(False, False))
+
+
+class OpenAIClient:
+    """Asks an endpoint; an async context manager, or closed with `aclose`.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        timeout_s: without any byte from the server, after which a request fails.
+        keep_text: whether replies keep their text, besides handing it out.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, *, timeout_s: float, keep_text: bool = True
+    ) -> None:
+        self.url = base_url(url)
+        headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=may_use_proxy(self.url),
+        )
+        self._keep_text = keep_text
+        self._dialect: Dialect | None = None
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> OpenAIClient:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def choose_model(self, wanted: str | None) -> str:
+        """Return the wanted model, or the first that the endpoint lists.
+
+        Raises:
+            EndpointError: it does not answer, or lists none.
+        """
+        if wanted is not None:
+            return wanted
+        try:
+            response = await self._http.get(f"{self.url}/models")
+        except httpx.HTTPError as exc:
+            raise self._unreachable(exc) from exc
+        if not response.is_success:
+            raise _refusal(response.status_code, response.content)
+        try:
+            models = msgspec.json.decode(response.content, type=ModelList).data
+        except UNDECODABLE as exc:
+            raise EndpointError(f"{self.url}/models does not list models: {exc}", "models") from exc
+        if not models:
+            raise EndpointError(f"{self.url}/models is empty; name one with --model", "models")
+        return models[0].id
+
+    async def stream(
+        self,
+        path: str,
+        base: Mapping[str, Any],
+        extensions: Mapping[str, Any] | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Ask for one answer and return it once it has ended.
+
+        An endpoint that refuses a field of the newer API is asked again without; what it took is
+        remembered.
+
+        Args:
+            path: `CHAT` or `COMPLETIONS`.
+            base: the body, without what concerns streaming.
+            extensions: fields for servers that know `return_token_ids`.
+            on_text: called with each chunk of text as it comes.
+
+        Raises:
+            EndpointError: there is no complete answer.
+        """
+        refusals = []
+        for dialect in DIALECTS if self._dialect is None else (self._dialect,):
+            body = dialect.body(base, extensions or {})
+            try:
+                reply = await self._attempt(path, body, on_text)
+            except EndpointError as exc:
+                if exc.status not in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
+                    raise
+                refusals.append(exc)
+            else:
+                self._dialect = dialect
+                return reply
+        raise refusals[0]
+
+    async def _attempt(
+        self, path: str, body: dict[str, Any], on_text: Callable[[str], None] | None
+    ) -> Reply:
+        reply = Reply()
+        content = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        start = time.perf_counter()
+        try:
+            async with self._http.stream(
+                "POST", self.url + path, content=content, headers=headers
+            ) as response:
+                if not response.is_success:
+                    raise _refusal(response.status_code, await _read_start(response))
+                async for data in _events(response):
+                    now = time.perf_counter() - start
+                    text = reply.take(_decode(data), now, keep_text=self._keep_text)
+                    if text and on_text is not None:
+                        on_text(text)
+        except httpx.ConnectError as exc:
+            raise self._unreachable(exc) from exc
+        except httpx.TimeoutException as exc:
+            raise EndpointError(f"{self.url} was silent for too long", "timeout") from exc
+        except httpx.HTTPError as exc:
+            raise EndpointError(
+                f"the connection broke: {exc or type(exc).__name__}", "connection"
+            ) from exc
+        if reply.finish_reason is None:
+            raise EndpointError("the answer broke off", "cut off")
+        reply.seconds = time.perf_counter() - start
+        return reply
+
+    def _unreachable(self, exc: httpx.HTTPError) -> EndpointError:
+        kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
+        return EndpointError(
+            f"nothing answers at {self.url}: {exc or type(exc).__name__}; start a cluster with "
+            f"`{own_command()} up`, or name another endpoint with --url",
+            kind,
+        )
+
+
+def base_url(url: str) -> str:
+    """Return the URL up to and including `/v1`.
+
+    Raises:
+        ConfigError: it is not an HTTP URL.
+    """
+    return f"{root_url(url)}/v1"
+
+
+def _checked_key(api_key: str) -> str:
+    """Return a key as a header carries it, without the line end of the file it came from.
+
+    Raises:
+        ConfigError: no header can carry it; does not show it.
+    """
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key has characters that no HTTP header can carry")
+    return key
+
+
+def root_url(url: str) -> str:
+    """Return the URL of the server, without `/v1`.
+
+    Raises:
+        ConfigError: it is not an HTTP URL.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as exc:
+        raise ConfigError(f"{_named(url)} is not a URL: {exc}") from exc
+    if (parsed.port or 0) > MAX_PORT:
+        raise ConfigError(f"{_named(url)} is not a URL: ports end at {MAX_PORT}")
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
+        raise ConfigError(f"{_named(url)} is not an endpoint; one is http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _named(url: str) -> str:
+    return f"--url (or PAGEWIRE_URL) {url!r}"
+
+
+def may_use_proxy(url: str) -> bool:
+    """Return whether the environment's proxies may be used: never to reach this machine."""
+    return httpx.URL(url).host not in LOOPBACK_HOSTS
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the data of each event before `[DONE]`."""
+    parser = EventParser()
+    async for part in response.aiter_bytes():
+        try:
+            for data in parser.feed(part):
+                if data == _DONE:
+                    return
+                yield data
+        except EventTooLargeError as exc:
+            raise EndpointError(str(exc), "stream") from exc
+
+
+def _decode(data: bytes) -> Chunk:
+    try:
+        chunk = _chunk.decode(data)
+    except UNDECODABLE as exc:
+        raise EndpointError(f"the stream is not OpenAI's: {exc}", "stream") from exc
+    if chunk.error is not None:
+        raise EndpointError(_clip(chunk.error.message), "stream error")
+    return chunk
+
+
+async def _read_start(response: httpx.Response) -> bytes:
+    """Return the body of an error, or as much of it as anybody would read."""
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > MAX_ERROR_BYTES:
+            break
+    return bytes(body)
+
+
+def _refusal(status: int, body: bytes) -> EndpointError:
+    try:
+        error = msgspec.json.decode(body, type=ErrorBody).error
+        message = error if isinstance(error, str) else error.message
+    except UNDECODABLE:
+        message = body.decode(errors="replace")
+    said = _clip(message) or "no reason given"
+    return EndpointError(f"HTTP {status}: {said}", f"http {status}", status)
+
+
+def _clip(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."

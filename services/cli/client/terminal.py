@@ -1,0 +1,86 @@
+"""What the client commands print: a model's text, a dim line about it, tables."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from pagewire.services.cli.client.openai_client import Reply
+
+_MAX_COLUMNS = 1000
+
+# A model may write what a terminal would obey. Tabs and line ends are all that text needs.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def readable_stdin() -> TextIO:
+    """Return stdin, with a question mark for what is not text."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    return sys.stdin
+
+
+def write_text(text: str) -> None:
+    """Write a part of an answer to stdout, as it is or, on a terminal, as printable text."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """Return text without control characters."""
+    return text.translate(_CONTROLS)
+
+
+def note(line: str, style: str = "dim") -> None:
+    """Print a line about the answers to stderr, so that stdout has nothing but answers."""
+    console = Console(stderr=True)
+    # A terminal gets lines that break between words, a file one line.
+    console.print(Text(printable(line), style=style), soft_wrap=not console.is_terminal)
+
+
+def print_whole(console: Console, tables: RenderableType) -> None:
+    """Print tables as wide as they are: a narrower terminal breaks the lines, nothing is cut."""
+    options = console.options.update(max_width=_MAX_COLUMNS)
+    width = console.measure(tables, options=options).maximum
+    if width > console.width:
+        console = Console(file=console.file, width=width)
+    console.print(tables)
+
+
+def describe(reply: Reply) -> str:
+    """Return one line: time to first token, speed, length, what was cached."""
+    parts = []
+    if reply.ttft is not None:
+        parts.append(f"TTFT {seconds(reply.ttft)}")
+    if reply.tokens_per_s is not None:
+        parts.append(f"{reply.tokens_per_s:.1f} tokens/s")
+    parts.append(f"{reply.num_tokens} token{'' if reply.num_tokens == 1 else 's'}")
+    if reply.usage is not None and reply.cached_tokens is not None:
+        parts.append(f"{reply.cached_tokens} of {reply.usage.prompt_tokens} prompt tokens cached")
+    return " · ".join(parts)
+
+
+def cut_note(reply: Reply, max_tokens: int | None) -> str:
+    """Return a line that says that an answer was cut and how to get more; empty if it was not.
+
+    Args:
+        reply: the whole answer.
+        max_tokens: that were asked for; None left it to the endpoint.
+    """
+    if reply.finish_reason != "length":
+        return ""
+    if max_tokens is None:
+        return (
+            "the answer was cut: the model's context is full, or the endpoint has a limit that "
+            "--max-tokens can raise"
+        )
+    return f"the answer was cut at --max-tokens {max_tokens}; a higher number gives more"
+
+
+def seconds(value: float) -> str:
+    """Return a time as people read it."""
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"

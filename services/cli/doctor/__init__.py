@@ -1,0 +1,7 @@
+"""`pagewire doctor`: looks at this machine and says what would go wrong.
+
+Entry point: `doctor` (command.py).
+Read first: `checks.py` (findings: pure), `probe.py` (looks at torch, Triton and UCX), `memory.py`.
+
+May import: `shared`, `services.cli.up.machine`.
+"""

@@ -1,0 +1,223 @@
+"""`pagewire doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pagewire.services.cli import options
+from pagewire.services.cli.doctor.checks import (
+    Finding,
+    exit_code,
+    judge_cuda,
+    judge_ipc,
+    judge_memory,
+    judge_packages,
+    judge_python,
+    judge_torch,
+    judge_triton,
+    judge_ucx,
+    why_unused,
+)
+from pagewire.services.cli.doctor.memory import available_memory
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.program import own_command
+from pagewire.services.cli.up.machine import (
+    LOOPBACK,
+    PortTakenError,
+    inspect_machine,
+    require_free_port,
+)
+from pagewire.services.cli.up.redis_process import find_server
+from pagewire.services.cli.up.router_port import router_port
+from pagewire.shared.cluster.redis_client import connect_redis, without_password
+from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+
+PROBE_TIMEOUT_S = 120.0
+VERSION_TIMEOUT_S = 10.0
+WORKER_PACKAGES = ("torch", "safetensors", "numpy")
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+SAMPLE = "def f(x): return x  # a lambda, äöü"
+CUT_AT = 300
+
+
+def doctor(
+    host: options.Host = None, port: options.Port = None, redis_url: options.OwnRedisUrl = None
+) -> None:
+    """Check whether this machine can run Pagewire.
+
+    Says what to do where it cannot. Exit code 0 if the demo can run here.
+
+    Example: pagewire doctor --port 8000
+    """
+    console = Console()
+    with one_line_errors():
+        findings = asyncio.run(
+            _examine(console, {"host": host, "port": port, "redis_url": redis_url})
+        )
+    code = exit_code(findings)
+    console.print()
+    if code:
+        console.print("This machine cannot run the demo: see what failed above.", style="red")
+    else:
+        # Where the usual port is taken, the advice is the command with another one.
+        taken = (f.advice for f in findings if f.name == "Port" and f.level != "ok")
+        command = next(taken, f"{own_command()} up")
+        console.print(f"This machine can run the demo: {command}", style="green")
+    raise typer.Exit(code)
+
+
+async def _examine(console: Console, overrides: dict[str, Any]) -> list[Finding]:
+    """Print each finding as it is made; returns them all."""
+    findings = []
+    with console.status("torch and UCX take some seconds"):
+        async with contextlib.aclosing(_findings(overrides)) as found:
+            async for finding in found:
+                findings.append(finding)
+                show(console, finding)
+    return findings
+
+
+def show(console: Console, finding: Finding) -> None:
+    """Print a finding, and below it what to do."""
+    detail = finding.detail if len(finding.detail) <= CUT_AT else f"{finding.detail[:CUT_AT]}..."
+    line = Text(f"{finding.level:<5}", style=STYLES[finding.level])
+    soft_wrap = not console.is_terminal  # a terminal gets lines that break between words
+    console.print(line.append(f"{finding.name:<10}{detail}", style="default"), soft_wrap=soft_wrap)
+    if finding.advice:
+        console.print(Text(f"{'':15}-> {finding.advice}"), soft_wrap=soft_wrap)
+
+
+async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
+    torch_probe = asyncio.create_task(_probe("torch"))
+    worker = None
+    try:
+        yield judge_python(sys.version_info[:3], sys.maxsize > 1 << 32)
+        missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+        yield judge_packages(missing)
+        yield _check_model()
+        machine = await asyncio.to_thread(inspect_machine)
+        yield judge_memory(available_memory(), machine.cores)
+        try:
+            settings = load_settings(RouterSettings, overrides)
+            worker = load_settings(WorkerSettings, {})
+        except ConfigError as exc:
+            yield Finding("fail", "Settings", str(exc), "correct or unset that variable")
+        else:
+            yield await check_redis(settings)
+            yield await check_port(settings)
+        found = await torch_probe
+        yield judge_torch(found)
+        yield judge_cuda(found, len(machine.gpus))
+        yield judge_triton(found)
+        unused = why_unused(worker or WorkerSettings.model_construct(), bool(found.get("gpus")))
+        yield judge_ipc(found, unused["ipc"])
+        yield judge_ucx(None if unused["ucx"] else await _probe("ucx"), unused["ucx"])
+    finally:
+        torch_probe.cancel()
+        await asyncio.gather(torch_probe, return_exceptions=True)
+
+
+async def _probe(what: str) -> dict[str, Any]:
+    """Run the probe of that name in a process of its own; what breaks there is the finding."""
+    command = (sys.executable, "-P", "-m", "pagewire.services.cli.doctor.probe", what)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        return {"error": f"no answer within {PROBE_TIMEOUT_S:g} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            process.kill()
+        await process.wait()
+    lines = output.decode(errors="replace").splitlines()
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = " ".join(errors.decode(errors="replace").split())
+        return {"error": f"it ended with code {process.returncode}: {said[-CUT_AT:]}"}
+    return found
+
+
+def _check_model() -> Finding:
+    name, path = "Model", demo_model_path()
+    try:
+        tokenizer = Tokenizer.from_dir(path)
+        same = tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+        size = (path / "model.safetensors").stat().st_size
+    except (ModelLoadError, OSError) as exc:
+        return Finding(
+            "fail", name, f"the demo model is not whole: {exc}", "install Pagewire again"
+        )
+    if not same or not tokenizer.has_chat_template:
+        return Finding("fail", name, "the demo's tokenizer is corrupt", "install Pagewire again")
+    detail = f"demo model, {size / 1e6:.1f} MB, tokenizer of {tokenizer.vocab_size} tokens"
+    return Finding("ok", name, detail)
+
+
+async def check_redis(settings: RouterSettings) -> Finding:
+    """Check the Redis that was chosen, or else the one that `pagewire up` would start."""
+    name = "Redis"
+    if "redis_url" in settings.model_fields_set:
+        try:
+            await (await connect_redis(settings.redis_url)).aclose()
+        except RedisSetupError as exc:
+            return Finding("fail", name, str(exc), "or unset it to have one started")
+        return Finding("ok", name, f"answers at {without_password(settings.redis_url)}")
+    program = find_server()
+    if program is None:
+        advice = "for more than a try, install redis-server or valkey-server"
+        return Finding("warn", name, "no server installed: the embedded one is slow", advice)
+    return Finding("ok", name, await asyncio.to_thread(_server_version, program))
+
+
+def _server_version(program: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=VERSION_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return program
+    words = (word for word in done.stdout.split() if word.startswith("v="))
+    return f"{program} {next(words, '').removeprefix('v=')}".strip()
+
+
+async def check_port(settings: RouterSettings) -> Finding:
+    """Check that the router could listen at its address."""
+    host, port = settings.host, settings.port
+    try:
+        await router_port(host, port)
+    except PortTakenError as exc:
+        return Finding("warn", "Port", str(exc), f"{own_command()} up --port {exc.free}")
+    except ConfigError as exc:
+        return await asyncio.to_thread(_explain_host, host, str(exc))
+    return Finding("ok", "Port", f"{port} on {host} is free")
+
+
+def _explain_host(host: str, problem: str) -> Finding:
+    """Return what to do about an address that cannot be bound although no program listens there."""
+    try:
+        free = require_free_port(host, 0)
+    except ConfigError:  # so it is not the port but the host
+        return Finding("fail", "Port", problem, f"{own_command()} up --host {LOOPBACK}")
+    return Finding("warn", "Port", problem, f"{own_command()} up --port {free}")

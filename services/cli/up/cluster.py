@@ -1,0 +1,241 @@
+"""A local cluster from its first process to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from pagewire import __version__
+from pagewire.services.cli.up import redis_process
+from pagewire.services.cli.up.cluster_plan import (
+    ROUTER,
+    ClusterOptions,
+    crowded_gpus,
+    plan_services,
+    restarted_router,
+)
+from pagewire.services.cli.up.health import Health, fetch_health
+from pagewire.services.cli.up.machine import Machine, local_url
+from pagewire.services.cli.up.processes import ChildSpec
+from pagewire.services.cli.up.progress import ProgressDisplay
+from pagewire.services.cli.up.ready_box import show_ready_box
+from pagewire.services.cli.up.ready_file import ReadyFile
+from pagewire.services.cli.up.run_dir import private_dir
+from pagewire.services.cli.up.supervisor import Supervisor
+from pagewire.shared.cluster.redis_client import without_password
+
+OWN_REDIS_START_S = 15.0
+FOREIGN_REDIS_ANSWER_S = 3.0
+STARTING_POLL_S = 0.2
+RUNNING_POLL_S = 1.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The cluster's Redis.
+
+    Attributes:
+        spec: how to run it; None if it is somebody else's.
+        description: for the ready box, without a password.
+    """
+
+    url: str
+    description: str
+    spec: ChildSpec | None = None
+
+
+@dataclass(frozen=True)
+class ClusterContext:
+    """What a cluster runs with, in addition to its options.
+
+    Attributes:
+        secret: that all services share.
+        redis_url: of a Redis to use; None starts one.
+        echo: print the children's output, too.
+        ready_file: shows other programs when the cluster is ready.
+    """
+
+    options: ClusterOptions
+    machine: Machine
+    secret: str
+    redis_url: str | None
+    log_dir: Path
+    console: Console
+    echo: bool = False
+    ready_file: ReadyFile | None = None
+
+    def say(self, message: str) -> None:
+        """Print a message as it is, as long as there is a terminal to print to."""
+        try:
+            self.console.print(message, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        except OSError:  # closed under us: serving goes on, and so does stopping
+            self.console.quiet = True
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the router."""
+        return local_url(self.options.host, self.options.port)
+
+
+async def run_cluster(context: ClusterContext) -> None:
+    """Run a cluster until Ctrl-C, SIGTERM or SIGHUP; when it returns no process is left.
+
+    Raises:
+        ConfigError: a service refuses its configuration, or Redis does not answer.
+        ClusterStartError: a service keeps dying before the cluster was ready.
+    """
+    with private_dir() as private:
+        store = choose_store(context, private)
+        async with Supervisor(context.log_dir, context.say, echo=context.echo) as supervisor:
+            stop = asyncio.Event()
+            with _stop_on_signals(stop, supervisor, context):
+                await _run_until(stop, supervisor, context, store)
+                await supervisor.stop()
+
+
+def choose_store(context: ClusterContext, private: Path) -> Store:
+    """Return the Redis to use: the one asked for, an installed server, or the embedded one."""
+    if context.redis_url is not None:
+        shown = without_password(context.redis_url)
+        return Store(context.redis_url, shown)
+    program = redis_process.find_server()
+    if program is not None:
+        spec, url = redis_process.server_spec(program, private)
+        return Store(url, f"{Path(program).name} on a private socket", spec)
+    context.say(
+        "no redis-server or valkey-server found: using the embedded one, which is slow "
+        "(install redis-server for more than a try)"
+    )
+    spec, url = redis_process.embedded_spec(private)
+    return Store(url, "embedded (no redis-server found)", spec)
+
+
+async def _run_until(
+    stop: asyncio.Event, supervisor: Supervisor, context: ClusterContext, store: Store
+) -> None:
+    life = asyncio.create_task(_live(supervisor, context, store))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        watched: set[asyncio.Future[Any]] = {life, stopping, supervisor.failure}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.failure.done():
+            raise supervisor.failure.result()
+        if life.done():
+            life.result()
+    finally:
+        for task in (life, stopping):
+            task.cancel()
+        await asyncio.wait({life, stopping})
+
+
+async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
+    """Start everything in order, show the ready box, then keep an eye on it."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with ProgressDisplay(context.console, lambda: supervisor.statuses) as progress:
+            await _start_all(supervisor, context, store)
+            health = await _wait_until_ready(supervisor, context, store, client, progress)
+        supervisor.mark_cluster_ready()
+        supervisor.replace(restarted_router(supervisor.spec(ROUTER)))
+        show_ready_box(context.console, health, context.url, store.description, context.log_dir)
+        with _announced(context, health):
+            while True:
+                await _look(supervisor, context, store, client)
+                await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
+
+
+def _announced(context: ClusterContext, health: Health) -> AbstractContextManager[None]:
+    """Show other programs that the cluster is ready, for as long as the context lasts."""
+    if context.ready_file is None:
+        return contextlib.nullcontext()
+    content = {
+        "pagewire": __version__,
+        "pid": os.getpid(),
+        "url": context.url,
+        "model": health.model,
+        "log_dir": str(context.log_dir),
+        "services": msgspec.to_builtins(health.services),
+    }
+    return context.ready_file.present(content)
+
+
+async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
+    if store.spec is None:
+        await redis_process.wait_until_answering(store.url, FOREIGN_REDIS_ANSWER_S)
+    else:
+        supervisor.start(store.spec)
+        await redis_process.wait_until_answering(store.url, OWN_REDIS_START_S)
+    env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
+    if note := crowded_gpus(context.options, context.machine):
+        context.say(note)
+    for spec in plan_services(context.options, context.machine, env):
+        supervisor.start(spec)
+
+
+async def _wait_until_ready(
+    supervisor: Supervisor,
+    context: ClusterContext,
+    store: Store,
+    client: httpx.AsyncClient,
+    progress: ProgressDisplay,
+) -> Health:
+    """Wait until the router, which knows which workers to expect, says that all are ready."""
+    while True:
+        health = await _look(supervisor, context, store, client)
+        progress.update([] if health is None else health.waiting_for)
+        if health is not None and health.ok:
+            return health
+        await asyncio.sleep(STARTING_POLL_S)
+
+
+async def _look(
+    supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
+) -> Health | None:
+    """Ask the router which workers are there, and notify the supervisor."""
+    health = await fetch_health(client, context.url)
+    epochs: dict[str, int | None] = {}
+    if health is not None:
+        epochs = {**health.ready_epochs, "router": None}
+    if store.spec is not None and await redis_process.is_answering(store.url):
+        epochs[store.spec.name] = None
+    supervisor.mark_ready(epochs)
+    return health
+
+
+@contextlib.contextmanager
+def _stop_on_signals(
+    stop: asyncio.Event, supervisor: Supervisor, context: ClusterContext
+) -> Iterator[None]:
+    """Let the first signal stop the cluster and a second one stop it at once."""
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.hurry()
+        else:
+            stop.set()
+            context.say("stopping (once more to kill)")
+
+    loop = asyncio.get_running_loop()
+    heard = [each for each in STOP_SIGNALS if not _is_under_nohup(each)]
+    for number in heard:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in heard:
+            loop.remove_signal_handler(number)
+
+
+def _is_under_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

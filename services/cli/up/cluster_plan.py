@@ -1,0 +1,158 @@
+"""Which processes a local cluster consists of: a pure function of options and machine."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pagewire.services.cli.up.machine import LOOPBACK, Machine
+from pagewire.services.cli.up.processes import ChildSpec
+from pagewire.shared.config import EngineSettings, threads_are_chosen
+from pagewire.shared.errors import ConfigError
+
+DRAIN_TIMEOUT_S = 5.0
+MAX_GPU_SHARE = 0.98
+DECODE_ONLY = ("local_prefill_tokens",)
+ROUTER = "router"
+EXPECTED = "PAGEWIRE_EXPECTED_WORKERS"
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What `pagewire up` was asked for.
+
+    Attributes:
+        worker_options: settings of the workers by field name; None means "not given".
+        router_options: settings of the router, likewise.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    host: str = LOOPBACK
+    port: int = 8000
+    device: str = "auto"
+    worker_options: Mapping[str, Any] = field(default_factory=dict)
+    router_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Prefill workers first, so that they get the first GPUs."""
+        return [f"prefill-{index}" for index in range(self.prefill)] + [
+            f"decode-{index}" for index in range(self.decode)
+        ]
+
+
+def plan_services(
+    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str]
+) -> list[ChildSpec]:
+    """Return the workers and the router, in the order of their start.
+
+    Args:
+        options: of the command line.
+        machine: whose cores and GPUs the workers share.
+        shared_env: variables that every service gets: secret and Redis URL.
+
+    Raises:
+        ConfigError: the workers of one GPU would take more memory than it has.
+    """
+    workers = list(_plan_workers(options, machine, shared_env))
+    router = {**options.router_options, "host": options.host, "port": options.port}
+    env = {**shared_env, EXPECTED: ",".join(options.worker_names)}
+    return [*workers, ChildSpec(ROUTER, service_argv("router", router), env, is_front=True)]
+
+
+def restarted_router(spec: ChildSpec) -> ChildSpec:
+    """Return how to run a router again in a cluster that was ready: it expects no workers."""
+    return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
+
+
+def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the command line of one of our services; options that are None are left out."""
+    # -P: not even a checkout as the working directory may shadow a package
+    program = (sys.executable, "-P", "-m", "pagewire.services.cli.main", command)
+    flags = (_flag(name, value) for name, value in options.items() if value is not None)
+    return program + tuple(part for flag in flags for part in flag)
+
+
+def _flag(name: str, value: object) -> tuple[str, ...]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{option}" if value else f"--no-{option}",)
+    return (f"--{option}", str(value))
+
+
+def _plan_workers(
+    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str]
+) -> Iterator[ChildSpec]:
+    names = options.worker_names
+    gpus = machine.gpus if options.device != "cpu" else ()
+    share = gpu_share(options, machine) if gpus else 1.0
+    for index, name in enumerate(names):
+        role = name.partition("-")[0]
+        settings = {**options.worker_options, "host": LOOPBACK, "worker_id": name}
+        if role == "prefill":
+            for option in DECODE_ONLY:
+                settings.pop(option, None)
+        env = {"PAGEWIRE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S), **shared_env}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
+            settings["gpu_memory_utilization"] = share
+        elif len(names) > 1 and not threads_are_chosen():  # one alone chooses by its model
+            env["OMP_NUM_THREADS"] = str(max(1, machine.cores // len(names)))
+        yield ChildSpec(name, service_argv(role, settings), env)
+
+
+def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
+    """Return all GPUs with this worker's first: device 0 is its own.
+
+    The others stay visible because CUDA IPC reaches only devices that a process can see.
+    """
+    first = index % len(gpus)
+    return gpus[first:] + gpus[:first]
+
+
+def gpu_share(options: ClusterOptions, machine: Machine) -> float:
+    """Return each worker's part of its GPU's memory: as asked for, else what is free for it.
+
+    Raises:
+        ConfigError: the workers of one GPU would take more memory than it has, or a GPU's memory
+            is in use.
+    """
+    gpus = len(machine.gpus)
+    workers = Counter(index % gpus for index in range(len(options.worker_names)))
+    most = max(workers.values())
+    asked: float | None = options.worker_options.get("gpu_memory_utilization")
+    if asked is None:
+        default: float = EngineSettings.model_fields["gpu_memory_utilization"].default
+        shares = [default / most]
+        if machine.free:
+            shares += [MAX_GPU_SHARE * machine.free[gpu] / count for gpu, count in workers.items()]
+        share = round(min(shares), 3)
+        if share == 0:
+            raise ConfigError(
+                "all memory of a GPU is in use by other programs (see nvidia-smi): stop them, "
+                "leave that GPU out of CUDA_VISIBLE_DEVICES, or use --device cpu"
+            )
+        return share
+    if asked * most > MAX_GPU_SHARE:
+        raise ConfigError(
+            f"--gpu-memory-utilization {asked:g} is too much: {most} workers share a GPU, "
+            f"each can have {MAX_GPU_SHARE / most:.2f}"
+        )
+    return asked
+
+
+def crowded_gpus(options: ClusterOptions, machine: Machine) -> str:
+    """Return a line about the free memory of GPUs if workers get less than usual; else nothing."""
+    if options.device == "cpu" or not machine.free:
+        return ""
+    share = gpu_share(options, machine)
+    if share >= gpu_share(options, replace(machine, free=())):
+        return ""
+    free = ", ".join(
+        f"{part:.0%} of GPU {name}'s" for name, part in zip(machine.gpus, machine.free, strict=True)
+    )
+    return f"free memory: {free}; each worker takes {share:.1%} (--gpu-memory-utilization)"

@@ -1,0 +1,128 @@
+"""`pagewire up`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagewire.services.cli import options
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
+from pagewire.services.cli.up.cluster_plan import ClusterOptions
+from pagewire.services.cli.up.machine import inspect_machine
+from pagewire.services.cli.up.progress import ServerConsole
+from pagewire.services.cli.up.ready_file import ReadyFile
+from pagewire.services.cli.up.router_port import router_port
+from pagewire.services.cli.up.run_dir import make_log_dir
+from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.model.source import resolve_model
+
+ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
+BOTH = ("model", "log_level")
+ADDRESS = ("host", "port", "redis_url")
+NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
+
+Prefill = Annotated[
+    int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
+]
+Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]"),
+]
+ReadyFilePath = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write a JSON file there once the cluster is ready, remove it at the end.  "
+        "[default: none]"
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print the services' logs, too.")]
+
+
+def up(
+    ctx: typer.Context,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    model: options.Model = None,
+    served_model_name: options.ServedModelName = None,
+    generation_config: options.GenerationConfig = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    load_format: options.LoadFormat = None,
+    kernels: options.Kernels = None,
+    block_size: options.BlockSize = None,
+    num_blocks: options.NumBlocks = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_waiting: options.MaxWaiting = None,
+    local_prefill_tokens: options.LocalPrefillTokens = None,
+    enable_prefix_caching: options.EnablePrefixCaching = None,
+    cuda_graphs: options.CudaGraphs = None,
+    kv_transport: options.KvTransport = None,
+    kv_network: options.KvNetwork = None,
+    policy: options.Policy = None,
+    max_queue: options.MaxQueue = None,
+    redis_url: options.OwnRedisUrl = None,
+    log_level: options.LogLevel = None,
+    log_dir: LogDir = None,
+    ready_file: ReadyFilePath = None,
+    verbose: Verbose = False,
+) -> None:
+    """Start a cluster on this machine; Ctrl-C stops it.
+
+    Settings can also come from the environment: PAGEWIRE_MODEL is --model.
+
+    Example: pagewire up --prefill 1 --decode 2 --model demo --port 8000
+    """
+    with one_line_errors():
+        context = prepare(ctx.params)
+        asyncio.run(run_cluster(context))
+
+
+def prepare(params: dict[str, Any]) -> ClusterContext:
+    """Check everything that can be checked before the first process starts.
+
+    Raises:
+        ConfigError: a setting is out of range, the port is taken, or the model is unusable.
+    """
+    given = {name: value for name, value in params.items() if name not in NOT_SETTINGS}
+    router_options = {name: given[name] for name in (*ROUTER_ONLY, *BOTH)}
+    worker_options = {name: value for name, value in given.items() if name not in ROUTER_ONLY}
+    address = {name: params[name] for name in ADDRESS}
+    router = load_settings(RouterSettings, {**router_options, **address})
+    worker = load_settings(WorkerSettings, worker_options)
+    if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
+        worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
+    port = asyncio.run(router_port(router.host, router.port))
+    model_path = resolve_model(worker.model)
+    load_config(model_path)
+    load_sampling_defaults(model_path, router.generation_config)
+    ready_file = ReadyFile(Path(params["ready_file"])) if params["ready_file"] else None
+    return ClusterContext(
+        options=ClusterOptions(
+            prefill=params["prefill"],
+            decode=params["decode"],
+            host=router.host,
+            port=port,
+            device=worker.device,
+            worker_options=worker_options,
+            router_options=router_options,
+        ),
+        machine=inspect_machine(),
+        secret=router.cluster_secret.get_secret_value(),
+        redis_url=router.redis_url if "redis_url" in router.model_fields_set else None,
+        log_dir=make_log_dir(Path(params["log_dir"]) if params["log_dir"] else None),
+        console=ServerConsole(),
+        echo=params["verbose"],
+        ready_file=ready_file,
+    )

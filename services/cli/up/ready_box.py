@@ -1,0 +1,87 @@
+"""What `pagewire up` prints once the cluster answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pagewire.services.cli.program import own_command
+from pagewire.services.cli.up.health import Health, Service, shrunk_contexts
+
+QUESTION = "What is a lambda?"  # the demo model has learned the answer
+# Where the context is shorter, the question, the model's template and the answer may not fit.
+CHAT_CONTEXT = 128
+SHORT_PROMPT = "Lambda expressions"
+
+
+def show_ready_box(console: Console, health: Health, url: str, store: str, logs: Path) -> None:
+    """Print the box, and below it, free of any frame, commands to copy."""
+    table = Table.grid(padding=(0, 2))
+    for label, value in _rows(health, url, store, logs):
+        table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
+    console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
+    console.print("Try, in another shell:", style="dim")
+    for command in (chat_command(url), curl_command(url, health)):
+        console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    console.print("Ctrl-C stops everything.", style="dim")
+
+
+def chat_command(url: str) -> str:
+    """Return a shell command that starts a conversation."""
+    return f"{own_command()} chat --url {url}"
+
+
+def curl_command(url: str, health: Health) -> str:
+    """Return a shell command that asks for an answer that fits the context, on one line.
+
+    It is as short as can be: curl needs no scheme, and the router no content type.
+    """
+    address = url.removeprefix("http://")
+    if health.max_model_len is not None and health.max_model_len < CHAT_CONTEXT:
+        # Without `max_tokens` the answer takes what is left of the context, at most.
+        return _curl(f"{address}/v1/completions", {"model": health.model, "prompt": SHORT_PROMPT})
+    body = {"model": health.model, "messages": [{"role": "user", "content": QUESTION}]}
+    return _curl(f"{address}/v1/chat/completions", body)
+
+
+def _curl(address: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    return f"curl {address} -d {shlex.quote(text)}"
+
+
+def link_lines(services: list[Service]) -> list[str]:
+    """Return a line for each KV link."""
+    lines = []
+    for service in services:
+        for link in service.links:
+            speed = f", {link.gb_per_s:.2f} GB/s" if link.gb_per_s is not None else ""
+            lines.append(f"{link.peer} -> {service.id}: {link.transport}{speed}")
+    return lines
+
+
+def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[str, str]]:
+    yield "URL", f"{url}/v1"
+    yield "Model", health.model
+    for index, line in enumerate(shrunk_contexts(health.services)):
+        yield ("Context" if index == 0 else ""), line
+    yield "Workers", ", ".join(sorted(service.id for service in health.services))
+    links = link_lines(health.services)
+    links += [
+        f"{peer} -> {service.id}: no link yet; {service.id} computes prompts itself"
+        for service in health.services
+        for peer in service.missing_links
+    ]
+    if not any(service.role == "prefill" for service in health.services):
+        links = ["none: decode workers prefill for themselves"]
+    for index, line in enumerate(links):
+        yield ("KV transport" if index == 0 else ""), line
+    yield "Redis", store
+    yield "Logs", str(logs)

@@ -1,0 +1,101 @@
+"""The cluster's own Redis: a real server on a private socket, or the one in the package."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from pagewire.services.cli.up.processes import ChildSpec
+from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.errors import RedisSetupError
+
+SERVERS = ("redis-server", "valkey-server")
+SOCKET = "redis.sock"
+MEMORY_LIMIT = "512mb"
+PROBE_S = 1.0
+POLL_S = 0.05
+
+
+def find_server() -> str | None:
+    """Return the path of an installed Redis server, if there is one."""
+    return next((path for name in SERVERS if (path := shutil.which(name))), None)
+
+
+def server_spec(program: str, private_dir: Path) -> tuple[ChildSpec, str]:
+    """Return how to run a real server for this cluster alone, and its URL.
+
+    It listens on a Unix socket in `private_dir` (which only this user may enter), on no TCP port,
+    and keeps nothing on disk: the index is soft state.
+    """
+    socket_path = private_dir / SOCKET
+    options = {
+        "port": "0",
+        "unixsocket": str(socket_path),
+        "unixsocketperm": "700",
+        "dir": str(private_dir),
+        "save": "",
+        "appendonly": "no",
+        "daemonize": "no",
+        "loglevel": "notice",
+        "maxmemory": MEMORY_LIMIT,
+        "maxmemory-policy": "allkeys-lru",
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return ChildSpec("redis", (program, *arguments), is_store=True), f"unix://{socket_path}"
+
+
+def embedded_spec(private_dir: Path) -> tuple[ChildSpec, str]:
+    """Return how to run the stand-in for machines without a Redis server, and its URL.
+
+    It, too, listens on a Unix socket in `private_dir` and on no TCP port.
+    """
+    socket_path = private_dir / SOCKET
+    argv = (sys.executable, "-P", "-m", "pagewire.services.cli.up.fake_redis", str(socket_path))
+    return ChildSpec("redis", argv, is_store=True), f"unix://{socket_path}"
+
+
+async def is_answering(url: str) -> bool:
+    """Return whether a Redis answers a ping now."""
+    try:
+        await _ping(url)
+    except (RedisError, OSError):
+        return False
+    return True
+
+
+async def wait_until_answering(url: str, timeout_s: float) -> None:
+    """Wait until a Redis answers.
+
+    Raises:
+        RedisSetupError: it did not in that time, or refuses; the message has no password.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        try:
+            client = await connect_redis(url, PROBE_S)
+        except RedisSetupError:
+            if loop.time() > deadline:
+                raise
+        else:
+            return await client.aclose()
+        await asyncio.sleep(POLL_S)
+
+
+async def _ping(url: str) -> None:
+    """Ping once over a connection of its own.
+
+    Raises:
+        ValueError: the URL is none.
+        RedisError, OSError: nobody answers; a TimeoutError is an OSError.
+    """
+    client = redis.asyncio.Redis.from_url(
+        url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None
+    )
+    async with client:
+        await asyncio.wait_for(client.ping(), 2 * PROBE_S)

@@ -1,0 +1,183 @@
+"""The router's connections to decode workers: one to each run of each worker in the directory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Protocol
+
+from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.cluster.registry import WorkerRecord
+from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
+from pagewire.shared.control.protocol import ControlMessage, Refused, TokenBatch, TokenOutput
+from pagewire.shared.errors import ChannelError
+from pagewire.shared.logs import Complaints
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+MIN_RETRY_S = 0.1
+MAX_RETRY_S = 1.0
+
+
+class RequestListener(Protocol):
+    """Hears what becomes of one request on one link."""
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Take what a step gave."""
+
+    def on_refused(self, refused: Refused) -> None:
+        """The worker did not take the request."""
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone."""
+
+
+class DecodeLink:
+    """A usable connection to one run of a decode worker."""
+
+    def __init__(self, worker_id: str, epoch: int) -> None:
+        self.worker_id, self.epoch = worker_id, epoch
+        self.client: ControlClient
+        self.lost = asyncio.Event()
+        self._listeners: dict[str, RequestListener] = {}
+
+    def post(self, message: ControlMessage) -> None:
+        """Queue a message to the worker.
+
+        Raises:
+            ChannelError: the connection is gone, or its queue is full.
+        """
+        self.client.post(message)
+
+    def listen(self, request_id: str, listener: RequestListener) -> None:
+        """Pass on what comes for a request, until `forget`."""
+        self._listeners[request_id] = listener
+
+    def forget(self, request_id: str) -> None:
+        """Drop what still comes for a request. Idempotent."""
+        self._listeners.pop(request_id, None)
+
+    def on_message(self, message: ControlMessage) -> None:
+        """Hand a message to the requests that it is about, except those that have ended."""
+        match message:
+            case TokenBatch():
+                for output in message.outputs:
+                    if (listener := self._listeners.get(output.request_id)) is not None:
+                        listener.on_output(output)
+            case Refused():
+                if (listener := self._listeners.get(message.request_id)) is not None:
+                    listener.on_refused(message)
+            case _:
+                logger.warning("%s sent a %s here", self.worker_id, type(message).__name__)
+
+    def lose(self, reason: str) -> None:
+        """Notify all requests that the worker is gone. Idempotent."""
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        self.client.close()
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.on_lost(reason)
+
+
+class DecodeLinks:
+    """Keeps a link to every decode worker that `join`ed and has not `leave`d.
+
+    Args:
+        name: of this router, part of its id at the workers.
+        lease_s: silence after which a worker is gone.
+    """
+
+    def __init__(self, keys: ClusterKeys, name: str, heartbeat_s: float, lease_s: float) -> None:
+        self._keys, self._name = keys, name
+        self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
+        self._links: dict[str, DecodeLink] = {}
+        self._has_linked = False
+        self._complaints = Complaints(logger)
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[DecodeLink]:
+        """Iterate over the usable links."""
+        return iter([link for link in self._links.values() if not link.lost.is_set()])
+
+    def get(self, worker_id: str) -> DecodeLink | None:
+        """Return the usable link to a worker."""
+        link = self._links.get(worker_id)
+        return None if link is None or link.lost.is_set() else link
+
+    @property
+    def expects_worker(self) -> bool:
+        """Whether a decode worker is known, or there was one that may come back."""
+        return self._has_linked or bool(self._keepers)
+
+    def join(self, record: WorkerRecord) -> None:
+        """Begin to keep a link to a run of a worker."""
+        if record.role == "decode":
+            self._keepers[record.worker_id] = start_task(
+                self._keep(record), f"link to {record.worker_id}"
+            )
+
+    def leave(self, record: WorkerRecord) -> None:
+        """End the link to a run of a worker; its requests are lost there."""
+        keeper = self._keepers.pop(record.worker_id, None)
+        if keeper is not None:
+            keeper.cancel()
+            self._ending.add(keeper)
+            keeper.add_done_callback(self._ending.discard)
+        self._drop(record.worker_id, "its record is gone")
+
+    async def close(self) -> None:
+        """End all links."""
+        keepers = [*self._keepers.values(), *self._ending]
+        self._keepers.clear()
+        for keeper in keepers:
+            await end_task(keeper)
+        for worker_id in list(self._links):
+            self._drop(worker_id, "the router shuts down")
+
+    def _drop(self, worker_id: str, reason: str) -> None:
+        link = self._links.pop(worker_id, None)
+        if link is not None:
+            link.lose(reason)
+
+    async def _keep(self, record: WorkerRecord) -> None:
+        """Connect to a worker again and again; runs until it is cancelled."""
+        delay = MIN_RETRY_S
+        while True:
+            try:
+                link = await self._connect(record)
+            except ChannelError as exc:
+                text = f"no connection to {record.worker_id}: {exc}"
+                self._complaints.say(record.worker_id, record.epoch, text)
+                delay = min(2 * delay, MAX_RETRY_S)
+            else:
+                self._complaints.forget(record.worker_id, record.epoch)
+                logger.info("connected to %s", record.worker_id)
+                self._links[record.worker_id] = link
+                self._has_linked = True
+                await link.lost.wait()
+                if self._links.get(record.worker_id) is link:
+                    del self._links[record.worker_id]
+                delay = MIN_RETRY_S
+            await asyncio.sleep(delay)
+
+    async def _connect(self, record: WorkerRecord) -> DecodeLink:
+        link = DecodeLink(record.worker_id, record.epoch)
+        link.client = ControlClient(
+            record.endpoint,
+            self._keys,
+            make_client_id(self._name),
+            link.on_message,
+            link.lose,
+            heartbeat_s=self._heartbeat_s,
+            lease_s=self._lease_s,
+        )
+        pong = await link.client.connect(CONNECT_TIMEOUT_S)
+        if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
+            link.client.close()
+            raise ChannelError(f"{record.endpoint} is another worker's by now")
+        return link

@@ -1,0 +1,339 @@
+"""Requests on their way: sent to a decode worker, moved to another if that one dies.
+
+    open --> placed --Generate--> waiting --tokens--> running --finish reason--> ended
+               ^                     |                   |
+               +------refused--------+-------lost--------+        (prompt + tokens so far)
+
+A move is invisible in the tokens: the request keeps its seed, and the tokens so far go along.
+
+The answers to one prompt go to their first worker in one `Generate`, so that the prompt is computed
+once. From then on each is a request like others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from pagewire.services.router.dispatch.attempt import Attempt
+from pagewire.services.router.dispatch.decode_links import DecodeLink, DecodeLinks
+from pagewire.services.router.dispatch.output_buffer import Lost
+from pagewire.services.router.metrics.requests import Ending, RouterMetrics
+from pagewire.services.router.placement.admission import Admission, Place
+from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.placement.policy import Prompt
+from pagewire.services.router.placement.worker_selector import WorkerSelector
+from pagewire.shared.control.protocol import Fork, Generate, Refused, TokenOutput
+from pagewire.shared.errors import (
+    ChannelError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    PagewireError,
+    RequestFailedError,
+)
+from pagewire.shared.sampling import RequestSpec
+
+logger = logging.getLogger(__name__)
+
+MAX_MOVES = 3  # a request that kills its workers must not kill all
+WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if none is left
+RETRY_S = 0.1
+
+
+class TokenStream:
+    """One sequence's tokens, whichever workers they come from.
+
+    Iterate until a finish reason, and `close` in any case.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        place: Place,
+        prompt_ids: list[int],
+        spec: RequestSpec,
+    ) -> None:
+        # With a seed any worker is able to go on with the same tokens.
+        self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
+        self._dispatcher, self._place = dispatcher, place
+        self._prompt_ids = prompt_ids
+        self._spec = msgspec.structs.replace(spec, seed=self._seed)
+        self._output_ids: list[int] = []
+        self._scored_until = 1  # the prompt's first token has no log probability
+        self._meter = dispatcher.metrics.meter(len(prompt_ids))
+        self._attempt: Attempt | None = None
+        self._refused_by: set[str] = set()
+        self._overloaded = False
+        self._moves = 0
+        self._wait_until: float | None = None
+        self._ended = False
+        self._first: TokenStream | None = None
+        self._others: list[TokenStream] = []
+        self._has_started = asyncio.Event()
+
+    def start_with(self, first: TokenStream) -> None:
+        """Leave it to another answer to the same prompt, read at the same time, to start this."""
+        self._first = first
+        first._others.append(self)
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        """Return the next tokens.
+
+        Raises:
+            InvalidRequestError: a worker finds the request impossible.
+            OverloadedError: every worker's queue is full.
+            NoWorkerError: no worker was ever connected, or none came back in time.
+            RequestFailedError: it failed, or no token came in time.
+        """
+        try:
+            while not self._ended:
+                if self._attempt is None:
+                    await self._start()
+                elif (output := await self._advance(self._attempt)) is not None:
+                    return output
+        except PagewireError:
+            self.close("error")
+            raise
+        raise StopAsyncIteration
+
+    def close(self, ending: Ending = "abort") -> None:
+        """Stop, wherever it runs. Idempotent; after a finish reason there is nothing to do."""
+        if self._ended:
+            return
+        self._ended = True
+        self._has_started.set()
+        self._end_attempt(cancel=True)
+        self._meter.end(ending)
+        self._place.leave()
+
+    def _on_arrival(self, output: TokenOutput) -> None:
+        """Count tokens when they arrive, not when a client reads them."""
+        self._meter.on_output(output)
+        if output.token_ids:
+            self._place.note_tokens()
+        if output.finish_reason is not None and output.finish_reason != "abort":
+            self._place.leave()
+
+    def _end_attempt(self, cancel: bool = False) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end(cancel)
+
+    async def _advance(self, attempt: Attempt) -> TokenOutput | None:
+        """Return the next tokens, or None if the attempt has ended and another is due."""
+        event = await self._next_event(attempt)
+        if isinstance(event, TokenOutput):
+            return self._take(event)
+        self._end_attempt()
+        if isinstance(event, Refused):
+            self._on_refused(attempt.link.worker_id, event)
+            return None
+        return self._on_lost(event)
+
+    async def _next_event(self, attempt: Attempt) -> TokenOutput | Refused | Lost:
+        timeout = self._dispatcher.request_timeout_s
+        try:
+            event = await attempt.buffer.take(timeout)
+        except TimeoutError as exc:
+            raise RequestFailedError(
+                f"no token from {attempt.link.worker_id} within {timeout:g} s"
+            ) from exc
+        if isinstance(event, TokenOutput) and event.finish_reason == "abort":
+            return Lost("the worker aborted the request")
+        return event
+
+    def _take(self, output: TokenOutput) -> TokenOutput | None:
+        """Note what has come; None if it came before, from a worker that was lost."""
+        if output.prompt_logprobs is not None:
+            news = output.prompt_logprobs.since(self._scored_until)
+            self._scored_until = max(self._scored_until, news.end)
+            return msgspec.structs.replace(output, prompt_logprobs=news) if news.tokens else None
+        self._output_ids += output.token_ids
+        if output.finish_reason is not None:
+            self._ended = True
+            self._end_attempt()
+        return output
+
+    def _on_refused(self, worker_id: str, refused: Refused) -> None:
+        if refused.reason == "invalid":
+            raise InvalidRequestError(refused.message, refused.param)
+        logger.info("%s is %s: %s", worker_id, refused.reason, refused.message)
+        self._refused_by.add(worker_id)
+        self._overloaded = self._overloaded or refused.reason == "overloaded"
+
+    def _on_lost(self, lost: Lost) -> TokenOutput | None:
+        """Prepare a move, unless the answer is complete as it is."""
+        self._moves += 1
+        self._wait_until = None
+        logger.warning(
+            "a request lost its decode worker after %d tokens: %s",
+            len(self._output_ids),
+            lost.reason,
+        )
+        if len(self._output_ids) >= self._spec.max_tokens:
+            self.close("length")
+            return TokenOutput(request_id="-", finish_reason="length")
+        if self._moves > MAX_MOVES:
+            raise RequestFailedError(f"the request lost its worker {self._moves} times")
+        self._dispatcher.metrics.moves.inc()
+        return None
+
+    async def _start(self) -> None:
+        """Have the request sent to a worker, by this stream or by the first for its prompt."""
+        first, self._first = self._first, None
+        if first is not None:
+            await first._has_started.wait()  # which is started or closed by whoever reads this one
+        if self._attempt is None:
+            try:
+                await self._send()
+            finally:
+                self._has_started.set()
+
+    async def _send(self) -> None:
+        """Send the request to a worker; if there is none, wait for one to come back."""
+        wait_s = min(WORKER_WAIT_S, self._dispatcher.request_timeout_s)
+        if self._wait_until is None:
+            self._wait_until = time.monotonic() + wait_s
+        while True:
+            try:
+                attempt = await self._try_workers()
+            except (NoWorkerError, OverloadedError) as exc:
+                if not self._may_wait(exc):
+                    raise
+                if time.monotonic() >= self._wait_until:
+                    if isinstance(exc, OverloadedError):
+                        raise
+                    raise NoWorkerError(f"no worker within {wait_s:g} s", wait_s) from exc
+            else:
+                self._attempt = attempt
+                if self._ended:  # closed while it was being placed
+                    self._end_attempt(cancel=True)
+                return
+            self._refused_by.clear()
+            self._overloaded = False
+            await asyncio.sleep(RETRY_S)
+
+    def _remaining_spec(self) -> RequestSpec:
+        """Return the parameters, without what the prompt has been asked for and has given."""
+        if self._scored_until < len(self._prompt_ids):
+            return self._spec
+        return msgspec.structs.replace(self._spec, prompt_logprobs=None)
+
+    def _may_wait(self, exc: NoWorkerError | OverloadedError) -> bool:
+        """Whether to wait for a worker: not for room in a queue, unless the request has begun."""
+        if self._moves:
+            return True
+        return isinstance(exc, NoWorkerError) and self._dispatcher.links.expects_worker
+
+    async def _try_workers(self) -> Attempt:
+        try:
+            placement, prompt = await self._dispatcher.selector.place(
+                self._prompt_ids + self._output_ids, self._refused_by
+            )
+        except NoWorkerError as exc:
+            if self._overloaded:
+                raise OverloadedError("the queues of all decode workers are full") from exc
+            raise
+        for worker_id in placement.decode_workers:
+            link = self._dispatcher.links.get(worker_id)
+            if link is None:
+                continue
+            try:
+                return self._send_to(link, list(placement.prefill_workers), prompt)
+            except ChannelError as exc:
+                logger.info("%s cannot be reached: %s", worker_id, exc)
+        raise NoWorkerError("no decode worker can be reached")
+
+    def _send_to(self, link: DecodeLink, prefills: list[str], prompt: Prompt) -> Attempt:
+        """Send the request to a worker, and with it those that start with it.
+
+        Raises:
+            ChannelError: the worker cannot be reached.
+        """
+        in_flight = self._dispatcher.in_flight
+        attempt = Attempt(link, self._on_arrival, in_flight)
+        others = [other for other in self._others if not other._ended]
+        forks = [Attempt(link, other._on_arrival, in_flight) for other in others]
+        attempt.start(
+            Generate(
+                request_id=attempt.request_id,
+                prompt_token_ids=self._prompt_ids,
+                spec=self._remaining_spec(),
+                output_token_ids=self._output_ids,
+                prefill_workers=prefills,
+                forks=[
+                    Fork(request_id=fork.request_id, seed=other._seed)
+                    for other, fork in zip(others, forks, strict=True)
+                ],
+            ),
+            prompt.missing_blocks(link.worker_id),
+            prompt.uncached_tokens(prefills[0]) if prefills else 0,
+        )
+        self._others = []
+        for other, fork in zip(others, forks, strict=True):
+            fork.start_with(attempt)
+            other._attempt = fork
+        return attempt
+
+
+class Dispatcher:
+    """All requests of this router.
+
+    Args:
+        max_queue: see `Admission`.
+        request_timeout_s: without any token, after which a request fails.
+
+    Attributes:
+        admission: counts the sequences in the system.
+    """
+
+    def __init__(
+        self,
+        selector: WorkerSelector,
+        links: DecodeLinks,
+        in_flight: InFlightLoad,
+        metrics: RouterMetrics,
+        max_queue: int,
+        request_timeout_s: float,
+    ) -> None:
+        self.selector, self.links, self.in_flight, self.metrics = (
+            selector,
+            links,
+            in_flight,
+            metrics,
+        )
+        self.admission = Admission(max_queue)
+        self.request_timeout_s = request_timeout_s
+
+    def open(self, requests: Iterable[tuple[list[int], RequestSpec, int]]) -> list[TokenStream]:
+        """Let sequences enter, all or none. The caller reads all at once, and closes each.
+
+        Args:
+            requests: a prompt, its parameters, and how many answers it is to have, at most
+                1 + `MAX_FORKS`.
+
+        Raises:
+            InvalidRequestError: they are more than can ever be in the system.
+            OverloadedError: the queue is full.
+        """
+        requests = list(requests)
+        places = iter(self.admission.enter(sum(count for _, _, count in requests)))
+        streams = []
+        for ids, spec, count in requests:
+            answers = [
+                TokenStream(self, next(places), ids, spec.for_choice(choice))
+                for choice in range(count)
+            ]
+            for other in answers[1:]:
+                other.start_with(answers[0])
+            streams += answers
+        return streams

@@ -1,0 +1,10 @@
+"""The router's HTTP side: routes, request bodies, OpenAI's responses, errors and streams.
+
+    body --> schemas.py --> inputs.py --> text, dispatch --> responses.py --> http_io.py --> client
+
+Entry point: `create_app` (app.py).
+Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters),
+`responses.py`.
+
+May import: all of the router. Nothing of a worker.
+"""

@@ -1,0 +1,145 @@
+"""The routes: OpenAI's, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from pagewire.services.router.http.http_io import EventStream, received_body, unless_disconnected
+from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.http.logprobs import CompletionLogprobs
+from pagewire.services.router.http.responses import (
+    ChatFormat,
+    CompletionFormat,
+    Extras,
+    Format,
+    model_record,
+)
+from pagewire.services.router.service import INLINE_BODY_BYTES, InputReader, RouterService
+from pagewire.services.router.text.answers import AnswerSet
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.text.answer_text import TextDelta
+
+router = APIRouter(redirect_slashes=False)
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the one model."""
+    service = _service(request)
+    return _json({"object": "list", "data": [model_record(service.model, service.max_model_len)]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(request: Request, model_id: str) -> Response:
+    """Describe the model."""
+    service = _service(request)
+    service.model.check_name(model_id)
+    return _json(model_record(service.model, service.max_model_len))
+
+
+@router.post("/v1/completions")
+async def complete(request: Request) -> Response:
+    """Continue one or several prompts."""
+
+    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        echoes = [prompt.echo or "" for prompt in prompts]
+        token_bytes = model.tokenizer.token_bytes
+        logprobs = [
+            CompletionLogprobs(token_bytes, None if prompt.echo is None else prompt.token_ids[0])
+            for prompt in prompts
+            if prompt.spec.logprobs is not None
+        ]
+        return CompletionFormat(model.name, echoes, _extras(model, asked), logprobs)
+
+    return await _generate(request, read_completion, make_format)
+
+
+@router.post("/v1/chat/completions")
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+
+    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        return ChatFormat(model.name, asked.n, _extras(model, asked))
+
+    return await _generate(request, read_chat, make_format)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Describe the cluster; 200 if it is ready."""
+    found = _service(request).health()
+    return _json(found, 200 if found["status"] == "ok" else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Show the router's metrics and, relayed, the workers'."""
+    text = await _service(request).metrics_text()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _generate(
+    request: Request,
+    reader: InputReader,
+    make_format: Callable[[ServedModel, GenerationInput], Format],
+) -> Response:
+    service = _service(request)
+    service.check_room()
+    async with received_body(request, service.bodies) as raw:
+        with service.admit():
+            asked = await _read(request, reader, raw)
+    form = make_format(service.model, asked)
+    answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
+    try:
+        if not asked.stream:
+            whole = await unless_disconnected(request, answers.collect())
+            answers.close()
+            if any(answer.prompt_logprobs is not None for answer in whole):
+                # A long prompt's take a while: the other answers go on meanwhile.
+                body = await asyncio.to_thread(form.whole, whole, answers.usage)
+            else:
+                body = form.whole(whole, answers.usage)
+            return Response(body, media_type="application/json")
+        # The status line waits for the first token, so that a refusal has a status of its own.
+        rest = answers.deltas()
+        first = await unless_disconnected(request, _first(rest))
+    except BaseException:
+        answers.close()
+        raise
+    return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
+
+
+async def _read(request: Request, reader: InputReader, raw: bytes) -> GenerationInput:
+    service = _service(request)
+    if len(raw) <= INLINE_BODY_BYTES:
+        return service.read_now(reader, raw)
+    return await unless_disconnected(request, service.read_in_thread(reader, raw))
+
+
+async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
+    return await anext(deltas)
+
+
+def _extras(model: ServedModel, asked: GenerationInput) -> Extras:
+    return Extras(
+        usage=asked.include_usage,
+        token_ids=asked.return_token_ids,
+        prompt_logprobs=asked.prompt_logprobs,
+        token_bytes=model.tokenizer.token_bytes,
+    )
+
+
+def _service(request: Request) -> RouterService:
+    service: RouterService = request.app.state.service
+    return service
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

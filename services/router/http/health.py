@@ -1,0 +1,83 @@
+"""The router's view of its cluster, for `/health`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pagewire.shared.cluster.registry import LinkInfo, OtherVersion, WorkerRecord
+
+OTHER_VERSION = "another version"
+
+
+def describe_services(
+    records: Sequence[WorkerRecord], others: Sequence[OtherVersion], reachable: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return an object for each worker, prefill workers first, those of other releases last.
+
+    A decode worker's `missing_links` are the prefill workers that it has no KV link to yet.
+
+    Args:
+        records: of all workers that are alive.
+        others: live workers that speak another protocol version.
+        reachable: ids of the decode workers that this router is connected to.
+    """
+    links = _links_by_decode_worker(records)
+    prefills = {record.worker_id for record in records if record.role == "prefill"}
+    services = []
+    for record in sorted(records, key=lambda c: (c.role != "prefill", c.worker_id)):
+        state: str = record.state
+        if record.role == "decode" and record.worker_id not in reachable:
+            state = "unreachable"
+        own_links = links.get(record.worker_id, [])
+        wanted = prefills if record.role == "decode" else set[str]()
+        services.append(
+            {
+                "id": record.worker_id,
+                "role": record.role,
+                "epoch": record.epoch,
+                "state": state,
+                "max_model_len": record.max_model_len,
+                "full_model_len": record.full_model_len,
+                "kv_transports": record.kv_transports,
+                "links": own_links,
+                "missing_links": sorted(wanted - {link["peer"] for link in own_links}),
+            }
+        )
+    return services + [_other_version(other) for other in others]
+
+
+def _other_version(other: OtherVersion) -> dict[str, Any]:
+    return {
+        "id": other.worker_id,
+        "role": other.role or "unknown",
+        "epoch": other.epoch,
+        "state": OTHER_VERSION,
+        "protocol": other.protocol,
+        "kv_transports": [],
+        "links": [],
+        "missing_links": [],
+    }
+
+
+def _links_by_decode_worker(records: Sequence[WorkerRecord]) -> dict[str, list[dict[str, Any]]]:
+    """Return the KV links that end at each decode worker, whichever side has measured them."""
+    roles = {record.worker_id: record.role for record in records}
+    found: dict[tuple[str, str], LinkInfo] = {}
+    for record in records:
+        for link in record.links:
+            if roles.get(link.peer, record.role) != record.role:  # both ends are alive
+                decode, prefill = record.worker_id, link.peer
+                if record.role == "prefill":
+                    decode, prefill = prefill, decode
+                found[decode, prefill] = link
+    by_decode: dict[str, list[dict[str, Any]]] = {}
+    for (decode, prefill), link in sorted(found.items(), key=lambda item: item[0]):
+        by_decode.setdefault(decode, []).append(
+            {
+                "peer": prefill,
+                "transport": link.transport,
+                "gb_per_s": link.gbps or None,
+            }
+        )
+    return by_decode

@@ -1,0 +1,203 @@
+"""Reading request bodies, noticing clients that leave, and sending streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from pagewire.services.router.http.errors import (
+    SERVER_ERROR,
+    BodyTooLargeError,
+    ClientGoneError,
+    describe,
+)
+from pagewire.services.router.http.responses import DONE, Format, error_event
+from pagewire.services.router.text.answers import AnswerSet
+from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.errors import InvalidRequestError, OverloadedError, PagewireError
+from pagewire.shared.text.answer_text import TextDelta
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 16 << 20
+MAX_BODIES_BYTES = 256 << 20  # of all requests together
+BODY_TIMEOUT_S = 60.0
+
+
+class BodyMemory:
+    """Bounds what the bodies of all requests take while they arrive and are read.
+
+    Bytes are counted, not requests: a client that sends slowly keeps nobody out.
+
+    Attributes:
+        held: bytes taken at present.
+        limit: most there may be.
+    """
+
+    def __init__(self, limit: int = MAX_BODIES_BYTES) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that have arrived.
+
+        Raises:
+            OverloadedError: they are more than there is room for.
+        """
+        if self.held + nbytes > self.limit:
+            raise OverloadedError(f"{self.held} bytes of request bodies are being read")
+        self.held += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Uncount them."""
+        self.held -= nbytes
+
+
+@asynccontextmanager
+async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytes]:
+    """Yield a request's body; its memory counts until the block ends.
+
+    Raises:
+        BodyTooLargeError: it has more than `MAX_BODY_BYTES`.
+        OverloadedError: the bodies of all requests are too many.
+        InvalidRequestError: it did not arrive in time.
+        ClientGoneError: the client left.
+    """
+    body = bytearray()
+    try:
+        await _receive(request, body, memory)
+        yield bytes(body)
+    finally:
+        memory.give_back(len(body))
+
+
+async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> None:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > MAX_BODY_BYTES:
+                    raise _too_large()
+                memory.take(len(chunk))
+                body += chunk
+    except TimeoutError as exc:
+        raise InvalidRequestError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds"
+        ) from exc
+    except ClientDisconnect as exc:
+        raise ClientGoneError("the client left while it sent its request") from exc
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await something for a client; cancel it as soon as the client leaves.
+
+    Raises:
+        ClientGoneError: the client left first.
+    """
+    task = asyncio.create_task(work)
+    watcher = start_task(_wait_for_disconnect(request.receive), "disconnect watcher")
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError("the client left before it was answered")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await end_task(watcher)
+
+
+class EventStream(Response):
+    """The answers to one request as server-sent events; closes them whatever happens.
+
+    Args:
+        first: the first event, already taken from `rest`.
+        send_timeout_s: a client that takes nothing for so long is given up.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answers: AnswerSet,
+        form: Format,
+        first: tuple[int, TextDelta],
+        rest: AsyncGenerator[tuple[int, TextDelta], None],
+        send_timeout_s: float,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._answers, self._form = answers, form
+        self._first, self._rest = first, rest
+        self._send_timeout_s = send_timeout_s
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, as ASGI has it."""
+        sender = start_task(self._send_all(send), "event stream")
+        watcher = start_task(_wait_for_disconnect(receive), "disconnect watcher")
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+        finally:
+            await end_task(sender)
+            await end_task(watcher)
+            self._answers.close()
+
+    async def _send_all(self, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        try:
+            async with aclosing(self._rest) as rest:
+                await self._send_chunk(send, self._form.chunk(*self._first))
+                async for index, delta in rest:
+                    await self._send_chunk(send, self._form.chunk(index, delta))
+            await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
+        except ClientGoneError as exc:
+            logger.info("a stream ended early: %s", exc)
+            return  # without the end of the body: the server closes the connection
+        except PagewireError as exc:
+            error = describe(exc)
+            if error.status >= SERVER_ERROR:
+                logger.warning("a stream ended with an error: %s", exc)
+            await self._send_chunk(send, error_event(error.body()) + DONE, last=True)
+
+    async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
+        if not chunk and not last:
+            return
+        message: Message = {"type": "http.response.body", "body": chunk, "more_body": not last}
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+        except TimeoutError as exc:
+            raise ClientGoneError(
+                f"the client took nothing for {self._send_timeout_s:g} s"
+            ) from exc
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has left; what it sends until then means nothing."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large() -> BodyTooLargeError:
+    return BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")

@@ -1,0 +1,227 @@
+"""From a request's body to what a worker is sent: token ids and a `RequestSpec`, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import msgspec
+
+from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse_body,
+)
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.text.chat_messages import template_message
+from pagewire.shared.text.tokenizer import REPLACEMENT
+
+MAX_PROMPTS = 64
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
+# A longer text cannot fit, whatever its tokens: refused before it costs time to tokenize.
+MAX_CHARS_PER_TOKEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """One prompt.
+
+    Attributes:
+        spec: its seed is None where the client gave none.
+        echo: text to repeat in front of the answer; None if it is not asked for.
+    """
+
+    token_ids: list[int]
+    spec: RequestSpec
+    echo: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """One checked request.
+
+    Attributes:
+        prompts: at least one; each is answered `n` times.
+        stops: strings that end an answer and are not part of it.
+        return_token_ids: the answer carries its token ids as well as its text.
+        generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
+        prompt_logprobs: the response has a field of this name.
+    """
+
+    prompts: tuple[PromptInput, ...]
+    n: int
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    generates: bool
+    prompt_logprobs: bool
+
+    @property
+    def num_answers(self) -> int:
+        """How many sequences it takes to answer."""
+        return len(self.prompts) * self.n
+
+
+def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check and tokenize the body of a completion request.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body = parse_body(CompletionBody, raw)
+    model.check_name(body.model)
+    prompts = []
+    for prompt in _split_prompts(body.prompt):
+        ids = _prompt_ids(prompt, model, max_model_len)
+        room = _room(ids, max_model_len, body.max_tokens, "prompt")
+        max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
+        if body.max_tokens is not None:
+            # Without an answer the first token, which comes with the prompt, is dropped.
+            max_tokens = max(1, body.max_tokens)
+        spec = _spec(body, max_tokens, model)
+        if body.echo and spec.prompt_logprobs is None:
+            spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
+        echo = _echo_text(prompt, model) if body.echo else None
+        prompts.append(PromptInput(ids, spec, echo))
+    return _input(body, prompts)
+
+
+def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check, render and tokenize the body of a chat request.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body = parse_body(ChatBody, raw)
+    model.check_name(body.model)
+    messages = [
+        template_message(index, message.role, message.content, message.name)
+        for index, message in enumerate(body.messages)
+    ]
+    num_chars = sum(len(message["content"]) for message in messages)
+    _check_chars(num_chars, max_model_len, "messages")
+    ids = model.tokenizer.encode_chat(messages)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    room = _room(ids, max_model_len, asked, "messages")
+    max_tokens = asked or model.defaults.answer_length(room, room)
+    return _input(body, [PromptInput(ids, _spec(body, max_tokens, model))])
+
+
+def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
+    options = body.stream_options
+    _check_prompt_logprobs(body, prompts)
+    return GenerationInput(
+        prompts=tuple(prompts),
+        n=body.n or 1,
+        stops=tuple(body.stop or ()),
+        stream=bool(body.stream),
+        include_usage=bool(options is not None and options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        generates=body.max_tokens != 0,
+        prompt_logprobs=body.sampling.prompt_logprobs is not None,
+    )
+
+
+def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:
+    """Bound the size of a response."""
+    count = (body.n or 1) * sum(
+        len(prompt.token_ids) * (1 + prompt.spec.prompt_logprobs)
+        for prompt in prompts
+        if prompt.spec.prompt_logprobs is not None
+    )
+    if count > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if body.sampling.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"{field}: {count} log probabilities of prompt tokens are too many: at most "
+            f"{MAX_PROMPT_LOGPROBS} in one response",
+            field,
+        )
+
+
+def _spec(body: GenerationBody, max_tokens: int, model: ServedModel) -> RequestSpec:
+    spec = body.sampling.resolve(model.defaults, max_tokens)
+    if any(token_id >= model.vocab_size for token_id in spec.stop_token_ids):
+        raise InvalidRequestError(
+            f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
+        )
+    return spec
+
+
+def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:
+    """Return how many tokens fit after the prompt; check that those asked for do."""
+    if not ids:
+        raise InvalidRequestError(f"{param} must not be empty", param)
+    room = max_model_len - len(ids)
+    if room < (asked or 1):
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {len(ids) + (asked or 1)} tokens ({len(ids)} in the {param}, "
+            f"{asked or 1} in the completion). Please reduce the length of either.",
+            param,
+        )
+    return room
+
+
+def _split_prompts(prompt: object) -> list[str] | list[list[int]]:
+    """Return the prompts of a completion request, one or several, text or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _are_ints(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt: at most {MAX_PROMPTS} prompts in one request, not {len(prompt)}", "prompt"
+            )
+        if _are_texts(prompt) or _are_id_lists(prompt):
+            return prompt
+    raise InvalidRequestError(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of lists of "
+        "token ids, none of them empty",
+        "prompt",
+    )
+
+
+def _are_ints(value: list[Any]) -> TypeGuard[list[int]]:
+    return all(type(item) is int for item in value)  # a bool is not a token id
+
+
+def _are_texts(value: list[Any]) -> TypeGuard[list[str]]:
+    return all(type(item) is str for item in value)
+
+
+def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
+    return all(isinstance(item, list) and item and _are_ints(item) for item in value)
+
+
+def _prompt_ids(prompt: str | list[int], model: ServedModel, max_model_len: int) -> list[int]:
+    if isinstance(prompt, str):
+        _check_chars(len(prompt), max_model_len, "prompt")
+        return model.tokenizer.encode(prompt)
+    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        raise InvalidRequestError(
+            f"prompt: token ids must lie between 0 and {model.vocab_size - 1}", "prompt"
+        )
+    return prompt
+
+
+def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    # A character that the prompt leaves unfinished comes with the answer.
+    return model.tokenizer.decode(prompt).rstrip(REPLACEMENT)
+
+
+def _check_chars(num_chars: int, max_model_len: int, param: str) -> None:
+    if num_chars > max_model_len * MAX_CHARS_PER_TOKEN:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. {num_chars} "
+            f"characters in the {param} cannot fit.",
+            param,
+        )

@@ -1,0 +1,212 @@
+"""OpenAI's response objects, whole and in chunks, as JSON."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pagewire.services.router.http.logprobs import (
+    CompletionLogprobs,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from pagewire.services.router.text.answers import Usage
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.text.answer_text import TextDelta
+from pagewire.shared.text.token_bytes import TokenBytes
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What responses carry beyond texts.
+
+    Attributes:
+        usage: a stream ends with a chunk that carries the usage.
+        token_ids: choices carry their token ids, as `token_ids`.
+        prompt_logprobs: a response without streaming has vLLM's field of this name.
+        token_bytes: the vocabulary; given if there are log probabilities.
+    """
+
+    usage: bool = False
+    token_ids: bool = False
+    prompt_logprobs: bool = False
+    token_bytes: TokenBytes | None = None
+
+    def prompt(self, answer: TextDelta) -> dict[str, Any]:
+        """Return the field with the prompt's log probabilities, if the response has it."""
+        if not self.prompt_logprobs or self.token_bytes is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(answer.prompt_logprobs, self.token_bytes)}
+
+
+class CompletionFormat:
+    """Responses of `/v1/completions`.
+
+    Args:
+        echoes: text in front of each answer.
+        logprobs: of each answer; empty if they are not asked for.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        echoes: Sequence[str],
+        extras: Extras,
+        logprobs: Sequence[CompletionLogprobs] = (),
+    ) -> None:
+        self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
+        self._head = _head("cmpl-", "text_completion", model)
+
+    def whole(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
+        choices = [
+            {
+                **self._choice(index, self._echoes[index] + answer.text, answer),
+                **self._extras.prompt(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Return the event of a delta; empty if there is nothing to send."""
+        echo, self._echoes[index] = self._echoes[index], ""
+        text = echo + delta.text
+        choice = self._choice(index, text, delta)
+        if not text and delta.end is None and not _has_tokens(choice):
+            return b""
+        return _event(self._head, [choice], self._extras.usage)
+
+    def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs[index].of(delta) if self._logprobs else None,
+            "finish_reason": delta.end,
+            **_tokens(delta, self._extras.token_ids),
+        }
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the events at the end of a stream."""
+        return _last(self._head, usage, self._extras.usage)
+
+
+class ChatFormat:
+    """Responses of `/v1/chat/completions`."""
+
+    def __init__(self, model: str, num_choices: int, extras: Extras) -> None:
+        self._extras = extras
+        self._unbegun = set(range(num_choices))
+        self._head = _head("chatcmpl-", "chat.completion", model)
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+
+    def whole(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs(answer),
+                "finish_reason": answer.end,
+                **_tokens(answer, self._extras.token_ids),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        head = {**self._head, **self._extras.prompt(answers[0])}
+        return _encode({**head, "choices": choices, "usage": _usage(usage)})
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Return the event of a delta; empty if there is nothing to send."""
+        content: dict[str, str] = {"content": delta.text} if delta.text else {}
+        if index in self._unbegun:
+            self._unbegun.discard(index)
+            content = {"role": "assistant", "content": delta.text}
+        choice = {
+            "index": index,
+            "delta": content,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.end,
+            **_tokens(delta, self._extras.token_ids),
+        }
+        if not content and delta.end is None and not _has_tokens(choice):
+            return b""
+        return _event(self._chunk_head, [choice], self._extras.usage)
+
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        if not delta.logprobs or self._extras.token_bytes is None:
+            return None
+        return chat_logprobs(delta.logprobs, self._extras.token_bytes)
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the events at the end of a stream."""
+        return _last(self._chunk_head, usage, self._extras.usage)
+
+
+Format = CompletionFormat | ChatFormat
+
+
+def error_event(body: bytes) -> bytes:
+    """Return the event of an error in the middle of a stream."""
+    return b"data: " + body + b"\n\n"
+
+
+def model_record(model: ServedModel, max_model_len: int) -> dict[str, Any]:
+    """Return the model object."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "pagewire",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
+
+def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    return {
+        "id": prefix + secrets.token_hex(16),
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    return choice["logprobs"] is not None or "token_ids" in choice
+
+
+def _tokens(part: TextDelta, wanted: bool) -> dict[str, list[int]]:
+    return {"token_ids": list(part.token_ids)} if wanted and part.token_ids else {}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _event(head: dict[str, Any], choices: list[dict[str, Any]], with_usage: bool) -> bytes:
+    chunk = {**head, "choices": choices}
+    if with_usage:
+        chunk["usage"] = None  # as OpenAI has it: null in all but the last chunk
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+def _last(head: dict[str, Any], usage: Usage, with_usage: bool) -> bytes:
+    if not with_usage:
+        return DONE
+    chunk = {**head, "choices": [], "usage": _usage(usage)}
+    return b"data: " + _encode(chunk) + b"\n\n" + DONE

@@ -1,0 +1,7 @@
+"""What the router shows to Prometheus: requests, its own state, and the workers' metrics.
+
+Read first: `requests.py` (names that vLLM's dashboards know, and Pagewire's own), `state.py`,
+`workers.py`.
+
+May import: `shared.metrics`, `shared.cluster`. No HTTP.
+"""

@@ -1,0 +1,146 @@
+"""The router's metrics: those that dashboards for vLLM know, and Pagewire's own."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from pagewire.shared.control.protocol import TokenOutput
+
+Ending = Literal["stop", "length", "abort", "error"]
+ENDINGS: tuple[Ending, ...] = ("stop", "length", "abort", "error")
+
+# fmt: off
+FIRST_TOKEN_BUCKETS = (
+    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+    2560,
+)
+INTER_TOKEN_BUCKETS = (
+    .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20,
+    40, 80,
+)
+REQUEST_BUCKETS = (
+    .05, .1, .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+    7680,
+)
+# fmt: on
+
+
+class RouterMetrics:
+    """Everything that is counted as it happens. What has a state is read by collectors instead.
+
+    Attributes:
+        registry: of this router alone.
+        moves: requests that lost their worker and continue at another or at its next run.
+        request_errors: answers with a status of 400 or more.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Time to first token", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Time between two tokens", INTER_TOKEN_BUCKETS
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "Time from request to last token", REQUEST_BUCKETS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Time in a worker's queue", REQUEST_BUCKETS
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "Time of the prompt's computation", REQUEST_BUCKETS
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started answers")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens that might have been cached"
+        )
+        self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were cached")
+        success = Counter(
+            "vllm:request_success",
+            "Answers by the way they ended",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.endings = {ending: success.labels(model_name, ending) for ending in ENDINGS}
+        self.transfer_time = Histogram(
+            "pagewire_request_transfer_seconds",
+            "Time from the first token to the arrival of the last KV block",
+            registry=self.registry,
+            buckets=FIRST_TOKEN_BUCKETS,
+        )
+        self.moves = Counter(
+            "pagewire_request_moves",
+            "Requests that lost their decode worker and continue at another or at its next run",
+            registry=self.registry,
+        )
+        self.request_errors = Counter(
+            "pagewire_request_errors",
+            "HTTP requests that were answered with an error status",
+            ["status"],
+            registry=self.registry,
+        )
+
+    def meter(self, num_prompt_tokens: int) -> RequestMeter:
+        """Return the meter of a new sequence."""
+        return RequestMeter(self, num_prompt_tokens)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
+        ).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, ["model_name"], registry=self.registry).labels(
+            self._model_name
+        )
+
+
+class RequestMeter:
+    """Measures one sequence, at the moment its tokens arrive and not when a client reads them."""
+
+    def __init__(self, metrics: RouterMetrics, num_prompt_tokens: int) -> None:
+        self._metrics, self._num_prompt_tokens = metrics, num_prompt_tokens
+        self._start = time.monotonic()
+        self._last: float | None = None
+        self._ended = False
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Count what a step gave."""
+        if output.token_ids:
+            self._count_tokens(len(output.token_ids), output.cached_tokens or 0)
+        if output.timings is not None:
+            self._metrics.queue_time.observe(output.timings.queue_s)
+            self._metrics.prefill_time.observe(output.timings.prefill_s)
+            self._metrics.transfer_time.observe(output.timings.transfer_s)
+        if output.finish_reason is not None and output.finish_reason != "abort":
+            self.end(output.finish_reason)
+
+    def end(self, ending: Ending) -> None:
+        """Count the end. Idempotent: the first one counts."""
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.endings[ending].inc()
+        if ending in ("stop", "length"):
+            self._metrics.e2e_latency.observe(time.monotonic() - self._start)
+
+    def _count_tokens(self, count: int, cached_tokens: int) -> None:
+        now, metrics = time.monotonic(), self._metrics
+        metrics.generation_tokens.inc(count)
+        if self._last is None:
+            metrics.time_to_first_token.observe(now - self._start)
+            metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            metrics.prefix_queries.inc(self._num_prompt_tokens)
+            metrics.prefix_hits.inc(cached_tokens)
+            gaps, gap = count - 1, 0.0
+        else:
+            gaps, gap = count, (now - self._last) / count
+        for _ in range(gaps):
+            metrics.inter_token_latency.observe(gap)
+        self._last = now

@@ -1,0 +1,146 @@
+"""What the router shows of the workers: their own metrics, relayed, or else what their records say.
+
+A record is as old as the last heartbeat, and stands still while Redis does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+import httpx
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.services.router.metrics.state import of_model
+from pagewire.shared.cluster.registry import WorkerRecord
+from pagewire.shared.metrics.load import KV_BLOCKS, load_families
+
+logger = logging.getLogger(__name__)
+
+SCRAPE_TIMEOUT_S = 1.0
+MAX_SCRAPE_BYTES = 4 << 20
+MAX_PORT = 65535
+RELAYED_PREFIX = "pagewire_"
+
+
+class WorkerScraper:
+    """Gets the metrics of the workers, from each itself or else from its record.
+
+    Args:
+        model_name: what all of them serve.
+        client: owned by the caller.
+        registry: gets a counter of failures.
+    """
+
+    def __init__(
+        self, model_name: str, client: httpx.AsyncClient, registry: CollectorRegistry
+    ) -> None:
+        self._model_name, self._client = model_name, client
+        self._failures = Counter(
+            "pagewire_worker_scrape_failures",
+            "Attempts to read a worker's metrics that failed",
+            ["worker"],
+            registry=registry,
+        )
+
+    async def scrape(self, records: Sequence[WorkerRecord]) -> list[Metric]:
+        """Return the workers' families, each sample labelled with its worker and role.
+
+        Of a worker that does not answer, in time and in Prometheus' format, there is what its
+        record says. One family is of all of them: the used share of the decode workers' KV blocks.
+        """
+        pages = await asyncio.gather(*[self._fetch(record) for record in records])
+        merged: dict[str, Metric] = {}
+        for record, page in zip(records, pages, strict=True):
+            merge_families(merged, record, load_families(record.load) if page is None else page)
+        usage = used_share(merged.get(KV_BLOCKS))
+        text = "Used share of the decode workers' KV blocks, 0 to 1"
+        return [*merged.values(), of_model(self._model_name, "kv_cache_usage_perc", text, usage)]
+
+    async def _fetch(self, record: WorkerRecord) -> list[Metric] | None:
+        try:
+            async with (
+                asyncio.timeout(SCRAPE_TIMEOUT_S),
+                self._client.stream("GET", _page_url(record)) as response,
+            ):
+                response.raise_for_status()
+                return _parsed(await _read_bounded(response))
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
+            self._failed(record, exc)
+            return None
+
+    def _failed(self, record: WorkerRecord, exc: Exception) -> None:
+        self._failures.labels(record.worker_id).inc()
+        logger.info("no metrics of %s: %s", record.worker_id, exc or type(exc).__name__)
+
+
+def render(registry: CollectorRegistry, relayed: Iterable[Metric]) -> bytes:
+    """Return Prometheus' text of the router's own families and the workers'.
+
+    A family that the router itself has wins.
+    """
+    own = list(registry.collect())
+    names = {metric.name for metric in own}
+    page = CollectorRegistry(auto_describe=False)
+    page.register(_Families([*own, *(m for m in relayed if m.name not in names)]))
+    return generate_latest(page)
+
+
+class _Families:
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _page_url(record: WorkerRecord) -> httpx.URL:
+    url = httpx.URL(f"{record.metrics_endpoint}/metrics")
+    if (url.port or 0) > MAX_PORT:  # connecting would raise an ExceptionGroup
+        raise ValueError(f"{record.metrics_endpoint} has a port above {MAX_PORT}")
+    return url
+
+
+def _parsed(text: str) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(text))
+    except Exception as exc:  # of some nonsense the parser makes an IndexError
+        raise ValueError("it is not Prometheus' text format") from exc
+
+
+async def _read_bounded(response: httpx.Response) -> str:
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > MAX_SCRAPE_BYTES:
+            raise ValueError(f"more than {MAX_SCRAPE_BYTES} bytes")
+    return body.decode()
+
+
+def used_share(blocks: Metric | None) -> float:
+    """Return the share of the decode workers' KV blocks that their sequences hold, 0 to 1."""
+    counts = {"used": 0.0, "total": 0.0}
+    for sample in blocks.samples if blocks is not None else ():
+        if sample.labels["role"] == "decode" and sample.labels.get("state") in counts:
+            counts[sample.labels["state"]] += sample.value
+    return counts["used"] / counts["total"] if counts["total"] else 0.0
+
+
+def merge_families(
+    merged: dict[str, Metric], record: WorkerRecord, families: Iterable[Metric]
+) -> None:
+    """Add a worker's families to those of the others, under the worker's name."""
+    for metric in families:
+        if not metric.name.startswith(RELAYED_PREFIX) or metric.name.endswith("_created"):
+            continue
+        family = merged.setdefault(
+            metric.name, Metric(metric.name, metric.documentation, metric.type)
+        )
+        if family.type != metric.type:
+            continue  # a page with both would be nonsense
+        for sample in metric.samples:
+            labels = {**sample.labels, "worker": record.worker_id, "role": record.role}
+            family.add_sample(sample.name, labels, sample.value)

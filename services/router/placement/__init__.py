@@ -1,0 +1,8 @@
+"""Where a request goes: pure decisions over what is known about workers, and that knowledge.
+
+Entry point: `WorkerSelector.place` (worker_selector.py).
+Read first: `policy.py` (pure functions), `worker_selector.py` (gathers what they decide on),
+`in_flight_load.py`.
+
+May import: `shared.cluster`, `shared.index`. No HTTP.
+"""

@@ -1,0 +1,120 @@
+"""What placement decides on: the workers that can be used now, their caches and their loads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from pagewire.services.router.dispatch.decode_links import DecodeLinks
+from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
+from pagewire.shared.cluster.registry import WorkerDirectory, WorkerRecord
+from pagewire.shared.control.protocol import BlockLayout
+from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
+
+logger = logging.getLogger(__name__)
+
+_NO_HITS: Mapping[str, int] = {}
+_MAX_HASHERS = 16
+
+
+class WorkerSelector:
+    """Chooses the workers of a request.
+
+    Args:
+        cluster_secret: block hashes are keyed by it.
+    """
+
+    def __init__(
+        self,
+        cluster_secret: str,
+        directory: WorkerDirectory,
+        links: DecodeLinks,
+        index: PrefixIndex,
+        policy: Policy,
+        in_flight: InFlightLoad,
+    ) -> None:
+        self._cluster_secret = cluster_secret
+        self._directory, self._links, self._index = directory, links, index
+        self._policy, self._in_flight = policy, in_flight
+        self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
+
+    def decode_records(self) -> list[WorkerRecord]:
+        """Return the records of the decode workers that take requests and can be reached."""
+        records = (self._directory.get(link.worker_id) for link in self._links)
+        return [record for record in records if record is not None and record.state == "ready"]
+
+    def max_model_len(self, model_len: int) -> int:
+        """Return the longest sequence that every decode worker takes."""
+        return min([model_len, *(record.max_model_len for record in self.decode_records())])
+
+    async def place(
+        self, token_ids: Sequence[int], excluded: AbstractSet[str]
+    ) -> tuple[Placement, Prompt]:
+        """Choose workers for a sequence whose tokens so far are to be computed.
+
+        Args:
+            token_ids: at least one.
+            excluded: decode workers that are not to be used.
+
+        Raises:
+            NoWorkerError: no decode worker is left.
+        """
+        decodes = [record for record in self.decode_records() if record.worker_id not in excluded]
+        if not decodes:
+            raise NoWorkerError("no decode worker is alive that takes requests")
+        layout = decodes[0].layout
+        prefills = [
+            record
+            for record in self._directory.workers("prefill")
+            if record.state == "ready" and record.layout == layout
+        ]
+        hashes, hits = await self._hits(token_ids, layout, decodes, prefills)
+        prompt = Prompt(len(token_ids), layout.block_size, hits)
+        placement = self._policy.place(
+            prompt,
+            [Candidate(c.worker_id, self._load(c, c.load.used_blocks)) for c in decodes],
+            [Candidate(c.worker_id, self._load(c, c.load.queued_prefill_tokens)) for c in prefills],
+        )
+        self._assume(placement, hashes)
+        return placement, prompt
+
+    def _load(self, record: WorkerRecord, on_record: int) -> int:
+        return on_record + self._in_flight.pending(record.worker_id, self._directory.redis_ok)
+
+    async def _hits(
+        self,
+        token_ids: Sequence[int],
+        layout: BlockLayout,
+        decodes: Sequence[WorkerRecord],
+        prefills: Sequence[WorkerRecord],
+    ) -> tuple[Sequence[BlockHash], Mapping[str, int]]:
+        """Ask the index, unless there is nothing to choose or nothing to find."""
+        has_choice = len(decodes) > 1 or len(prefills) > 1
+        if not self._policy.uses_hits or not has_choice:
+            return [], _NO_HITS
+        hashes = self._hasher(layout).hash_prompt(token_ids)
+        if not hashes:
+            return [], _NO_HITS
+        epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
+        return hashes, await self._index.lookup(hashes, epochs)
+
+    def _assume(self, placement: Placement, hashes: Sequence[BlockHash]) -> None:
+        """A burst of equal prefixes goes where the first of them is being computed."""
+        chosen = (*placement.prefill_workers[:1], placement.decode_workers[0])
+        for worker_id in chosen if hashes else ():
+            record = self._directory.get(worker_id)
+            if record is not None:
+                self._index.assume(hashes, worker_id, record.epoch)
+
+    def _hasher(self, layout: BlockLayout) -> BlockHasher:
+        key = (layout.fingerprint, layout.dtype, layout.block_size)
+        hasher = self._hashers.get(key)
+        if hasher is None:
+            if len(self._hashers) >= _MAX_HASHERS:
+                self._hashers.clear()
+            hasher = self._hashers[key] = BlockHasher(self._cluster_secret, *key)
+        return hasher

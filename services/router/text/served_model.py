@@ -1,0 +1,61 @@
+"""The model as the router knows it: its name, its tokenizer and its limits; no weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import ModelNotFoundError
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.model.source import default_served_name, resolve_model
+from pagewire.shared.sampling import SamplingDefaults
+from pagewire.shared.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model of a cluster.
+
+    Attributes:
+        name: under which clients ask for it.
+        vocab_size: width of the logits: token ids lie below it.
+        max_model_len: prompt and answer together, in tokens; a worker may allow less.
+        defaults: of sampling, where a request says nothing.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def load(cls, settings: RouterSettings) -> ServedModel:
+        """Read what the router needs of the model that the settings name.
+
+        Raises:
+            ModelLoadError: it cannot be found or read; one line.
+        """
+        path = resolve_model(settings.model, weights=False)
+        config = load_config(path)
+        return cls(
+            name=settings.served_model_name or default_served_name(settings.model),
+            tokenizer=Tokenizer.from_dir(path),
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            defaults=load_sampling_defaults(path, settings.generation_config),
+        )
+
+    def check_name(self, name: str) -> None:
+        """Check that a client asks for this model.
+
+        Raises:
+            ModelNotFoundError: it asks for another.
+        """
+        if name != self.name:
+            raise ModelNotFoundError(
+                f"The model `{name[:200]}` does not exist; this server has `{self.name}`.", "model"
+            )

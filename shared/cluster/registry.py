@@ -1,0 +1,371 @@
+"""Who works in the cluster: worker records with a lease, in Redis.
+
+    pagewire:<tag>:workers        set of worker ids
+    pagewire:<tag>:worker:<id>    the record, msgpack, expires after the lease
+
+A record that is not renewed is gone; ids without a record are swept by whoever lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.cluster.redis_client import redis_call
+from pagewire.shared.cluster.worker_record import (
+    LinkInfo,
+    OtherVersion,
+    WorkerLoad,
+    WorkerRecord,
+    decode_head,
+    decode_record,
+)
+from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION, Role
+from pagewire.shared.errors import ProtocolError, RedisUnavailableError
+
+__all__ = [
+    "CardPublisher",
+    "LinkInfo",
+    "OtherVersion",
+    "Registry",
+    "WorkerRecord",
+    "WorkerDirectory",
+    "WorkerLoad",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGGED_IDS = 256
+
+
+class Registry:
+    """Reads and writes worker records.
+
+    Args:
+        redis: shared with others; not closed here.
+        tag: of the cluster, see `cluster_tag`.
+        lease_s: how long a record lives unless renewed.
+        timeout_s: for each call.
+
+    Attributes:
+        malformed_records: reads of an entry that is not a worker record.
+        other_version_records: reads of a record whose worker speaks another protocol version.
+    """
+
+    def __init__(self, redis: Redis, tag: str, lease_s: float, timeout_s: float = 1.0) -> None:
+        self.lease_s = lease_s
+        self.malformed_records = 0
+        self.other_version_records = 0
+        self._redis, self._timeout_s = redis, timeout_s
+        self._ids_key = f"pagewire:{tag}:workers"
+        self._record_prefix = f"pagewire:{tag}:worker:"
+        self._encoder = msgspec.msgpack.Encoder()
+        self._logged: set[tuple[str, int | str]] = set()
+
+    async def publish(self, record: WorkerRecord) -> None:
+        """Write or renew a record.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        await redis_call(self._publish(record), self._timeout_s)
+
+    async def withdraw(self, worker_id: str) -> None:
+        """Remove a record at once.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        await redis_call(self._redis.delete(self._record_prefix + worker_id), self._timeout_s)
+
+    async def list_workers(self) -> list[WorkerRecord | OtherVersion]:
+        """Return the records of all workers that are alive, in no particular order.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        return await redis_call(self._list_workers(), self._timeout_s)
+
+    async def new_epoch(self, worker_id: str) -> int:
+        """Return an epoch greater than those of all earlier runs of a worker.
+
+        The clock gives it; a record that is still there guards against a clock set back.
+        """
+        now = time.time_ns()
+        try:
+            raw: Any = await redis_call(
+                self._redis.get(self._record_prefix + worker_id), self._timeout_s
+            )
+        except RedisUnavailableError as exc:
+            logger.warning("the earlier record of %s cannot be read: %s", worker_id, exc)
+            return now
+        earlier = None if raw is None else _epoch_in(raw)
+        return now if earlier is None or earlier == MAX_EPOCH else max(now, earlier + 1)
+
+    async def _publish(self, record: WorkerRecord) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.set(
+            self._record_prefix + record.worker_id,
+            self._encoder.encode(record),
+            px=max(1, int(self.lease_s * 1000)),
+        )
+        pipeline.sadd(self._ids_key, record.worker_id)
+        _, added = await pipeline.execute(raise_on_error=False)
+        if isinstance(added, ResponseError):
+            # Something that is not a set lies under the key: it is ours, so it goes.
+            await self._redis.delete(self._ids_key)
+            await self._redis.sadd(self._ids_key, record.worker_id)
+        elif isinstance(added, Exception):
+            raise added
+
+    async def _list_workers(self) -> list[WorkerRecord | OtherVersion]:
+        raw_ids = list(await cast("Awaitable[set[bytes]]", self._redis.smembers(self._ids_key)))
+        if not raw_ids:
+            return []
+        prefix = self._record_prefix.encode()
+        raw_records: list[Any] = await self._redis.mget([prefix + raw_id for raw_id in raw_ids])
+        entries = list(zip(raw_ids, raw_records, strict=True))
+        dead = [raw_id for raw_id, raw in entries if raw is None]
+        if dead:
+            await self._redis.srem(self._ids_key, *dead)
+        records = (
+            self._decode(raw_id.decode(errors="replace"), raw)
+            for raw_id, raw in entries
+            if raw is not None
+        )
+        return [record for record in records if record is not None]
+
+    def _decode(self, worker_id: str, raw: bytes) -> WorkerRecord | OtherVersion | None:
+        try:
+            record = decode_record(raw, worker_id)
+        except ProtocolError as exc:
+            self.malformed_records += 1
+            text = f"ignored a malformed worker record of {worker_id[:64]!r}: {exc}"
+            self._warn_once(worker_id, "malformed", text)
+            return None
+        if isinstance(record, OtherVersion):
+            self.other_version_records += 1
+            text = (
+                f"left out {worker_id[:64]!r}, which speaks protocol version {record.protocol!r}, "
+                f"this side {PROTOCOL_VERSION}: run the same release of Pagewire everywhere"
+            )
+            self._warn_once(worker_id, record.protocol, text)
+        return record
+
+    def _warn_once(self, worker_id: str, problem: int | str, text: str) -> None:
+        if (worker_id, problem) not in self._logged and len(self._logged) < _MAX_LOGGED_IDS:
+            self._logged.add((worker_id, problem))
+            logger.warning("%s", text)
+
+
+def _epoch_in(raw: bytes) -> int | None:
+    """Return the epoch of a record of any version; None if it has none."""
+    try:
+        return decode_head(raw).known_epoch
+    except ProtocolError:
+        return None  # `list_workers` reports it
+
+
+class CardPublisher:
+    """Renews a worker's record in the background, and removes it at the end.
+
+    Args:
+        make_record: called before each renewal.
+        heartbeat_s: how often; well below the registry's lease.
+
+    Attributes:
+        failed_renewals: renewals that Redis did not take.
+    """
+
+    def __init__(
+        self, registry: Registry, make_record: Callable[[], WorkerRecord], heartbeat_s: float
+    ) -> None:
+        self.failed_renewals = 0
+        self._registry, self._make_record, self._heartbeat_s = registry, make_record, heartbeat_s
+        self._due = asyncio.Event()
+        self._failing = False
+        self._worker_id: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Publish the first record, then go on in the background.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        record = self._make_record()
+        await self._registry.publish(record)
+        self._worker_id = record.worker_id
+        self._task = start_task(self._run(), "record-publisher")
+
+    def renew_now(self) -> None:
+        """Publish soon instead of with the next heartbeat, e.g. after a change of state."""
+        self._due.set()
+
+    async def close(self) -> None:
+        """Stop, and remove the record if Redis is there. Idempotent."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        await end_task(task)
+        if self._worker_id is not None:
+            try:
+                await self._registry.withdraw(self._worker_id)
+            except RedisUnavailableError as exc:
+                logger.warning(
+                    "the record of %s stays until its lease ends: %s", self._worker_id, exc
+                )
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._due.wait()
+            self._due.clear()
+            await self._renew()
+
+    async def _renew(self) -> None:
+        try:
+            await self._registry.publish(self._make_record())
+        except RedisUnavailableError as exc:
+            self.failed_renewals += 1
+            if not self._failing:
+                logger.warning("the worker record cannot be renewed: %s", exc)
+            self._failing = True
+        else:
+            if self._failing:
+                logger.info("the worker record is renewed again")
+            self._failing = False
+
+
+class WorkerDirectory:
+    """Knows the workers without asking Redis at each request.
+
+    A worker that is missing from an answer stays for one lease more, so that a flushed or
+    restarted Redis costs nothing: records are back with the next heartbeat. While Redis does not
+    answer the last view stays for a grace time. Deaths show sooner on the control channel.
+
+    Args:
+        poll_s: how often the registry is read.
+        grace_s: how long the last view counts while Redis does not answer.
+        on_join: called with the record of a worker that is new.
+        on_leave: called with the last record of one that is gone. A worker that was restarted, so
+            has a new epoch, leaves and joins.
+
+    Attributes:
+        redis_ok: whether the last read succeeded.
+        others: live workers of another release, as of the last read that succeeded. They can't be
+            used, and are not in `workers`.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        poll_s: float,
+        *,
+        grace_s: float = 30.0,
+        on_join: Callable[[WorkerRecord], None] | None = None,
+        on_leave: Callable[[WorkerRecord], None] | None = None,
+    ) -> None:
+        self.redis_ok = False
+        self.others: tuple[OtherVersion, ...] = ()
+        self._registry, self._poll_s, self._grace_s = registry, poll_s, grace_s
+        self._on_join, self._on_leave = on_join, on_leave
+        self._records: dict[str, WorkerRecord] = {}
+        self._missing_since: dict[str, float] = {}
+        self._last_success = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
+        """Return the records of the workers known to be alive, draining ones included."""
+        return tuple(c for c in self._records.values() if role is None or c.role == role)
+
+    def get(self, worker_id: str) -> WorkerRecord | None:
+        """Return one worker's record."""
+        return self._records.get(worker_id)
+
+    async def start(self) -> None:
+        """Read the registry once, then go on in the background."""
+        await self.refresh()
+        self._task = start_task(self._run(), "worker-directory")
+
+    async def close(self) -> None:
+        """Stop reading; the view stays as it is. Idempotent."""
+        task, self._task = self._task, None
+        await end_task(task)
+
+    async def refresh(self) -> None:
+        """Read the registry now."""
+        try:
+            records = await self._registry.list_workers()
+        except RedisUnavailableError as exc:
+            self._on_failure(exc)
+            return
+        if not self.redis_ok:
+            logger.info("the worker registry answers; workers in it: %d", len(records))
+        self.redis_ok = True
+        self._last_success = time.monotonic()
+        current = [record for record in records if not self._is_outdated(record)]
+        self.others = tuple(each for each in current if isinstance(each, OtherVersion))
+        for other in self.others:
+            if other.worker_id in self._records:
+                self._drop(other.worker_id)
+        self._merge({each.worker_id: each for each in current if isinstance(each, WorkerRecord)})
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self.refresh()
+
+    def _on_failure(self, exc: RedisUnavailableError) -> None:
+        if self.redis_ok:
+            logger.warning("the worker registry does not answer, the last view stays: %s", exc)
+        self.redis_ok = False
+        if time.monotonic() - self._last_success > self._grace_s:
+            self.others = ()
+            for worker_id in list(self._records):
+                self._drop(worker_id)
+
+    def _is_outdated(self, record: WorkerRecord | OtherVersion) -> bool:
+        """Whether an earlier run of a worker, which has not ended yet, wrote the record."""
+        known = self._records.get(record.worker_id)
+        return known is not None and record.epoch is not None and record.epoch < known.epoch
+
+    def _merge(self, fresh: dict[str, WorkerRecord]) -> None:
+        now = time.monotonic()
+        for worker_id, record in fresh.items():
+            known = self._records.get(worker_id)
+            self._missing_since.pop(worker_id, None)
+            if known is not None and record.epoch > known.epoch:
+                self._drop(worker_id)
+                known = None
+            self._records[worker_id] = record
+            if known is None:
+                self._notify(self._on_join, record)
+        for worker_id in self._records.keys() - fresh.keys():
+            if now - self._missing_since.setdefault(worker_id, now) >= self._registry.lease_s:
+                self._drop(worker_id)
+
+    def _drop(self, worker_id: str) -> None:
+        self._missing_since.pop(worker_id, None)
+        self._notify(self._on_leave, self._records.pop(worker_id))
+
+    def _notify(
+        self, callback: Callable[[WorkerRecord], None] | None, record: WorkerRecord
+    ) -> None:
+        if callback is None:
+            return
+        try:
+            callback(record)
+        except Exception:
+            # A bug in one listener must not end the view that everybody places by.
+            logger.exception("a listener of the worker directory failed for %s", record.worker_id)

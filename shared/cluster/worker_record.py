@@ -1,0 +1,166 @@
+"""The record that a worker publishes about itself, for routers and for other workers.
+
+A record of this protocol version may have fields that this release does not know. Of a record of
+another version only `RecordHead` is read: a later release may change everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
+from pagewire.shared.errors import UNDECODABLE, ProtocolError
+
+MAX_CARD_BYTES = 64 << 10
+MAX_RECORD_BYTES = 1 << 20  # of any version
+
+_Endpoint = Annotated[str, Meta(max_length=512)]
+_Name = Annotated[str, Meta(max_length=64)]
+_T = TypeVar("_T")
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a worker is.
+
+    Attributes:
+        running, waiting: requests in the engine.
+        queued_prefill_tokens: prompt tokens that are still to be computed.
+        free_blocks, cached_blocks, used_blocks, total_blocks: of the KV pool.
+        steps: of the engine so far: stands still if the engine does.
+        max_num_seqs: how many requests can run at once.
+    """
+
+    running: Count = 0
+    waiting: Count = 0
+    queued_prefill_tokens: Count = 0
+    free_blocks: Count = 0
+    cached_blocks: Count = 0
+    used_blocks: Count = 0
+    total_blocks: Count = 0
+    steps: Epoch = 0
+    max_num_seqs: Count = 0
+
+
+class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's KV link to a peer: transport and measured GB/s."""
+
+    peer: Id
+    transport: _Name
+    gbps: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker publishes about itself.
+
+    Attributes:
+        epoch: of this run of the worker; a later run under the same id has a greater one.
+        endpoint: of the control server.
+        metrics_endpoint: base URL of `/metrics` and `/health`.
+        model: the name it is served under.
+        max_model_len: longest prompt plus answer that it takes.
+        full_model_len: what that would be if its KV pool were large enough.
+        state: a draining worker takes nothing new.
+        kv_transports: in its order of preference.
+        protocol: version of the control messages that it speaks, see `RecordHead`.
+    """
+
+    worker_id: Id
+    role: Role
+    epoch: Epoch
+    endpoint: _Endpoint
+    metrics_endpoint: _Endpoint
+    model: Annotated[str, Meta(max_length=256)]
+    layout: BlockLayout
+    max_model_len: Count
+    full_model_len: Count = 0
+    state: Literal["ready", "draining"] = "ready"
+    kv_transports: Annotated[list[Id], Meta(max_length=8)] = []
+    load: WorkerLoad = WorkerLoad()
+    links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
+    protocol: Count = 0
+
+
+class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a worker record that keep their names in every release.
+
+    Attributes:
+        protocol: a number in all releases so far; 0 if the record is older than the field.
+        epoch, role: so far as in `WorkerRecord` in every release; a later one may change them.
+    """
+
+    worker_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    protocol: int | Annotated[str, Meta(max_length=64)] = 0
+    epoch: msgspec.Raw = msgspec.Raw()
+    role: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def known_epoch(self) -> int | None:
+        """The epoch, if it is one that this release could have written."""
+        return _decode_known(self.epoch, _epoch_decoder)
+
+    @property
+    def known_role(self) -> str | None:
+        """The role's name, if it has one."""
+        return _decode_known(self.role, _name_decoder)
+
+
+class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A live worker of another release: what is known of it."""
+
+    worker_id: str
+    protocol: int | str
+    epoch: int | None
+    role: str | None
+
+
+_head_decoder = msgspec.msgpack.Decoder(RecordHead)
+_card_decoder = msgspec.msgpack.Decoder(WorkerRecord)
+_epoch_decoder: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(Epoch)
+_name_decoder: msgspec.msgpack.Decoder[str] = msgspec.msgpack.Decoder(_Name)
+
+
+def decode_head(raw: bytes) -> RecordHead:
+    """Return what every release's record has.
+
+    Raises:
+        ProtocolError: the bytes are not a worker record of any release.
+    """
+    return _decode(raw, _head_decoder, MAX_RECORD_BYTES)
+
+
+def decode_record(raw: bytes, worker_id: str) -> WorkerRecord | OtherVersion:
+    """Return a worker's record. The protocol version is checked first.
+
+    Raises:
+        ProtocolError: the bytes are not a worker record, or that of another worker.
+    """
+    head = decode_head(raw)
+    if head.worker_id != worker_id:
+        raise ProtocolError(f"the record names {head.worker_id[:64]!r}")
+    if head.protocol != PROTOCOL_VERSION:
+        return OtherVersion(
+            worker_id=head.worker_id,
+            protocol=head.protocol,
+            epoch=head.known_epoch,
+            role=head.known_role,
+        )
+    return _decode(raw, _card_decoder, MAX_CARD_BYTES)
+
+
+def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[_T], max_bytes: int) -> _T:
+    if len(raw) > max_bytes:
+        raise ProtocolError(f"{len(raw)} bytes are more than {max_bytes}")
+    try:
+        return decoder.decode(raw)
+    except UNDECODABLE as exc:
+        raise ProtocolError(str(exc)) from exc
+
+
+def _decode_known(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
+    try:
+        return decoder.decode(raw)
+    except UNDECODABLE:  # missing, or something that this release does not know
+        return None

@@ -1,0 +1,10 @@
+"""The control plane: typed messages over ZeroMQ between routers, decode and prefill workers.
+
+    ControlClient --Ping, requests--> ControlServer --Pong, answers--> ControlClient
+
+Entry points: `ControlServer` (server.py) for a worker, `ControlClient` (client.py) for who asks it.
+Read first: `channel.py` (what a connection promises), `protocol.py` (every message), `auth.py` (the
+cluster's keys).
+
+May import: the small modules of `shared`. Never torch: routers import it.
+"""

@@ -1,0 +1,324 @@
+"""Every control message between the services: tagged msgspec structs in versioned frames.
+
+    router --Generate, Cancel--> decode --TokenBatch, Refused--> router
+    decode --KvHello, Prefill, CancelPrefill--> prefill
+    prefill --KvWelcome, PromptScored, PrefillDone, PrefillFailed--> decode
+    any client --Ping--> server --Pong--> client
+
+A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
+the version in every release; a server answers a client of another version with a `Pong` of its own,
+so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
+are `ProtocolError`s. A request id names a request between a router and a decode worker; a job id,
+random and made by the decode worker, names one prefill of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.engine.status import FinishReason
+from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
+from pagewire.shared.logprobs import Logprobs, PromptLogprobs
+from pagewire.shared.sampling import RequestSpec
+
+PROTOCOL_VERSION = 8
+MAX_FRAME_BYTES = 16 << 20
+FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
+
+Id = Annotated[str, Meta(min_length=1, max_length=64)]
+MAX_TEXT_CHARS = 2048
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Count = Annotated[int, Meta(ge=0, lt=2**40)]
+MAX_BLOCKS_PER_SLOT = 4096
+MAX_PARTS = 8  # layer groups of a block
+MAX_FORKS = 15  # of one `Generate`
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
+MAX_EPOCH = 2**63 - 1
+Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Role = Literal["prefill", "decode"]
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all control messages."""
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """A client is alive. Servers answer `Pong` and forget clients that stay silent."""
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """The server's loop is alive; `epoch` shows a client that its server was restarted.
+
+    `FORGOTTEN_EPOCH` says that the server does not know the client, or not any more.
+    """
+
+    worker_id: Id
+    epoch: Epoch
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further answer to the same prompt: a request with a seed of its own."""
+
+    request_id: Id
+    seed: Int64
+
+
+class Generate(Message, frozen=True, kw_only=True):
+    """Answer one request, or several that differ in nothing but their seeds.
+
+    Attributes:
+        prompt_token_ids: the prompt, at least one token.
+        output_token_ids: tokens already delivered by a worker that died; generation goes on
+            after them and they count against `spec.max_tokens`.
+        spec: with a seed, always: the router draws one where the client gave none.
+        prefill_workers: ids in order of preference; empty means prefill locally.
+        forks: the other requests. The prompt is computed once, and they fork from there; outputs,
+            refusals and cancels name each of them, and none depends on another.
+    """
+
+    request_id: Id
+    prompt_token_ids: TokenIds
+    spec: RequestSpec
+    output_token_ids: TokenIds = []
+    prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
+    forks: Annotated[list[Fork], Meta(max_length=MAX_FORKS)] = []
+
+    def each(self) -> list[Generate]:
+        """Return a message without forks for each of the requests, this one first."""
+        if not self.forks:
+            return [self]
+        alone = msgspec.structs.replace(self, forks=[])
+        others = [
+            msgspec.structs.replace(
+                alone,
+                request_id=fork.request_id,
+                spec=msgspec.structs.replace(self.spec, seed=fork.seed),
+            )
+            for fork in self.forks
+        ]
+        return [alone, *others]
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Stop a request and free all that it holds; no answer is sent."""
+
+    request_id: Id
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in seconds; sent with its last token."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step gave one request.
+
+    Attributes:
+        cached_tokens: prompt tokens that nobody had to compute; with the first output.
+        prefill_worker: who sampled the first token, None if this worker did; with that token.
+        error: why the request failed, if `finish_reason` is "error".
+        logprobs: of the tokens, if the request asks for them.
+        prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with
+            tokens. A worker that computes the prompt again sends them again.
+    """
+
+    request_id: Id
+    token_ids: TokenIds = []
+    finish_reason: FinishReason | None = None
+    cached_tokens: Count | None = None
+    prefill_worker: Id | None = None
+    error: Text | None = None
+    timings: Timings | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class TokenBatch(Message, frozen=True, kw_only=True):
+    """One step's tokens of all sequences that belong to one router."""
+
+    outputs: Annotated[list[TokenOutput], Meta(max_length=1 << 16)]
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """A request was not taken; nothing of it is held."""
+
+    request_id: Id
+    reason: Literal["overloaded", "invalid", "draining"]
+    message: Text
+    param: Text | None = None
+
+
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What two workers must agree on before blocks may cross.
+
+    Attributes:
+        fingerprint: of the model's configuration and weights.
+        dtype: of the KV cache, as torch names it without the prefix, e.g. "bfloat16".
+        block_bytes: of one block over all layers.
+    """
+
+    fingerprint: Id
+    dtype: Annotated[str, Meta(max_length=32)]
+    block_size: Annotated[int, Meta(ge=1, le=1024)]
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=4096)]
+    block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]
+
+
+class KvHello(Message, frozen=True, kw_only=True):
+    """A decode worker opens a KV link to a prefill worker.
+
+    Attributes:
+        link: the decode worker's number for it.
+        token: names the link on the decode worker's KV socket; 16 random bytes.
+        endpoint: that socket.
+        carriers: name -> what the carrier needs on the other side, in order of preference.
+        slot_bytes: of the decode worker's staging slots, the upper bound of a segment.
+    """
+
+    worker_id: Id
+    epoch: Epoch
+    layout: BlockLayout
+    link: Count
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    endpoint: Text
+    carriers: Annotated[dict[Id, Annotated[bytes, Meta(max_length=1 << 16)]], Meta(max_length=8)]
+    slot_bytes: Count
+
+
+class KvWelcome(Message, frozen=True, kw_only=True):
+    """The prefill worker's answer; later, with an error, the link's end.
+
+    Attributes:
+        carrier: chosen for this link.
+        reply: of the carrier's half here to the half there.
+        error: why no blocks can cross, or not any more; then `carrier` means nothing.
+    """
+
+    link: Count
+    carrier: Annotated[str, Meta(max_length=64)] = ""
+    reply: Annotated[bytes, Meta(max_length=4096)] = b""
+    error: Text | None = None
+
+
+class Prefill(Message, frozen=True, kw_only=True):
+    """Compute a prompt, push its blocks, sample the first token: one job.
+
+    Attributes:
+        decode_epoch, prefill_epoch: the ticket; a restarted side voids it.
+        token_ids: prompt, and the output of an interrupted answer after it.
+        first_block: the decode worker holds the blocks before this position already.
+    """
+
+    job_id: Id
+    decode_id: Id
+    decode_epoch: Epoch
+    prefill_epoch: Epoch
+    token_ids: TokenIds
+    spec: RequestSpec
+    first_block: Count
+
+
+class CancelPrefill(Message, frozen=True, kw_only=True):
+    """Stop a job and free its blocks."""
+
+    job_id: Id
+
+
+class PrefillDone(Message, frozen=True, kw_only=True):
+    """The prompt is computed and its first token sampled; segments may still be under way."""
+
+    job_id: Id
+    first_token: TokenId
+    cached_tokens: Count
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    logprobs: Logprobs | None = None
+
+
+class PromptScored(Message, frozen=True, kw_only=True):
+    """Log probabilities of at most `MAX_POSITIONS` prompt tokens, before `PrefillDone`."""
+
+    job_id: Id
+    prompt_logprobs: PromptLogprobs
+
+
+class PrefillFailed(Message, frozen=True, kw_only=True):
+    """The job is void, its blocks are freed; the decode worker must find another way."""
+
+    job_id: Id
+    reason: Text
+
+
+ControlMessage = (
+    Ping
+    | Pong
+    | Generate
+    | Cancel
+    | TokenBatch
+    | Refused
+    | KvHello
+    | KvWelcome
+    | Prefill
+    | CancelPrefill
+    | PrefillDone
+    | PromptScored
+    | PrefillFailed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_VERSION_BYTE = bytes([PROTOCOL_VERSION])
+
+
+def clip_text(text: str) -> str:
+    """Return a text of any origin, e.g. an exception's, so that it fits a `Text` field."""
+    return text[:MAX_TEXT_CHARS].encode(errors="replace").decode()
+
+
+def encode(message: ControlMessage) -> bytes:
+    """Return the frame of a message.
+
+    Raises:
+        ProtocolError: the frame would be larger than any peer accepts, or holds text that is not
+            Unicode (see `clip_text`).
+    """
+    try:
+        frame = _VERSION_BYTE + _encoder.encode(message)
+    except UnicodeEncodeError as exc:
+        raise ProtocolError(f"a {type(message).__name__} with text that is not Unicode") from exc
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}"
+        )
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> ControlMessage:
+    """Return the message of a frame.
+
+    Raises:
+        VersionMismatchError: the peer speaks another version.
+        ProtocolError: the frame is too large, or is not a known message.
+    """
+    if not 1 < len(frame) <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(frame)} bytes is not between 2 and {MAX_FRAME_BYTES}")
+    if frame[0] != PROTOCOL_VERSION:
+        raise VersionMismatchError(
+            f"the peer speaks protocol version {frame[0]}, this side {PROTOCOL_VERSION}: "
+            "run the same release of Pagewire everywhere"
+        )
+    try:
+        message: ControlMessage = _control_decoder.decode(memoryview(frame)[1:])
+    except UNDECODABLE as exc:
+        raise ProtocolError(f"not a control message: {exc}") from exc
+    return message

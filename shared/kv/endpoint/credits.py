@@ -1,0 +1,265 @@
+"""Who may write to which staging slot of a receiver: both halves, pure.
+
+A receiver has a fixed number of slots and shares them equally among its links. All decisions come
+back as messages to send; nothing here has a socket or a clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pagewire.shared.errors import ConfigError, IntegrityError, ProtocolError, TransferError
+from pagewire.shared.kv.endpoint.messages import Grant, Reclaim, Return
+
+MIN_CREDITS = 2  # of a link: while one segment is unpacked, the next is on its way
+
+
+@dataclass(slots=True)
+class SenderCredits:
+    """The credits that a sender has on one link.
+
+    Attributes:
+        idle: free to use, the one that has rested longest first.
+        uses: by credit, the newest one.
+    """
+
+    idle: deque[int] = field(default_factory=deque)
+    uses: dict[int, int] = field(default_factory=dict)
+    _in_use: dict[int, bool] = field(default_factory=dict)  # whether it was reclaimed meanwhile
+
+    @property
+    def num_in_use(self) -> int:
+        """Credits taken and not acknowledged."""
+        return len(self._in_use)
+
+    def grant(self, credits: list[int]) -> None:
+        """Take credits from the receiver.
+
+        Raises:
+            ProtocolError: one is here already, or is named twice; none is taken.
+        """
+        for index, credit in enumerate(credits):
+            if credit in self._in_use or credit in self.idle or credit in credits[:index]:
+                raise ProtocolError(f"credit {credit} was granted twice")
+        self.idle += credits
+
+    def take(self) -> tuple[int, int] | None:
+        """Take a credit; returns it and the number of its use. None if all are in use."""
+        if not self.idle:
+            return None
+        credit = self.idle.popleft()
+        self._in_use[credit] = False
+        use = self.uses[credit] = self.uses.get(credit, 0) + 1
+        return credit, use
+
+    def put_back(self, credit: int) -> Return | None:
+        """Give up a use that was not announced; returns what to send, if anything."""
+        if self._in_use.pop(credit):
+            return Return(credit)
+        self.idle.append(credit)
+        return None
+
+    def acknowledge(self, credit: int, use: int) -> None:
+        """End a use: the credit is idle again, unless it was reclaimed.
+
+        Raises:
+            ProtocolError: it is not in use, or its use is another one.
+        """
+        if credit not in self._in_use or self.uses[credit] != use:
+            raise ProtocolError(f"use {use} of credit {credit} was acknowledged and is not open")
+        if not self._in_use.pop(credit):
+            self.idle.append(credit)
+
+    def reclaim(self, credit: int) -> Return | None:
+        """Let the receiver have a credit back; returns the answer, if that is not a segment.
+
+        Raises:
+            ProtocolError: the sender does not have it.
+        """
+        if self._in_use.get(credit) is False:
+            self._in_use[credit] = True
+            return None
+        if credit not in self.idle:
+            raise ProtocolError(f"credit {credit} was reclaimed and is not here")
+        self.idle.remove(credit)
+        return Return(credit)
+
+
+class SlotState(Enum):
+    """What a receiver's slot is doing."""
+
+    FREE = auto()
+    LENT = auto()  # a credit of a link, idle or about to be used
+    FILLED = auto()  # a segment was announced for it and not acknowledged
+    QUARANTINED = auto()  # its link has ended, and something may still be written to it
+
+
+@dataclass(slots=True)
+class _Slot:
+    state: SlotState = SlotState.FREE
+    link: int = 0  # that it is lent to, or filled by; they count from 1
+    is_reclaimed: bool = False
+
+
+@dataclass(slots=True)
+class ReceiverCredits:
+    """The slots of a receiver and the links that they are lent to.
+
+    Attributes:
+        num_slots: in all.
+        max_links: that may be open at once.
+
+    Raises:
+        ConfigError: there are fewer slots than those links need.
+    """
+
+    num_slots: int
+    max_links: int
+    _slots: list[_Slot] = field(init=False)
+    # In the order of their opening: by slot, the newest use. A credit that leaves a link and comes
+    # back has had the uses that it had before.
+    _links: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_slots < MIN_CREDITS * self.max_links or self.max_links < 1:
+            raise ConfigError(
+                f"{self.num_slots} staging slots are too few for {self.max_links} links of "
+                f"{MIN_CREDITS} each"
+            )
+        self._slots = [_Slot() for _ in range(self.num_slots)]
+
+    @property
+    def links(self) -> list[int]:
+        """All links that are open."""
+        return list(self._links)
+
+    def count(self, state: SlotState) -> int:
+        """Return how many slots are in a state."""
+        return sum(slot.state is state for slot in self._slots)
+
+    def check_room(self, num_links: int) -> None:
+        """Check that one more link may be opened.
+
+        Args:
+            num_links: open already.
+
+        Raises:
+            TransferError: as many are open as may be.
+        """
+        if num_links >= self.max_links:
+            raise TransferError(
+                f"{self.max_links} KV links are open, and no more fit the staging slots of this "
+                "worker: raise PAGEWIRE_STAGING_SLOTS"
+            )
+
+    def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:
+        """Give a link its share; returns what to send to which link.
+
+        Raises:
+            TransferError: as many are open as may be.
+        """
+        self.check_room(len(self._links))
+        self._links[link] = [0] * self.num_slots
+        return self._rebalance()
+
+    def fill(self, link: int, credit: int, use: int) -> None:
+        """Note that a segment was announced.
+
+        Raises:
+            ProtocolError: the link does not have this credit, or has had this use of it.
+        """
+        slot = self._slots[credit] if credit < self.num_slots else _Slot()
+        is_lent = (slot.state, slot.link) == (SlotState.LENT, link)
+        if not is_lent or use <= self._links[link][credit]:
+            raise ProtocolError(f"link {link} has no use {use} of credit {credit}")
+        slot.state = SlotState.FILLED
+        self._links[link][credit] = use
+
+    def empty(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
+        """Note that a segment is acknowledged; returns what to send after that.
+
+        Raises:
+            IntegrityError: none was announced.
+        """
+        slot = self._slots[credit]
+        if (slot.state, slot.link) != (SlotState.FILLED, link):
+            raise IntegrityError(f"slot {credit} is not filled by link {link}")
+        if not slot.is_reclaimed:
+            slot.state = SlotState.LENT
+            return []
+        self._slots[credit] = _Slot()
+        return self._rebalance()
+
+    def take_back(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
+        """Note that a reclaimed credit was returned; returns what to send.
+
+        Raises:
+            ProtocolError: it was not reclaimed from this link.
+        """
+        slot = self._slots[credit] if credit < self.num_slots else _Slot()
+        if (slot.state, slot.link) != (SlotState.LENT, link) or not slot.is_reclaimed:
+            raise ProtocolError(f"link {link} returns credit {credit}, which nobody asked for")
+        self._slots[credit] = _Slot()
+        return self._rebalance()
+
+    def close(self, link: int) -> tuple[list[int], list[tuple[int, Grant | Reclaim]]]:
+        """End a link with all its credits; unknown ones are fine.
+
+        Returns:
+            Its slots, to be released once nothing can be written to them; what to send.
+        """
+        self._links.pop(link, None)
+        lost = [n for n, slot in enumerate(self._slots) if slot.link == link]
+        for index in lost:
+            self._slots[index] = _Slot(SlotState.QUARANTINED)
+        return lost, self._rebalance()
+
+    def release(self, slots: list[int]) -> list[tuple[int, Grant | Reclaim]]:
+        """End the quarantine of slots; returns what to send.
+
+        Raises:
+            IntegrityError: one is not in quarantine.
+        """
+        for index in slots:
+            if self._slots[index].state is not SlotState.QUARANTINED:
+                raise IntegrityError(f"slot {index} is not in quarantine")
+            self._slots[index] = _Slot()
+        return self._rebalance()
+
+    def _held(self, link: int) -> list[int]:
+        """Slots that a link has and is to keep."""
+        return [
+            index
+            for index, slot in enumerate(self._slots)
+            if slot.link == link and not slot.is_reclaimed
+        ]
+
+    def _rebalance(self) -> list[tuple[int, Grant | Reclaim]]:
+        """Lend free slots to links below their share, and reclaim what others have above it."""
+        if not self._links:
+            return []
+        usable = self.num_slots - self.count(SlotState.QUARANTINED)
+        share = usable // len(self._links)
+        messages: list[tuple[int, Grant | Reclaim]] = []
+        free = deque(n for n, slot in enumerate(self._slots) if slot.state is SlotState.FREE)
+        missing = 0
+        for link in self._links:
+            wanted = share - len(self._held(link))
+            granted = [free.popleft() for _ in range(min(wanted, len(free)))]
+            for index in granted:
+                self._slots[index] = _Slot(SlotState.LENT, link)
+            if granted:
+                messages.append((link, Grant(granted)))
+            missing += max(0, wanted - len(granted))
+        missing -= sum(slot.is_reclaimed for slot in self._slots)
+        for link in self._links if missing > 0 else ():
+            held = self._held(link)
+            # Idle ones first: they come back at once.
+            held.sort(key=lambda index: self._slots[index].state is SlotState.FILLED)
+            for index in held[: min(missing, max(0, len(held) - share))]:
+                self._slots[index].is_reclaimed = True
+                messages.append((link, Reclaim(index)))
+                missing -= 1
+        return messages

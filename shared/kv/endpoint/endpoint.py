@@ -1,0 +1,82 @@
+"""What both halves of a KV endpoint have: the engine that they serve, and when they look around."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.kv.carriers.base import Carrier
+from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.parts import BlockParts
+
+DEADLINE_INTERVAL_S = 0.1
+
+
+@dataclass(slots=True)
+class KvStats:
+    """Counters since the start.
+
+    Attributes:
+        outcomes: segments by outcome; at a sender also those that a link's end left "lost".
+        bytes: sent or received, by (peer, carrier).
+        resends: segments that were packed again.
+        lost_links: that ended by themselves.
+        strays: messages of no link that is open.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    resends: int = 0
+    lost_links: int = 0
+    strays: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class KvHalf(ABC):
+    """A step hook of an engine.
+
+    Attributes:
+        core: its sequences are looked up, and run on or are freed.
+        moves: of its blocks.
+        staging: slots that payloads leave from, or come into.
+        parts: of a block.
+        carriers: that are open in this process, by name, the preferred one first.
+        timeout_s: for a payload or its acknowledgement; after it the link is lost.
+        watch: for whose file descriptors the engine's thread wakes up.
+    """
+
+    core: EngineCore
+    moves: BlockMoves
+    staging: Staging
+    parts: BlockParts
+    carriers: Mapping[str, Carrier]
+    timeout_s: float
+    watch: FdWatch = field(default_factory=FdWatch)
+    clock: Callable[[], float] = time.monotonic
+    stats: KvStats = field(default_factory=KvStats)
+    _next_deadlines_s: float = 0.0
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do what can be done now; returns whether the device works on something of it."""
+        for carrier in self.carriers.values():
+            carrier.poll()
+        is_busy = self._poll(plan)
+        if self.clock() >= self._next_deadlines_s:
+            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
+            self._check_deadlines()
+        return is_busy
+
+    @abstractmethod
+    def _poll(self, plan: StepPlan | None) -> bool:
+        """Take a plan and messages, go on with what has ended; returns whether more is to end."""
+
+    @abstractmethod
+    def _check_deadlines(self) -> None:
+        """End the links of peers that have not done in time what they are to do."""

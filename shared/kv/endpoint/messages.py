@@ -1,0 +1,131 @@
+"""The messages of a link between two KV endpoints, over one ordered socket.
+
+    prefill --Open, Segment, Return--> decode --Grant, Ack, Reclaim--> prefill
+
+A credit is a staging slot of the receiver that the sender may write to. A use is one segment in a
+slot; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
+the sender's again. To `Reclaim` the answer is `Return`, or the `Segment` that is under way: then
+its `Ack` does not give the credit back. `KvHello` and `KvWelcome`, which come before, are
+control messages (shared/control/protocol.py).
+
+Segments are announced once they are packed, so that none is ever taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.control.protocol import MAX_PARTS, Count, Id, Int64
+from pagewire.shared.errors import UNDECODABLE, ProtocolError
+
+MAX_MESSAGE_BYTES = 4096
+MAX_CREDITS = 256  # of all links of a receiver
+
+CreditIndex = Annotated[int, Meta(ge=0, lt=MAX_CREDITS)]
+
+Outcome = Literal["ok", "corrupt", "dropped"]
+
+
+class _Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Open(_Message, frozen=True):
+    """The sender has connected; the receiver answers with credits."""
+
+
+class Segment(_Message, frozen=True):
+    """A contiguous range of a job's blocks, and of the layer groups of each of them.
+
+    Attributes:
+        credit, use: where the payload lies or is going to.
+        job: as `Prefill` named it.
+        first, count: positions of the blocks in the sequence; 0 blocks are a test of the carrier.
+        first_part, num_parts: layer groups of each block.
+        seed: of the checksums after the blocks.
+        nbytes: of the payload: blocks and checksums.
+    """
+
+    credit: CreditIndex
+    use: Count
+    job: Id
+    first: Count
+    count: Count
+    first_part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+    num_parts: Annotated[int, Meta(ge=0, le=MAX_PARTS)]
+    seed: Int64
+    nbytes: Count
+
+    @property
+    def positions(self) -> range:
+        """Of the blocks."""
+        return range(self.first, self.first + self.count)
+
+    @property
+    def parts(self) -> range:
+        """Layer groups of each block."""
+        return range(self.first_part, self.first_part + self.num_parts)
+
+
+class Return(_Message, frozen=True):
+    """A reclaimed credit that was idle."""
+
+    credit: CreditIndex
+
+
+class Grant(_Message, frozen=True):
+    """Credits for the sender."""
+
+    credits: Annotated[list[CreditIndex], Meta(max_length=MAX_CREDITS)]
+
+
+class Ack(_Message, frozen=True):
+    """The receiver is done with a segment.
+
+    Attributes:
+        outcome: "ok": the blocks are in place; "corrupt": a checksum is wrong, so that it is to be
+            packed again; "dropped": nobody waits for it any more.
+    """
+
+    credit: CreditIndex
+    use: Count
+    outcome: Outcome
+
+
+class Reclaim(_Message, frozen=True):
+    """The receiver wants a credit back."""
+
+    credit: CreditIndex
+
+
+ToReceiver = Open | Segment | Return
+ToSender = Grant | Ack | Reclaim
+
+T = TypeVar("T")
+
+encode: Callable[[ToReceiver | ToSender], bytes] = msgspec.msgpack.Encoder().encode
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], whose: str, data: bytes | memoryview) -> T:
+    """Return a message.
+
+    Raises:
+        ProtocolError: it is too large, or not one.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a KV message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(data)
+    except UNDECODABLE as exc:
+        raise ProtocolError(f"not a message of a KV {whose}: {exc}") from exc
+
+
+_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+decode_for_receiver = partial(_decode, _to_receiver, "sender")
+decode_for_sender = partial(_decode, _to_sender, "receiver")

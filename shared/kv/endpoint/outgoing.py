@@ -1,0 +1,136 @@
+"""The sender's staging slots: segments are packed and staged there, then written by the carrier."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import Pending, has_ended
+from pagewire.shared.kv.endpoint.messages import Segment
+from pagewire.shared.kv.endpoint.segments import Cut
+from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink
+from pagewire.shared.kv.endpoint.staging import Staging
+
+TEST_CUT = Cut(range(0), range(0))  # no blocks: a test of the link
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """What is in the slots.
+
+    Attributes:
+        staging: slots to pack into.
+        clock: in seconds.
+        has_freed: a slot has come free since this was last set to False.
+        packing: segments, in the order in which their packing ends.
+        writing: whose payload is leaving which slot, and until when.
+    """
+
+    staging: Staging
+    clock: Callable[[], float]
+    has_freed: bool = False
+    packing: deque[OutgoingSegment] = field(default_factory=deque)
+    writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being packed or written."""
+        return bool(self.packing or self.writing)
+
+    def is_due(self) -> bool:
+        """Whether something has ended; takes little time."""
+        if self.packing and has_ended(self.packing[0].pending):
+            return True
+        return bool(self.writing) and has_ended(self.writing[0][1])
+
+    def has_room(self, link: SenderLink, num_links: int) -> bool:
+        """Whether there is a slot and a credit for a link's next segment.
+
+        A receiver that has stopped must not hold up the others: the last slot is for a link that
+        has none.
+        """
+        if not link.credits.idle or not self.staging.num_free:
+            return False
+        if self.staging.num_free > 1 or num_links == 1:
+            return True
+        is_packing = any(packing.link is link for packing in self.packing)
+        return not (is_packing or any(writing[0] is link for writing in self.writing))
+
+    def launch(
+        self,
+        link: SenderLink,
+        job: str,
+        life: int,
+        cut: Cut,
+        nbytes: int,
+        pack: Callable[[torch.Tensor, int], PendingMove],
+    ) -> None:
+        """Launch the packing and staging of a segment; `has_room` said that there is room.
+
+        Args:
+            link: that it leaves by.
+            job: its name, or `TEST_JOB`.
+            life: of the job's blocks.
+            cut: what it has of the job.
+            nbytes: of its payload.
+            pack: launches the packing into a slot, with a seed.
+
+        Raises:
+            TransferError: the link is broken.
+            Exception: whatever the packing raises.
+        """
+        slot, taken = self.staging.try_acquire(), link.credits.take()
+        if slot is None or taken is None:
+            raise TransferError("there is no free slot or credit")
+        credit, use = taken
+        segment = Segment(
+            credit=credit,
+            use=use,
+            job=job,
+            first=cut.positions.start,
+            count=len(cut.positions),
+            first_part=cut.parts.start,
+            num_parts=len(cut.parts),
+            seed=secrets.randbits(64) - 2**63,
+            nbytes=nbytes,
+        )
+        try:
+            packed = pack(self.staging.buffers[slot], segment.seed)
+            pending = link.outbound.stage(slot, credit, nbytes, packed) or packed
+        except BaseException:
+            self.release(slot)
+            link.put_back(credit)
+            raise
+        self.packing.append(
+            OutgoingSegment(link, job, life, cut, segment, slot, pending, self.clock())
+        )
+
+    def free_written(self) -> list[tuple[SenderLink, TransferError]]:
+        """Free the slots whose payloads have left; returns the links that have failed, and why."""
+        failed = []
+        for writing in list(self.writing):
+            link, pending, slot = writing
+            try:
+                if pending.is_done():
+                    self.writing.remove(writing)
+                    self.release(slot)
+            except TransferError as exc:
+                failed.append((link, exc))
+        return failed
+
+    def drop_writes(self, link: SenderLink) -> None:
+        """Free the slots from which an ended link was writing."""
+        for writing in [writing for writing in self.writing if writing[0] is link]:
+            self.writing.remove(writing)
+            self.release(writing[2])
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.staging.release(slot)
+        self.has_freed = True

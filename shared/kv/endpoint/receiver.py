@@ -1,0 +1,322 @@
+"""The receiving half of a KV endpoint: what is expected, and the links that it comes by.
+
+    Expect in a plan --> on_reserved
+    Segment --> payload in a slot --> unpack and check --> Ack --> all there: the sequence runs on
+
+Blocks are pinned while they are written, so that those of a request that has ended meanwhile can
+never be another's. Unpacking goes on alongside the steps: nothing reads a reserved block before its
+sequence is activated, and what an old step may still write to one was launched before the
+reservation. Everything runs in the engine's thread, which activates the sequence here and now.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from pagewire.shared.engine.block_mover import PendingCheck
+from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
+from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.kv.carriers.base import Pending
+from pagewire.shared.kv.endpoint.credits import MIN_CREDITS, ReceiverCredits
+from pagewire.shared.kv.endpoint.endpoint import KvHalf
+from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
+from pagewire.shared.kv.endpoint.link_test import TEST_JOB, TestCheck, check_test
+from pagewire.shared.kv.endpoint.messages import Ack, Open, Outcome, Return, Segment, ToSender
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiving:
+    link: ReceiverLink
+    segment: Segment
+    pending: Pending
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacking:
+    link: ReceiverLink
+    segment: Segment
+    expected: Expected | None  # None: a test of the link
+    blocks: list[int]
+    check: PendingCheck | TestCheck
+
+
+@dataclass(slots=True, kw_only=True)
+class KvReceiver(KvHalf):
+    """The step hook of a decode engine: links and expected blocks. Staging slots are credits.
+
+    Attributes:
+        socket: that all links come over.
+        credits: whose slots are.
+        expected: what is to come.
+        on_link_tested: called with a link by which payloads come.
+        on_link_lost: called with a link that has ended by itself, and why.
+    """
+
+    socket: ReceiverSocket
+    on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
+    on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
+    credits: ReceiverCredits = field(init=False)
+    expected: Expectations = field(init=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _links: dict[bytes, ReceiverLink] = field(default_factory=dict)  # by token
+    _by_number: dict[int, ReceiverLink] = field(default_factory=dict)
+    _receiving: list[_Receiving] = field(default_factory=list)
+    _unpacking: deque[_Unpacking] = field(default_factory=deque)
+    _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        num_slots = self.staging.num_slots
+        self.credits = ReceiverCredits(num_slots, num_slots // MIN_CREDITS)
+        self.expected = Expectations(self.core, self.parts, self.clock)
+        self.watch.add(self.socket.fd)
+
+    # Verbs
+
+    def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
+        """Open a link that a sender may come by; `accept` says which carrier it has chosen.
+
+        Args:
+            peer: name of the sender.
+            without: carriers that are not offered.
+
+        Raises:
+            TransferError: as many links are open as fit the staging slots, or there is no carrier
+                to offer.
+        """
+        self.credits.check_room(len(self._links))
+        link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
+        problems = []
+        for name, carrier in self.carriers.items():
+            if name not in without:
+                try:
+                    link.offers[name] = carrier.offer(link.number)
+                except TransferError as exc:
+                    problems.append(f"{name}: {exc}")
+        if not link.offers:
+            raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
+        self._links[link.token] = self._by_number[link.number] = link
+        return link
+
+    def accept(self, link: ReceiverLink, carrier: str, reply: bytes) -> None:
+        """Note the carrier that a link's sender has chosen, and what its half has replied.
+
+        Raises:
+            TransferError: the link has ended, this carrier was not offered, or the reply makes no
+                sense.
+        """
+        if link.token not in self._links or carrier not in link.offers:
+            raise TransferError(f"there is no open link that {carrier!r} was offered for")
+        link.inbound = self.carriers[carrier].inbound(link.number, reply)
+        link.carrier = carrier
+        for name, other in self.carriers.items():
+            if name != carrier:
+                other.withdraw(link.number)
+        self._grant_first(link)
+
+    def close(self, link: ReceiverLink) -> None:
+        """End a link with all its credits; one that is not open is fine."""
+        if self._links.pop(link.token, None) is None:
+            return
+        del self._by_number[link.number]
+        slots, messages = self.credits.close(link.number)
+        self._receiving = [entry for entry in self._receiving if entry.link is not link]
+        if link.inbound is None:
+            for carrier in self.carriers.values():
+                carrier.withdraw(link.number)
+        else:
+            self._quarantine.append((link.inbound.close(), slots))
+        self._send_all(messages)
+
+    def close_all(self) -> None:
+        """End all links and close the socket; the engine's thread has ended."""
+        for link in list(self._links.values()):
+            self.close(link)
+        self.watch.remove(self.socket.fd)
+        self.socket.close()
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return how often things went wrong so far, by kind."""
+        return {
+            "lost": self.stats.lost_links,
+            "malformed": self.socket.num_malformed,
+            "stray": self.stats.strays,
+            "denied": self.socket.num_denied,
+        }
+
+    @property
+    def num_links(self) -> int:
+        """Links that are open; from any thread."""
+        return len(self._links)
+
+    # Between two steps
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Take what a plan says of reservations: prefill workers may begin while it is launched."""
+        for work in plan.kv:
+            if isinstance(work, Withdraw):
+                self.expected.forget(work.request_id)
+            elif isinstance(work, Expect):
+                self.expected.reserve(work, after=plan.number - 1)
+
+    def is_due(self) -> bool:
+        """Whether `after_launch` has something to do; takes little time."""
+        if self._unpacking and self._unpacking[0].check.is_done():
+            return True
+        if any(carrier.poll() for carrier in self.carriers.values()):
+            return True
+        return self.socket.is_due()
+
+    def _poll(self, plan: StepPlan | None) -> bool:
+        for token, message, body in self.socket.receive():
+            link = self._links.get(token)
+            if link is None:
+                self.stats.strays += 1  # mostly of a link that has just ended
+                continue
+            try:
+                if isinstance(message, Segment):
+                    self._receive(link, message, body)
+                else:
+                    self._on_credits(link, message)
+            except (ProtocolError, TransferError) as exc:
+                self._lose(link, str(exc))
+            self._unpack_received()
+        self._unpack_received()
+        while self._unpacking and self._unpacking[0].check.is_done():
+            self._on_unpacked(self._unpacking.popleft())
+        self._end_quarantine()
+        return bool(self._receiving or self._unpacking)
+
+    def _check_deadlines(self) -> None:
+        """End links whose senders announce what does not come."""
+        latest = self.clock() - self.timeout_s
+        for entry in list(self._receiving):
+            if entry.since < latest:
+                self._lose(entry.link, f"a KV payload did not come in {self.timeout_s:g} s")
+
+    # A segment comes
+
+    def _on_credits(self, link: ReceiverLink, message: Open | Return) -> None:
+        if isinstance(message, Return):
+            self._send_all(self.credits.take_back(link.number, message.credit))
+            return
+        if link.has_opened:
+            raise ProtocolError("the link was opened twice")
+        link.has_opened = True
+        self._grant_first(link)
+
+    def _grant_first(self, link: ReceiverLink) -> None:
+        """Let a link's sender begin, once it has come and its carrier is known."""
+        if link.has_opened and link.inbound is not None:
+            self._send_all(self.credits.open(link.number))
+
+    def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
+        self.credits.fill(link.number, segment.credit, segment.use)
+        if not 0 < segment.nbytes <= self.staging.slot_bytes or link.inbound is None:
+            raise ProtocolError(
+                f"a segment of {segment.nbytes} bytes in a slot of {self.staging.slot_bytes}"
+            )
+        pending = link.inbound.receive(segment, body)
+        self._receiving.append(_Receiving(link, segment, pending, self.clock()))
+
+    def _unpack_received(self) -> None:
+        """Launch the unpacking of the payloads that are in their slots."""
+        for entry in list(self._receiving):
+            if entry not in self._receiving:  # its link has just ended
+                continue
+            try:
+                if entry.pending.is_done():
+                    self._receiving.remove(entry)
+                    self._unpack(entry.link, entry.segment)
+            except TransferError as exc:
+                self._lose(entry.link, str(exc))
+
+    def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
+        """Launch the unpacking of a payload that somebody waits for."""
+        self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+        payload = self.staging.buffers[segment.credit]
+        if segment.job == TEST_JOB:
+            check = check_test(self.moves, payload[: segment.nbytes], segment.seed)
+            self._unpacking.append(_Unpacking(link, segment, None, [], check))
+            return
+        expected = self.expected.find(segment.job)
+        positions, parts = segment.positions, segment.parts
+        is_wanted = segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
+        if expected is None or not is_wanted or not expected.coverage.allows(positions, parts):
+            self._acknowledge(link, segment, "dropped")
+            return
+        blocks = expected.block_ids[positions.start : positions.stop]
+        try:
+            unpacked = self.moves.unpack(payload, blocks, parts, segment.seed, expected.after)
+        except Exception:
+            logger.exception("a KV segment from %s cannot be unpacked", link.peer)
+            self._acknowledge(link, segment, "corrupt")
+            return
+        expected.heard_s = self.clock()
+        expected.coverage.add(positions, parts)
+        expected.num_unpacking += 1
+        self.core.scheduler.pin(blocks)
+        self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))
+
+    def _on_unpacked(self, done: _Unpacking) -> None:
+        intact = done.check.is_intact()
+        expected, segment = done.expected, done.segment
+        if expected is not None:
+            self.core.unpin(done.blocks)
+            expected.num_unpacking -= 1
+            if not intact:
+                logger.error("a KV segment from %s arrived corrupt", done.link.peer)
+                expected.coverage.remove(segment.positions, segment.parts)
+        elif intact and not done.link.is_tested:
+            done.link.is_tested = True
+            self.on_link_tested(done.link)
+        if expected is not None:
+            self.expected.activate_if_complete(expected)
+        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
+
+    def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
+        if segment.job != TEST_JOB:
+            self.stats.outcomes[outcome] += 1
+        if link.token not in self._links:
+            return
+        messages = self.credits.empty(link.number, segment.credit)
+        ack = Ack(segment.credit, segment.use, outcome)
+        self._send_all([(link.number, ack), *messages])
+
+    # Links
+
+    def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
+        for number, message in messages:
+            link = self._by_number.get(number)
+            if link is None:
+                continue
+            try:
+                self.socket.send(link.token, message)
+            except TransferError as exc:
+                self._lose(link, str(exc))
+
+    def _lose(self, link: ReceiverLink, reason: str) -> None:
+        if link.token in self._links:
+            self.stats.lost_links += 1
+            self.close(link)
+            self.on_link_lost(link, reason)
+
+    def _end_quarantine(self) -> None:
+        """Use slots again to which nothing can be written any more, and that nobody reads."""
+        read = {entry.segment.credit for entry in self._unpacking}
+        for entry in list(self._quarantine):
+            pending, slots = entry
+            if pending.is_done() and read.isdisjoint(slots):
+                self._quarantine.remove(entry)
+                self._send_all(self.credits.release(slots))

@@ -1,0 +1,144 @@
+"""What of a prompt leaves in which segments, and when it may be packed: pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pagewire.shared.kv.parts import BlockParts
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A segment's share of a prompt; never empty.
+
+    Attributes:
+        positions: of its blocks in the sequence.
+        parts: layer groups of each block.
+    """
+
+    positions: range
+    parts: range
+
+    @property
+    def num_units(self) -> int:
+        """Layer groups of blocks that it has."""
+        return len(self.positions) * len(self.parts)
+
+
+@dataclass(slots=True)
+class ExportQueue:
+    """What of one job is still to be packed, in order.
+
+    Whole blocks leave in the order of the prompt. Blocks that leave by layer group do so one group
+    of all of them after the other (`BlockParts.halvings`), as a step finishes them. A sequence that
+    loses its blocks keeps its place here: what has left needs not leave again.
+
+    Attributes:
+        parts: of a block.
+        slot_bytes: a segment fits them, and a block does.
+        planned: blocks before this position have been cut, or are not wanted.
+    """
+
+    parts: BlockParts
+    slot_bytes: int
+    planned: int
+    _cuts: deque[Cut] = field(default_factory=deque)
+    _blocks: list[int] = field(default_factory=list)  # that were exported, by position
+    _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
+
+    def add(self, block_ids: list[int], plan: int, *, by_part: bool) -> None:
+        """Note blocks that a plan makes final.
+
+        Args:
+            block_ids: they follow those exported before.
+            plan: its number.
+            by_part: they leave by layer group.
+        """
+        self._blocks += block_ids
+        final = len(self._blocks)
+        self._plans.append((final, plan))
+        groups = self.parts.halvings() if by_part else [self.parts.whole]
+        for group in groups:
+            most = self.parts.max_blocks(self.slot_bytes, len(group))
+            for first in range(self.planned, final, most):
+                self._cuts.append(Cut(range(first, min(first + most, final)), group))
+        self.planned = max(self.planned, final)
+
+    def lose_blocks(self) -> None:
+        """The blocks belong to others now; they will be exported again from the first on."""
+        self._blocks.clear()
+        self._plans.clear()
+
+    def num_new(self, block_ids: list[int]) -> int:
+        """Return how many of further blocks have not been cut yet."""
+        return max(0, len(self._blocks) + len(block_ids) - self.planned)
+
+    def next(self) -> tuple[Cut, list[int], int] | None:
+        """Return what is to be packed next, its blocks, and the plan that makes them final.
+
+        None if nothing is left, or the blocks of the first cut are not exported.
+        """
+        if not self._cuts or self._cuts[0].positions.stop > len(self._blocks):
+            return None
+        cut = self._cuts[0]
+        plan = next(plan for final, plan in self._plans if final >= cut.positions.stop)
+        return cut, self._blocks[cut.positions.start : cut.positions.stop], plan
+
+    def take(self) -> None:
+        """Remove what `next` returned."""
+        self._cuts.popleft()
+
+    def again(self, cut: Cut) -> None:
+        """Have something packed once more, before all else."""
+        self._cuts.appendleft(cut)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Which layer groups of which expected blocks have arrived.
+
+    Attributes:
+        positions: of the blocks that are expected.
+        parts: layer groups of each.
+    """
+
+    positions: range
+    parts: range
+    _arrived: dict[int, int] = field(default_factory=dict)  # position -> a bit a layer group
+    _num_units: int = 0  # layer groups that have arrived
+
+    def allows(self, positions: range, parts: range) -> bool:
+        """Whether a segment lies within what is expected, and nothing of it has arrived."""
+        inside = (
+            len(positions) > 0
+            and len(parts) > 0
+            and self.positions.start <= positions.start
+            and positions.stop <= self.positions.stop
+            and self.parts.start <= parts.start
+            and parts.stop <= self.parts.stop
+        )
+        bits = _bits(parts)
+        return inside and not any(self._arrived.get(p, 0) & bits for p in positions)
+
+    def add(self, positions: range, parts: range) -> None:
+        """Note what has arrived; `allows` said that none of it had."""
+        bits = _bits(parts)
+        for position in positions:
+            self._arrived[position] = self._arrived.get(position, 0) | bits
+        self._num_units += len(positions) * len(parts)
+
+    def remove(self, positions: range, parts: range) -> None:
+        """Note that something that was added has not arrived after all."""
+        bits = _bits(parts)
+        for position in positions:
+            self._arrived[position] &= ~bits
+        self._num_units -= len(positions) * len(parts)
+
+    def is_full(self) -> bool:
+        """Whether everything has arrived."""
+        return self._num_units == len(self.positions) * len(self.parts)
+
+
+def _bits(parts: range) -> int:
+    return sum(1 << part for part in parts)

@@ -1,0 +1,385 @@
+"""The sending half of a KV endpoint: jobs whose blocks leave, and the links that they leave by.
+
+    Export in a plan --> cut --> slot and credit --> pack, stage --> Segment, payload --> Ack
+
+A job owns its sequence's blocks until all are acknowledged, the job is cancelled, or its link ends.
+Packing is queued on the device after the plan that makes the blocks final, alongside later plans.
+Everything runs in the engine's thread, which wakes up for the links' file descriptors: a segment
+takes no hand-over between threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pagewire.shared.control.protocol import KvHello
+from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.step import Export, StepPlan, Withdraw
+from pagewire.shared.errors import ProtocolError, TransferError
+from pagewire.shared.kv.carriers.base import has_ended
+from pagewire.shared.kv.endpoint.endpoint import KvHalf
+from pagewire.shared.kv.endpoint.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
+from pagewire.shared.kv.endpoint.messages import Ack, Grant, Open
+from pagewire.shared.kv.endpoint.outgoing import TEST_CUT, Outgoing
+from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
+from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink, choose_carrier
+from pagewire.shared.kv.endpoint.sockets import KvSockets, SenderSocket
+
+logger = logging.getLogger(__name__)
+
+MAX_SENDS = 3  # of one segment
+# A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
+# to move fewer takes less time than to handle the further segments.
+DIVIDED_BYTES = 64 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job in the engine.
+
+    Attributes:
+        unacknowledged: layer groups of blocks.
+        life: grows when the sequence loses its blocks.
+        again: how often a cut was packed again.
+    """
+
+    name: str
+    link: SenderLink
+    queue: ExportQueue
+    unacknowledged: int
+    life: int = 0
+    again: Counter[Cut] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, kw_only=True)
+class KvSender(KvHalf):
+    """The step hook of a prefill engine: jobs and links.
+
+    Attributes:
+        sockets: that links are opened with.
+        on_failed: called with a job that is dropped, its link, and why; its sequence has been
+            freed.
+        on_link_lost: called with a link that has ended by itself, and why.
+        divided_bytes: if a prompt's last step makes more final, it leaves by layer group.
+    """
+
+    sockets: KvSockets
+    on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
+    on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
+    divided_bytes: int = DIVIDED_BYTES
+    links: list[SenderLink] = field(default_factory=list)
+    _jobs: dict[str, _Job] = field(default_factory=dict)
+    _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
+    _outgoing: Outgoing = field(init=False)
+    _may_pack: bool = False  # something has changed since nothing more could be packed
+
+    def __post_init__(self) -> None:
+        self._outgoing = Outgoing(self.staging, self.clock)
+
+    # Verbs
+
+    def connect(self, hello: KvHello) -> SenderLink:
+        """Open a link to a receiver; it is tested as soon as the receiver grants credits.
+
+        Args:
+            hello: of the receiver; its endpoint has a numeric address.
+
+        Raises:
+            TransferError: no block fits the receiver's slots, or no carrier of both sides works
+                between them; says why each does not.
+        """
+        smallest = self.parts.packed_bytes(1)
+        if hello.slot_bytes < smallest:
+            raise TransferError(
+                f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
+                f"takes {smallest}"
+            )
+        socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
+        try:
+            socket.post(Open())
+            name, outbound = choose_carrier(hello, self.carriers, socket)
+        except BaseException:
+            socket.close()
+            raise
+        link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
+        self.links.append(link)
+        self.watch.add(socket.fd)
+        return link
+
+    def close(self, link: SenderLink) -> None:
+        """End a link and drop its jobs; links that are not open are fine."""
+        if link not in self.links:
+            return
+        self.links.remove(link)
+        self.watch.remove(link.socket.fd)
+        link.outbound.close()
+        link.socket.close()
+        self._outgoing.drop_writes(link)
+        self.stats.outcomes["lost"] += len(link.sent)
+        for job in [job for job in self._jobs.values() if job.link is link]:
+            self._fail(job, "the KV link is gone")
+
+    def export(self, job: str, link: SenderLink, first_block: int, num_blocks: int) -> None:
+        """Send a job's blocks from `first_block` on, as plans make them final.
+
+        Args:
+            job: names its sequence in the engine, and itself in segments.
+            link: to the worker that expects them.
+            first_block: earlier ones are not wanted.
+            num_blocks: of the sequence.
+
+        Raises:
+            TransferError: the link has ended.
+        """
+        if link not in self.links:
+            raise TransferError("the KV link is gone")
+        slot_bytes = min(self.staging.slot_bytes, link.slot_bytes)
+        units = max(0, num_blocks - first_block) * self.parts.count
+        queue = ExportQueue(self.parts, slot_bytes, first_block)
+        self._jobs[job] = _Job(job, link, queue, units)
+        if not units:
+            self._end(self._jobs[job])
+
+    def cancel(self, job: str, link: SenderLink) -> None:
+        """End a job of a link and free its blocks; unknown ones are fine."""
+        known = self._jobs.get(job)
+        if known is not None and known.link is link:
+            del self._jobs[job]
+            self.core.abort(job)
+
+    def close_all(self) -> None:
+        """End all links; the engine's thread has ended."""
+        for link in list(self.links):
+            self.close(link)
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return how often things went wrong so far, by kind."""
+        return {"lost": self.stats.lost_links}
+
+    @property
+    def num_links(self) -> int:
+        """Links that are open; from any thread."""
+        return len(self.links)
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs whose blocks are held; from any thread."""
+        return len(self._jobs) + len(self._sent)
+
+    # Between two steps
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Nothing: what a plan exports is marked on the device as it is launched."""
+
+    def is_due(self) -> bool:
+        """Whether `after_launch` has something to do; takes little time."""
+        if self._outgoing.is_due():
+            return True
+        if any(carrier.poll() for carrier in self.carriers.values()):
+            return True
+        return any(link.socket.is_due() for link in self.links)
+
+    def _note(self, plan: StepPlan) -> None:
+        """Take what a plan says of the jobs' blocks."""
+        for work in plan.kv:
+            job = self._jobs.get(work.request_id)
+            if job is None:
+                continue
+            self._may_pack = True
+            if isinstance(work, Export):
+                num_bytes = job.queue.num_new(work.block_ids) * self.parts.block_bytes
+                is_large = work.is_last and num_bytes > self.divided_bytes
+                by_part = is_large and self.moves.marks_parts(plan.number)
+                job.queue.add(work.block_ids, plan.number, by_part=by_part)
+            elif isinstance(work, Withdraw):
+                job.queue.lose_blocks()
+                job.life += 1
+
+    def _poll(self, plan: StepPlan | None) -> bool:
+        if plan is not None:
+            self._note(plan)
+        for link in list(self.links):
+            try:
+                self._take_answers(link)
+            except (ProtocolError, TransferError) as exc:
+                self._lose(link, str(exc))
+        self._send_packed()
+        for link, error in self._outgoing.free_written():
+            self._lose(link, str(error))
+        self._free_sent()
+        if self._may_pack or self._outgoing.has_freed:
+            self._may_pack = self._outgoing.has_freed = False
+            self._pack_all()
+        return self._outgoing.is_busy
+
+    def _pack_all(self) -> None:
+        """Launch as many tests and segments as there is room for."""
+        for link in [link for link in self.links if not link.is_tested]:
+            self._test(link)
+        for job in list(self._jobs.values()):
+            while self._is_live(job) and self._pack(job):
+                self._send_packed()  # it must not wait until everything is launched
+
+    def _check_deadlines(self) -> None:
+        """End links whose receivers are silent."""
+        latest = self.clock() - self.timeout_s
+        for link in list(self.links):
+            if any(sent.since < latest for sent in link.sent.values()):
+                self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
+
+    # A segment leaves
+
+    def _test(self, link: SenderLink) -> None:
+        """Launch a link's test, once there is room for it."""
+        if self._outgoing.has_room(link, len(self.links)):
+            link.is_tested = True
+            nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+
+            def fill(buffer: torch.Tensor, seed: int) -> PendingMove:
+                return fill_test(self.moves, buffer[:nbytes], seed)
+
+            try:
+                self._outgoing.launch(link, TEST_JOB, 0, TEST_CUT, nbytes, fill)
+            except TransferError as exc:
+                self._lose(link, str(exc))
+
+    def _pack(self, job: _Job) -> bool:
+        """Launch the packing of a job's next segment; returns whether one could be."""
+        has_room = self._outgoing.has_room(job.link, len(self.links))
+        ready = job.queue.next() if has_room else None
+        if ready is None:
+            return False
+        cut, blocks, plan = ready
+        nbytes = self.parts.packed_bytes(len(cut.positions), len(cut.parts))
+        job.queue.take()
+
+        def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
+            return self.moves.pack(blocks, cut.parts, buffer, seed, plan)
+
+        try:
+            self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, pack)
+        except TransferError as exc:
+            self._lose(job.link, str(exc))
+        except Exception as exc:
+            logger.exception("the blocks of job %s cannot be packed", job.name)
+            self._fail(job, f"its blocks cannot be packed: {exc}")
+        return True
+
+    def _send_packed(self) -> None:
+        """Handle what has been packed, in order."""
+        packing = self._outgoing.packing
+        while packing and has_ended(packing[0].pending):
+            self._send(packing.popleft())
+
+    def _send(self, packed: OutgoingSegment) -> None:
+        """Send a segment, or free its slot and credit if nobody wants it any more."""
+        link, segment, job = packed.link, packed.segment, self._jobs.get(packed.job)
+        is_open = link in self.links
+        is_wanted = packed.job == TEST_JOB or (job is not None and job.link is link)
+        try:
+            packed.pending.is_done()  # raises what has gone wrong
+            if is_open and is_wanted and (job is None or job.life == packed.life):
+                written = link.outbound.send(segment, packed.slot)
+                self._outgoing.writing.append((link, written, packed.slot))
+                if job is not None:
+                    packed.since = self.clock()
+                link.sent[segment.credit] = packed
+                self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+                return
+            if is_open and is_wanted and job is not None:
+                # The blocks went to another sequence while they were read.
+                job.queue.again(packed.cut)
+            if is_open:
+                link.put_back(segment.credit)
+        except TransferError as exc:
+            self._lose(link, str(exc))
+        self._outgoing.release(packed.slot)
+
+    # The receiver answers
+
+    def _take_answers(self, link: SenderLink) -> None:
+        """Take a link's messages.
+
+        Raises:
+            ProtocolError: one makes no sense.
+            TransferError: the link is broken.
+        """
+        for message in link.socket.receive():
+            if isinstance(message, Grant):
+                link.credits.grant(message.credits)
+                self._may_pack = True
+            elif isinstance(message, Ack):
+                self._on_ack(link, message)
+            else:
+                answer = link.credits.reclaim(message.credit)
+                if answer is not None:
+                    link.socket.post(answer)
+
+    def _on_ack(self, link: SenderLink, ack: Ack) -> None:
+        sent = link.sent.get(ack.credit)
+        if sent is None:
+            raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
+        link.credits.acknowledge(ack.credit, ack.use)
+        del link.sent[ack.credit]
+        self._may_pack = True
+        if sent.job == TEST_JOB:
+            self._on_tested(link, sent, ack)
+            return
+        job = self._jobs.get(sent.job)
+        self.stats.outcomes[ack.outcome] += 1
+        if job is None or job.link is not link:
+            return
+        if ack.outcome == "corrupt":
+            self._again(job, sent.cut)
+            return
+        job.unacknowledged -= sent.cut.num_units
+        if job.unacknowledged <= 0:
+            self._end(job)
+
+    def _on_tested(self, link: SenderLink, sent: OutgoingSegment, ack: Ack) -> None:
+        if ack.outcome != "ok":
+            raise TransferError(f"{link.carrier} does not bring what is sent")
+        link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9
+
+    def _again(self, job: _Job, cut: Cut) -> None:
+        job.again[cut] += 1
+        if job.again[cut] >= MAX_SENDS:
+            self._fail(job, f"a KV segment arrived corrupt {MAX_SENDS} times")
+            return
+        logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
+        self.stats.resends += 1
+        job.queue.again(cut)
+        self._may_pack = True
+
+    # Ends
+
+    def _is_live(self, job: _Job) -> bool:
+        return self._jobs.get(job.name) is job
+
+    def _end(self, job: _Job) -> None:
+        del self._jobs[job.name]
+        self._sent.add(job.name)
+        self._free_sent()
+
+    def _free_sent(self) -> None:
+        """Free the sequences that are computed and sent."""
+        for job in [job for job in self._sent if self.core.get(job) is None]:
+            self._sent.remove(job)
+            self.core.abort(job)
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        if self._is_live(job):
+            del self._jobs[job.name]
+            self.core.abort(job.name)
+            self.on_failed(job.name, job.link, reason)
+
+    def _lose(self, link: SenderLink, reason: str) -> None:
+        if link in self.links:
+            self.stats.lost_links += 1
+            self.close(link)
+            self.on_link_lost(link, reason)

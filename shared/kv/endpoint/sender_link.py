@@ -1,0 +1,105 @@
+"""What a sender knows of a link and of its segments; how a link's carrier is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagewire.shared.control.protocol import KvHello
+from pagewire.shared.errors import TransferError
+from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
+from pagewire.shared.kv.endpoint.credits import SenderCredits
+from pagewire.shared.kv.endpoint.messages import Segment
+from pagewire.shared.kv.endpoint.segments import Cut
+from pagewire.shared.kv.endpoint.sockets import SenderSocket
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingSegment:
+    """A segment, from its packing until it is acknowledged.
+
+    Attributes:
+        job: its name; that of a link's test.
+        life: of the job's blocks when it was launched.
+        cut: what it has of the job.
+        slot: of our staging, until the payload has left.
+        pending: the packing and staging.
+        since: when it was announced; a test: launched.
+    """
+
+    link: SenderLink
+    job: str
+    life: int
+    cut: Cut
+    segment: Segment
+    slot: int
+    pending: Pending
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class SenderLink:
+    """A link to one life of one decode worker.
+
+    Attributes:
+        peer: its name.
+        carrier: name of the carrier.
+        slot_bytes: of the receiver's slots.
+        gb_per_s: of the test, from its launch to its acknowledgement.
+    """
+
+    peer: str
+    carrier: str
+    slot_bytes: int
+    socket: SenderSocket
+    outbound: Outbound
+    credits: SenderCredits = field(default_factory=SenderCredits)
+    sent: dict[int, OutgoingSegment] = field(default_factory=dict)  # by credit
+    is_tested: bool = False
+    gb_per_s: float = 0.0
+
+    def put_back(self, credit: int) -> None:
+        """Give up a use of a credit that was not announced.
+
+        Raises:
+            TransferError: the receiver wants the credit back and cannot be reached.
+        """
+        answer = self.credits.put_back(credit)
+        if answer is not None:
+            self.socket.post(answer)
+
+
+def choose_carrier(
+    hello: KvHello, carriers: Mapping[str, Carrier], socket: SenderSocket
+) -> tuple[str, Outbound]:
+    """Return the first carrier of a receiver's that works from here, and the sender's half of it.
+
+    Args:
+        hello: of the receiver.
+        carriers: that are open in this process, by name.
+        socket: for the link's announcements.
+
+    Raises:
+        TransferError: none works; says why each does not.
+    """
+    problems = []
+    for name, offer in hello.carriers.items():
+        carrier = carriers.get(name)
+        if carrier is None:
+            problems.append(f"{name}: this worker does not have it")
+            continue
+        try:
+            outbound = carrier.outbound(hello.link, offer, socket)
+        except TransferError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        if problems:
+            text = "; ".join(problems)
+            logger.warning("KV blocks to %s cross by %s (%s)", hello.worker_id, name, text)
+        return name, outbound
+    raise TransferError(
+        f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
+    )

@@ -1,0 +1,241 @@
+"""The sockets of links: a receiver binds one, a sender connects one for each link.
+
+Used in the engine's thread, which polls them; only the question who may connect (CURVE, ZAP) is
+answered in the event loop. A sender's socket connects once: a second connection would hide what
+the first one lost, so a lost one is noticed by the silence after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from pagewire.shared.addresses import with_host
+from pagewire.shared.control.auth import ClusterKeys, ZapHandler
+from pagewire.shared.errors import ConfigError, ProtocolError, TransferError
+from pagewire.shared.kv.carriers.base import DONE, Pending
+from pagewire.shared.kv.endpoint.messages import (
+    MAX_MESSAGE_BYTES,
+    ToReceiver,
+    ToSender,
+    decode_for_receiver,
+    decode_for_sender,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_IO_THREADS = 2  # in and out at once
+_FRAME_OVERHEAD = 64  # bytes that encryption adds, rounded up
+_QUEUED = 1024  # messages a link; credits bound them to far fewer
+TOKEN_BYTES = 16
+MAX_MESSAGES_PER_POLL = 64
+
+
+class KvSockets:
+    """What the sockets of one endpoint share: the context, the keys, the size of a message.
+
+    Made in the event loop, which answers who may connect.
+
+    Args:
+        keys: the cluster's; without them anybody who reaches the port may send.
+        slot_bytes: of a staging slot, the largest payload.
+    """
+
+    def __init__(self, keys: ClusterKeys | None, slot_bytes: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
+        self._keys = keys
+        self._largest = max(slot_bytes, MAX_MESSAGE_BYTES) + _FRAME_OVERHEAD
+        self._zap = ZapHandler(self._context, keys) if keys is not None else None
+
+    @property
+    def denied(self) -> int:
+        """Clients turned away so far."""
+        return 0 if self._zap is None else self._zap.denied
+
+    def bind(self, host: str) -> zmq.Socket[bytes]:
+        """Return a socket that takes senders on a free port.
+
+        Raises:
+            ConfigError: this machine has no such address.
+        """
+        socket = self._new(zmq.ROUTER, ipv6=":" in host)
+        socket.router_mandatory = True
+        if self._keys is not None:
+            self._keys.secure_server(socket)
+        try:
+            socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        except zmq.ZMQError as exc:
+            socket.close(linger=0)
+            raise ConfigError(
+                f"cannot listen on {host} for KV blocks: {exc.strerror}; "
+                "choose another --host (PAGEWIRE_HOST)"
+            ) from exc
+        return socket
+
+    def connect(self, endpoint: str, token: bytes) -> zmq.Socket[bytes]:
+        """Return a socket to a receiver; whether it answers is seen later.
+
+        Args:
+            endpoint: with a numeric address, so that nothing is looked up here.
+            token: names the link to the receiver.
+
+        Raises:
+            TransferError: this is not an endpoint.
+        """
+        socket = self._new(zmq.DEALER, ipv6="[" in endpoint)
+        socket.routing_id = token
+        socket.reconnect_ivl = -1
+        if self._keys is not None:
+            self._keys.secure_client(socket)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as exc:
+            socket.close(linger=0)
+            raise TransferError(f"cannot connect to {endpoint!r}: {exc}") from exc
+        return socket
+
+    def _new(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = _QUEUED
+        socket.maxmsgsize = self._largest
+        socket.linger = 0
+        socket.ipv6 = ipv6
+        return socket
+
+    def close(self) -> None:
+        """End the context; all sockets have been closed."""
+        if self._zap is not None:
+            self._zap.close()
+        self._context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracked:
+    """Memory that libzmq reads."""
+
+    tracker: zmq.MessageTracker
+
+    def is_done(self) -> bool:
+        return bool(self.tracker.done)
+
+
+class _Socket:
+    """A socket that the engine's thread polls. Owns it.
+
+    Attributes:
+        fd: becomes readable when messages come; those that are there then have to be received.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.fd = int(socket.getsockopt(zmq.FD))
+
+    def is_due(self) -> bool:
+        """Whether a message has come."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Close it; what has not left is lost."""
+        self._socket.close(linger=0)
+
+
+class SenderSocket(_Socket):
+    """A sender's end of a link."""
+
+    def post(self, message: ToReceiver, body: memoryview | None = None) -> Pending:
+        """Send a message and, with it, bytes that stay untouched until the result ends.
+
+        It leaves as soon as the receiver has taken the connection.
+
+        Raises:
+            TransferError: the connection is gone, or does not keep up.
+        """
+        frames: list[bytes | memoryview] = [encode(message)]
+        has_body = body is not None
+        if body is not None:
+            frames.append(body)
+        try:
+            tracker = self._socket.send_multipart(
+                frames, zmq.NOBLOCK, copy=not has_body, track=has_body
+            )
+        except zmq.ZMQError as exc:
+            raise TransferError(f"the receiver takes no more messages: {exc.strerror}") from exc
+        return DONE if tracker is None else _Tracked(tracker)
+
+    def receive(self) -> Iterator[ToSender]:
+        """Yield the messages that have come.
+
+        Raises:
+            ProtocolError: one makes no sense.
+        """
+        while not self._socket.closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                raise ProtocolError(f"a KV message of {len(frames)} frames")
+            yield decode_for_sender(frames[0])
+
+
+class ReceiverSocket(_Socket):
+    """The socket that all of a receiver's links come over.
+
+    Attributes:
+        endpoint: what a sender connects to.
+        num_malformed: messages that made no sense, and were dropped.
+    """
+
+    def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:
+        """Listen on a free port.
+
+        Raises:
+            ConfigError: this machine has no such address.
+        """
+        super().__init__(sockets.bind(host))
+        self._sockets = sockets
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = with_host(bound, advertise_host)
+        self.num_malformed = 0
+
+    @property
+    def num_denied(self) -> int:
+        """Clients without the cluster's key that were turned away."""
+        return self._sockets.denied
+
+    def send(self, token: bytes, message: ToSender) -> None:
+        """Send a message to one sender.
+
+        Raises:
+            TransferError: its connection is gone, or it does not keep up.
+        """
+        try:
+            self._socket.send_multipart([token, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            raise TransferError(f"the sender cannot be reached: {exc.strerror}") from exc
+
+    def receive(self) -> Iterator[tuple[bytes, ToReceiver, zmq.Frame | None]]:
+        """Yield the messages that have come: a sender's token, its message, and the payload."""
+        for _ in range(MAX_MESSAGES_PER_POLL):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if not 2 <= len(frames) <= 3:
+                self._note_malformed(f"{len(frames)} frames")
+                continue
+            try:
+                message = decode_for_receiver(frames[1].buffer)
+            except ProtocolError as exc:
+                self._note_malformed(str(exc))
+                continue
+            yield frames[0].bytes, message, frames[2] if len(frames) == 3 else None
+
+    def _note_malformed(self, what: str) -> None:
+        self.num_malformed += 1
+        level = logging.WARNING if self.num_malformed == 1 else logging.DEBUG
+        logger.log(level, "malformed KV message: %s", what)

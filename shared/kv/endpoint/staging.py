@@ -1,0 +1,70 @@
+"""Staging: the bounded memory through which KV blocks cross."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from pagewire.shared.errors import ConfigError, IntegrityError
+from pagewire.shared.kv.endpoint.device_memory import allocate
+
+_ALIGNMENT = 256  # of each slot: what kernels are quickest with
+
+
+class Staging:
+    """Equal slots in one allocation. One thread uses them.
+
+    Attributes:
+        memory: the allocation, uint8 [num_slots, slot_bytes and what aligns the next slot].
+        slot_bytes: size of a slot.
+    """
+
+    def __init__(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """Use memory that others may write to; see `make_staging`."""
+        self.memory, self.slot_bytes = memory, slot_bytes
+        self.buffers = list(memory[:, :slot_bytes])
+        self._free = deque(range(memory.shape[0]))
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are."""
+        return len(self.buffers)
+
+    @property
+    def num_free(self) -> int:
+        """How many nobody holds."""
+        return len(self._free)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next."""
+        return int(self.memory.shape[1])
+
+    def try_acquire(self) -> int | None:
+        """Take the slot that has been free longest; None if all are held."""
+        return self._free.popleft() if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Give a slot back.
+
+        Raises:
+            IntegrityError: nobody holds it.
+        """
+        if slot in self._free:
+            raise IntegrityError(f"staging slot {slot} was released twice")
+        self._free.append(slot)
+
+
+def make_staging(num_slots: int, slot_bytes: int, device: torch.device) -> Staging:
+    """Allocate staging.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    if num_slots < 1 or slot_bytes < 1:
+        raise ConfigError(
+            f"staging needs at least one slot of one byte, not {num_slots} of {slot_bytes}"
+        )
+    stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    return Staging(allocate((num_slots, stride), device), slot_bytes)

@@ -1,1 +1,0 @@
-"""Paged KV cache: block hashes, block pool, storage."""

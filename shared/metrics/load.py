@@ -1,0 +1,26 @@
+"""A worker's load as Prometheus' gauges: on its own page, and from its record where that is all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from pagewire.shared.cluster.worker_record import WorkerLoad
+
+KV_BLOCKS = "pagewire_kv_blocks"
+_BLOCK_STATES = ("free", "cached", "used", "total")
+
+
+def load_families(load: WorkerLoad) -> Iterator[Metric]:
+    """Yield one family after another."""
+    blocks = GaugeMetricFamily(KV_BLOCKS, "KV blocks by state", labels=["state"])
+    for state in _BLOCK_STATES:
+        blocks.add_metric([state], getattr(load, f"{state}_blocks"))
+    yield blocks
+    for name, text, value in (
+        ("requests_running", "Sequences in the running batch", load.running),
+        ("requests_waiting", "Sequences that wait, for a slot or for KV", load.waiting),
+        ("queued_prefill_tokens", "Prompt tokens not yet computed", load.queued_prefill_tokens),
+    ):
+        yield GaugeMetricFamily(f"pagewire_{name}", text, value=value)

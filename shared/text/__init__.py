@@ -1,0 +1,7 @@
+"""Text to token ids and back: tokenizer, chat templates, detokenizing, stop strings.
+
+Entry point: `Tokenizer` (tokenizer.py).
+Read first: `tokenizer.py`, `chat_template.py`, `answer_text.py` (tokens of an answer become text).
+
+May import: small modules of `shared`. Never torch: routers import it.
+"""

@@ -1,0 +1,92 @@
+"""From the tokens of one answer to its text: detokenized, cut at stop strings, counted.
+
+The router and the offline `LLM` share it, so that both give the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from pagewire.shared.logprobs import Logprobs, join
+from pagewire.shared.text.stop_strings import StopMatcher
+from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+AnswerEnd = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """A part of an answer.
+
+    Attributes:
+        text: may be empty.
+        end: why the answer ends here, None if it continues.
+        token_ids: that came with it; their text may come later.
+        logprobs: of these tokens, if they were asked for.
+        prompt_logprobs: of the next prompt tokens, before any text.
+    """
+
+    text: str
+    end: AnswerEnd | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return successive parts of an answer as one."""
+    return TextDelta(
+        "".join([delta.text for delta in deltas]),
+        deltas[-1].end,
+        tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
+        join([delta.logprobs for delta in deltas if delta.logprobs is not None]),
+        join([delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]),
+    )
+
+
+class TextAssembler:
+    """The pure part: tokens in, text out.
+
+    Attributes:
+        num_tokens: tokens of the answer so far; those after a stop string don't count.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]
+    ) -> None:
+        self.num_tokens = 0
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._matcher = StopMatcher(stops)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the answer, None if none did."""
+        return self._matcher.matched_stop
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        end: AnswerEnd | None,
+        logprobs: Logprobs | None = None,
+    ) -> TextDelta:
+        """Add tokens, the last ones if `end` says why; with their log probabilities, if wanted.
+
+        Tokens go one by one, so that the count stops with the one that completes a stop string,
+        in whatever groups they come.
+        """
+        pieces = []
+        for count, token_id in enumerate(token_ids, start=1):
+            self.num_tokens += 1
+            pieces.append(self._matcher.push(self._detokenizer.push([token_id])))
+            if self._matcher.matched:
+                known = None if logprobs is None else logprobs.part(0, count)
+                return TextDelta("".join(pieces), "stop", tuple(token_ids[:count]), known)
+        if end is not None:
+            pieces.append(self._matcher.push(self._detokenizer.flush()))
+            if self._matcher.matched:
+                end = "stop"
+            pieces.append(self._matcher.flush())
+        return TextDelta("".join(pieces), end, tuple(token_ids), logprobs)

@@ -1,0 +1,244 @@
+"""Text to token ids and back, and chat templates, without torch.
+
+The router and the offline `LLM` share it. It reads what a Hugging Face model directory carries:
+`tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, and the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pagewire.shared.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.text.chat_template import ChatTemplate
+from pagewire.shared.text.token_bytes import TokenBytes
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+CONTEXT_TOKENS = 8  # left context of a text: decides e.g. whether it begins with a space
+MAX_HELD_TOKENS = 64  # this many tokens without the end of a character: it is not UTF-8
+
+
+class Tokenizer:
+    """A model's tokenizer: encodes, decodes, renders conversations.
+
+    Attributes:
+        vocab_size: number of tokens, those added to the vocabulary included.
+        bos_token_id: the token that begins a text, if the model has one.
+        eos_token_ids: the tokens that end an answer.
+        token_bytes: what each token adds to a text.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        bos_token_id: int | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        # Some files carry the settings of the training run; a prompt is never cut or padded here.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self.token_bytes = TokenBytes(backend)
+
+    @classmethod
+    def from_dir(cls, path: Path) -> Tokenizer:
+        """Load the tokenizer of a Hugging Face model directory.
+
+        Raises:
+            ModelLoadError: a file is missing or corrupt; the message says which and what to do.
+        """
+        backend = _load_backend(path / "tokenizer.json")
+        config = _read_json(path / "tokenizer_config.json")
+        names = _special_tokens(config)
+        eos = _eos_token_ids(path, names, backend)
+        bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
+        source = _chat_template_source(path, config)
+        template = ChatTemplate(source, names) if source is not None else None
+        return cls(backend, template, bos, eos)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation becomes a prompt."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
+        try:
+            # Unlike `encode`, this lets other threads run meanwhile: a long text takes seconds.
+            encodings = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except TypeError as exc:  # JSON can carry one, and then the library sees no text.
+            raise InvalidRequestError("the text is not valid Unicode: a lone surrogate") from exc
+        ids: list[int] = encodings[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a conversation, by the model's chat template.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or the template refuses.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions instead", param="messages"
+            )
+        return self._chat_template.render(messages, add_generation_prompt)
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation; the template alone places the special tokens."""
+        text = self.render_chat(messages, add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of token ids into text, never cutting a character in two.
+
+    A character may span tokens. Text is held back while it ends in U+FFFD, which is what an
+    unfinished character decodes to, and given out with the token that finishes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._held: list[int] = []
+        # A prompt may end inside a character, which the first generated tokens then finish.
+        prompt = tokenizer.decode(self._context)
+        for _ in range(min(3, len(self._context))):
+            if not tokenizer.decode(self._context).endswith(REPLACEMENT):
+                break
+            self._held.insert(0, self._context.pop())
+        self._context_chars = len(tokenizer.decode(self._context))
+        # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
+        rest = prompt[self._context_chars :]
+        self._prompt_text = rest.rstrip(REPLACEMENT)
+        self._prompt_rest = len(rest) - len(self._prompt_text)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that they finish, perhaps none."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
+        if not self._held:
+            return ""
+        return self._release(self._held, self._tokenizer.decode(self._context + self._held))
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream: all at once, which is quicker than one by one."""
+        self._held.extend(token_ids)
+        return self.flush()
+
+    def _push_one(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._tokenizer.decode(self._context + self._held)
+        if not text.endswith(REPLACEMENT):
+            return self._release(self._held, text)
+        if len(self._held) >= MAX_HELD_TOKENS:
+            head = self._held[: self._boundary()]
+            return self._release(head, self._tokenizer.decode(self._context + head))
+        return ""
+
+    def _release(self, head: list[int], text: str) -> str:
+        """Give out the held tokens `head`, given the text of the context and them."""
+        released = text[self._context_chars :].removeprefix(self._prompt_text)
+        unfinished = len(released) - len(released.lstrip(REPLACEMENT))
+        released = released[min(unfinished, self._prompt_rest) :]
+        self._prompt_text, self._prompt_rest = "", 0
+        self._held = self._held[len(head) :]
+        self._context = (self._context + head)[-CONTEXT_TOKENS:]
+        self._context_chars = len(self._tokenizer.decode(self._context))
+        return released
+
+    def _boundary(self) -> int:
+        """How many held tokens end where a character ends, or all, if that cannot be seen."""
+        whole = self._tokenizer.decode(self._held)
+        for count in range(len(self._held) - 1, len(self._held) - 5, -1):
+            head, tail = self._held[:count], self._held[count:]
+            if self._tokenizer.decode(head) + self._tokenizer.decode(tail) == whole:
+                return count
+        return len(self._held)
+
+
+def _load_backend(file: Path) -> tokenizers.Tokenizer:
+    """Read tokenizer.json."""
+    if not file.is_file():
+        raise ModelLoadError(
+            f"{file} is missing: a model directory needs the fast tokenizer's tokenizer.json"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as exc:  # The library raises nothing more special.
+        reason = str(exc).splitlines()[0]
+        raise ModelLoadError(f"{file} is corrupt ({reason}): fetch the model again") from exc
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; an absent file is an empty one."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} is not a JSON object: fetch the model again")
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens (`bos_token`, ...), each given as a string or as an object."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _eos_token_ids(
+    path: Path, names: dict[str, str], backend: tokenizers.Tokenizer
+) -> frozenset[int]:
+    """Tokens that end an answer, from the first file that names any."""
+    for file in ("generation_config.json", "config.json"):
+        value = _read_json(path / file).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(i, int) for i in ids):
+            return frozenset(ids)
+    token_id = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
+    return frozenset() if token_id is None else frozenset([token_id])
+
+
+def _chat_template_source(path: Path, config: dict[str, Any]) -> str | None:
+    """The Jinja source: a file of its own, or in the tokenizer's configuration."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as exc:
+            raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

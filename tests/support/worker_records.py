@@ -1,0 +1,57 @@
+"""Worker records, and registries on a test's own Redis."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from redis.asyncio import Redis
+
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.registry import (
+    Registry,
+    WorkerRecord,
+)
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout
+
+TAG = cluster_tag("the cluster's secret")
+LAYOUT = BlockLayout(
+    fingerprint="f",
+    dtype="float32",
+    block_size=16,
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=16,
+    block_bytes=8192,
+)
+
+
+def record(worker_id: str = "decode-0", epoch: int = 1, **changes: Any) -> WorkerRecord:
+    fields: dict[str, Any] = {
+        "role": "decode",
+        "endpoint": "tcp://127.0.0.1:1",
+        "metrics_endpoint": "http://127.0.0.1:2",
+        "model": "demo",
+        "layout": LAYOUT,
+        "max_model_len": 2048,
+        "protocol": PROTOCOL_VERSION,
+    }
+    return WorkerRecord(worker_id=worker_id, epoch=epoch, **(fields | changes))
+
+
+@asynccontextmanager
+async def client_of(url: str, timeout: float = 2.0) -> AsyncIterator[Redis]:
+    client = await connect_redis(url, timeout)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def registry_at(url: str, lease_s: float = 5.0) -> AsyncIterator[Registry]:
+    async with client_of(url) as client:
+        yield Registry(client, TAG, lease_s, timeout_s=0.5)
+
+
+def ids(records: Any) -> list[str]:
+    return sorted(c.worker_id for c in records)
