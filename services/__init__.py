@@ -1,1 +1,4 @@
-"""The services: router, prefill, decode, command line."""
+"""The services: router, prefill, decode, and the command line that starts and asks them.
+
+Services talk by messages only and never import each other; `cli` starts them by name.
+"""

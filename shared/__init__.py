@@ -1,1 +1,16 @@
-"""What every service shares."""
+"""What several services share, by subject; each package may import those above it.
+
+    small modules   config, errors, logs, aio, addresses, sampling, ...
+    control/        messages between services, over ZeroMQ
+    cluster/        the directory of workers, in Redis
+    metrics/        Prometheus metrics of several services
+    model/          configuration, weights, layers
+    kv/             KV blocks: hashes, pool, layout
+    index/          the prefix index, in Redis
+    text/           tokenizer, chat templates, text of answers
+    engine/         schedules steps and runs them on a device
+    kv/carriers/, kv/endpoint/   move blocks from worker to worker
+    worker/         an engine with a network around it
+
+Read first: `control/protocol.py`, `engine/__init__.py`, `kv/endpoint/__init__.py`.
+"""

@@ -19,7 +19,7 @@ import tokenize
 from pathlib import Path
 from typing import get_args
 
-from pagewire.shared.kv.endpoint.messages import ToReceiver, ToSender
+from pagewire.shared.kv.messages import ToReceiver, ToSender
 from pagewire.tests.support.kv_trace import trace_segment
 
 ROOT = Path(__file__).resolve().parents[1]

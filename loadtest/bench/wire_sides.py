@@ -41,8 +41,8 @@ from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.staging import make_staging
 from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.worker.kv import open_carrier
 

@@ -1,1 +1,12 @@
-"""Command line."""
+"""The `pagewire` command.
+
+    up/       a whole cluster on one machine
+    client/   chat, complete, status
+    bench/    load on any OpenAI-compatible endpoint
+    doctor/   what would go wrong on this machine
+
+Entry point: `app` (main.py); prefill.py, decode.py and router.py start one service each.
+Read first: `main.py`, `up/cluster.py`, `client/openai_client.py`.
+
+May import: `shared`; services only when a command starts one.
+"""

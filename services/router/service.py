@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from pagewire.services.router.dispatch.decode_links import DecodeLinks
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.http.health import describe_services
 from pagewire.services.router.http.http_io import BodyMemory
@@ -27,6 +26,7 @@ from pagewire.services.router.placement.policy import Policy, PrefixPolicy, Roun
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.startup import Startup
 from pagewire.services.router.text.served_model import ServedModel
+from pagewire.services.router.workers.decode_links import DecodeLinks
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import Registry, WorkerDirectory
 from pagewire.shared.config import RouterSettings

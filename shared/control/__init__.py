@@ -2,7 +2,7 @@
 
     ControlClient --Ping, requests--> ControlServer --Pong, answers--> ControlClient
 
-Entry points: `ControlServer` (server.py) for a worker, `ControlClient` (client.py) for who asks it.
+Entry points: `ControlServer` (server.py) for a worker, `ControlClient` (client.py) for its clients.
 Read first: `channel.py` (what a connection promises), `protocol.py` (every message), `auth.py` (the
 cluster's keys).
 

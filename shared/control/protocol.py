@@ -19,11 +19,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.engine.status import FinishReason
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
+FinishReason = Literal["stop", "length", "abort", "error"]
 PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it

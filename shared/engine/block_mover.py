@@ -46,21 +46,21 @@ class PendingCheck(PendingMove):
     """Blocks that are being moved and checked.
 
     Args:
-        damaged: [] int64 on the host: whether a checksum is wrong, once the move is done and until
+        corrupt: [] int64 on the host: whether a checksum is wrong, once the move is done and until
             the slot's next one.
     """
 
-    __slots__ = ("_damaged",)
+    __slots__ = ("_corrupt",)
 
-    def __init__(self, damaged: NDArray[np.int64], end: Marker) -> None:
+    def __init__(self, corrupt: NDArray[np.int64], end: Marker) -> None:
         super().__init__(end)
-        self._damaged = damaged
+        self._corrupt = corrupt
 
     def is_intact(self) -> bool:
         """Wait for the move; return whether the blocks are those that were packed."""
         if self.end is not None:
             self.end.synchronize()
-        return int(self._damaged) == 0
+        return int(self._corrupt) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +72,19 @@ class _MoveGraph:
 
     Attributes:
         words: [2 + capacity] int64, pinned: the list of blocks, read by the kernel.
-        damaged: [] int64, pinned: written by the kernel, if it checks.
+        corrupt: [] int64, pinned: written by the kernel, if it checks.
         end: recorded after each replay.
     """
 
     graph: torch.cuda.CUDAGraph
     words: NDArray[np.int64]
-    damaged: NDArray[np.int64]
+    corrupt: NDArray[np.int64]
     end: torch.cuda.Event
 
     def replay(self, rows: NDArray[np.int64], seed: int, stream: torch.cuda.Stream) -> None:
         """Launch it on a stream."""
         fill_order(self.words, rows, seed)
-        self.damaged[()] = 0
+        self.corrupt[()] = 0
         before = torch.cuda.current_stream(stream.device)
         # Its context manager looks for other devices, which takes tens of microseconds; here the
         # current one is the pool's.
@@ -163,11 +163,11 @@ class BlockMover:
         graph = self._unpacking.get(staging.data_ptr())
         if graph is not None:
             graph.replay(rows, seed, self._stream_behind(after))
-            return PendingCheck(graph.damaged, graph.end)
+            return PendingCheck(graph.corrupt, graph.end)
         with self._moving(after):
-            damaged = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
-            self.ops.unpack_blocks(staging, self._rows, self._order(rows, seed), damaged)
-            return PendingCheck(self._to_host(damaged), self.mark())
+            corrupt = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
+            self.ops.unpack_blocks(staging, self._rows, self._order(rows, seed), corrupt)
+            return PendingCheck(self._to_host(corrupt), self.mark())
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work after the moves so far; `work` launches it."""
@@ -180,7 +180,7 @@ class BlockMover:
         self._capture(
             slots,
             self._packing,
-            lambda order, slot, damaged: self.ops.pack_blocks(self._rows, order, slot),
+            lambda order, slot, corrupt: self.ops.pack_blocks(self._rows, order, slot),
         )
 
     def capture_unpacking(self, slots: Iterable[torch.Tensor]) -> None:
@@ -188,7 +188,7 @@ class BlockMover:
         self._capture(
             slots,
             self._unpacking,
-            lambda order, slot, damaged: self.ops.unpack_blocks(slot, self._rows, order, damaged),
+            lambda order, slot, corrupt: self.ops.unpack_blocks(slot, self._rows, order, corrupt),
         )
 
     @torch.inference_mode()
@@ -203,15 +203,15 @@ class BlockMover:
 
     def _capture_move(self, pool: GraphPool, slot: torch.Tensor, move: _Move) -> _MoveGraph:
         order = empty_order(max_blocks(slot.shape[0], self.parts.nbytes)).pin_memory()
-        damaged = torch.zeros((), dtype=torch.int64).pin_memory()
+        corrupt = torch.zeros((), dtype=torch.int64).pin_memory()
 
         def step() -> torch.Tensor:
-            move(order, slot, damaged)
-            return damaged
+            move(order, slot, corrupt)
+            return corrupt
 
         graph, _ = pool.capture(step)
         # The arrays keep the memory.
-        return _MoveGraph(graph, order.numpy(), damaged.numpy(), torch.cuda.Event())
+        return _MoveGraph(graph, order.numpy(), corrupt.numpy(), torch.cuda.Event())
 
     def _order(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
         host = empty_order(len(rows))
@@ -220,12 +220,12 @@ class BlockMover:
         fill_order(host.numpy(), rows, seed)
         return host.to(self.kv_pool.device, non_blocking=True)
 
-    def _to_host(self, damaged: torch.Tensor) -> NDArray[np.int64]:
+    def _to_host(self, corrupt: torch.Tensor) -> NDArray[np.int64]:
         """Return where it will be on the host, once the move is done."""
-        if not damaged.is_cuda:
-            return damaged.numpy()
+        if not corrupt.is_cuda:
+            return corrupt.numpy()
         host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        return host.copy_(damaged, non_blocking=True).numpy()
+        return host.copy_(corrupt, non_blocking=True).numpy()
 
     def _stream_behind(self, after: Marker) -> torch.cuda.Stream:
         """Return the stream of the moves, after a marker."""

@@ -14,11 +14,9 @@ Terminal statuses are reachable from everywhere.
 from __future__ import annotations
 
 import enum
-from typing import Literal
 
+from pagewire.shared.control.protocol import FinishReason
 from pagewire.shared.errors import IllegalTransitionError
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestStatus(enum.Enum):

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pagewire.shared.control.protocol import FinishReason
 from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import FinishReason, RequestStatus
+from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 
 

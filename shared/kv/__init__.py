@@ -5,6 +5,6 @@ and in routers, the endpoint's `KvSender` and `KvReceiver`.
 Read first: `block_pool.py`, `block_hash.py`, `endpoint/__init__.py`. `carriers/` has one file for
 each way of moving a payload.
 
-May import: `shared.control.protocol`, `kernels`; `endpoint` also the engine's plans and seams.
-`block_hash.py` and `layout.py` never import torch: routers use them.
+May import: `shared.control.protocol`, `shared.model.config`, `kernels`. `block_hash.py` never
+imports torch: routers use it.
 """

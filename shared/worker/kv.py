@@ -21,8 +21,8 @@ from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.staging import Staging
 from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)

@@ -41,8 +41,8 @@ from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets
-from pagewire.shared.kv.endpoint.staging import make_staging
 from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.worker.engine_handle import EngineHandle

@@ -13,8 +13,8 @@ from pagewire.shared.kv.carriers.base import DONE, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
 from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.staging import Staging, make_staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
 
 LARGE = 64 * MIB

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.shared.kv.endpoint.messages import (
+from pagewire.shared.kv.messages import (
     Ack,
     Grant,
     Open,

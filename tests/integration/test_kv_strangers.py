@@ -11,14 +11,14 @@ import zmq
 
 from pagewire.shared.control.auth import ClusterKeys
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.endpoint.messages import (
+from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
+from pagewire.shared.kv.messages import (
     MAX_MESSAGE_BYTES,
     Grant,
     Open,
     Return,
     encode,
 )
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_pair import kv_pair
 from pagewire.tests.support.kv_raw import (

@@ -14,7 +14,7 @@ from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
-from pagewire.shared.kv.endpoint.staging import make_staging
+from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.worker import kv
 from pagewire.tests.support.listening import listening_sockets
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagewire.shared.kv.endpoint.credits import ReceiverCredits, SenderCredits, SlotState
-from pagewire.shared.kv.endpoint.messages import Grant, Reclaim, Return
+from pagewire.shared.kv.messages import Grant, Reclaim, Return
 
 NUM_CREDITS = 8  # at most
 

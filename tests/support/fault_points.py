@@ -31,14 +31,14 @@ from pagewire.services.cli.up import cluster_plan, supervisor
 from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import Export, StepPlan
+from pagewire.shared.kv import messages
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ipc import IpcCarrier
-from pagewire.shared.kv.endpoint import messages
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker import kv, runtime
 from pagewire.shared.worker.kv import open_carrier, open_endpoint
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment

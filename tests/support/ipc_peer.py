@@ -20,8 +20,8 @@ import torch
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ipc import IpcCarrier
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.staging import Staging, make_staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging, make_staging
 
 NUM_SLOTS = 2
 MAX_COPY_S = 30.0

@@ -19,7 +19,7 @@ from pagewire.shared.control.protocol import (
     PrefillFailed,
 )
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
-from pagewire.shared.kv.endpoint.messages import (
+from pagewire.shared.kv.messages import (
     Ack,
     Grant,
     Open,

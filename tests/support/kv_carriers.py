@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import DONE, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.endpoint.messages import Segment
+from pagewire.shared.kv.messages import Segment
 from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 Trouble = Literal["lost", "corrupt"]

@@ -15,8 +15,8 @@ from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
 from pagewire.tests.support.fake_device import FakeDevice
 
 

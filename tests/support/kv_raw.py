@@ -10,7 +10,9 @@ import msgspec
 import zmq
 
 from pagewire.shared.control.protocol import KvHello
-from pagewire.shared.kv.endpoint.messages import (
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
+from pagewire.shared.kv.messages import (
     Ack,
     Grant,
     Open,
@@ -21,8 +23,6 @@ from pagewire.shared.kv.endpoint.messages import (
     decode_for_sender,
     encode,
 )
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import LAYOUT, PARTS, DecodeSide, PrefillSide

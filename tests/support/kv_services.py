@@ -37,9 +37,9 @@ from pagewire.shared.kv.endpoint.credits import SlotState
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.staging import Staging, make_staging
 from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv_metrics import KvCollector

@@ -17,9 +17,9 @@ from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.staging import Staging, make_staging
 from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.tests.support.fake_device import (
     BYTES_PER_TOKEN,
     NUM_PARTS,

@@ -14,9 +14,9 @@ import torch
 
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.peer_process import Process, Quarantine, this_process
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.peer_process import Process, Quarantine, this_process
+from pagewire.shared.kv.staging import Staging
 
 
 class _Offer(msgspec.Struct):

@@ -29,8 +29,8 @@ from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
 from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.staging import make_staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import make_staging
 
 _POLL_S = 0.00005
 

@@ -19,7 +19,7 @@ from pagewire.services.cli.client.openai_client import (
 )
 from pagewire.services.cli.client.openai_messages import Chunk
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
-from pagewire.services.cli.client.terminal import cut_note, describe, printable
+from pagewire.services.cli.terminal import cut_note, describe, printable
 from pagewire.shared.errors import ConfigError
 
 STREAM = (

@@ -8,8 +8,8 @@ from rich.console import Console
 from pagewire.services.cli.client import cluster_status
 from pagewire.services.cli.client.cluster_status import ClusterStatus, build_status
 from pagewire.services.cli.client.status import render
-from pagewire.services.cli.client.terminal import print_whole
-from pagewire.services.cli.up.health import Health
+from pagewire.services.cli.health import Health
+from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.metrics.load import KV_BLOCKS, load_families
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from rich.console import Console
 
+from pagewire.services.cli.health import Health, Link, Service, fetch_health
 from pagewire.services.cli.up import processes, run_dir, tether
-from pagewire.services.cli.up.health import Health, Link, Service, fetch_health
 from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.services.cli.up.ready_box import show_ready_box
 from pagewire.services.cli.up.supervisor import RestartPolicy, Supervisor, refusal_in

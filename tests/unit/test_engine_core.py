@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagewire.shared.engine.status import FinishReason
+from pagewire.shared.control.protocol import FinishReason
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.tests.support.engine_turns import (
     BOTH,

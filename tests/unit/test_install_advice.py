@@ -26,7 +26,7 @@ from pagewire.services.cli.doctor.checks import (
 from pagewire.services.cli.errors import needs_worker_extra
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.installing import install_command
-from pagewire.shared.kv.endpoint.staging import make_staging
+from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.worker import kv
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.shared.errors import ConfigError, IntegrityError, ProtocolError, TransferError
 from pagewire.shared.kv.endpoint.credits import ReceiverCredits, SenderCredits, SlotState
-from pagewire.shared.kv.endpoint.messages import Grant, Reclaim, Return
+from pagewire.shared.kv.messages import Grant, Reclaim, Return
 from pagewire.tests.support.credits_world import Acknowledged, World
 
 Granted = list[tuple[int, Grant | Reclaim]]

@@ -13,9 +13,9 @@ import torch
 
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.ipc import IpcCarrier, IpcOffer
-from pagewire.shared.kv.endpoint.device_memory import HANDLE_BYTES, allocate
-from pagewire.shared.kv.endpoint.peer_process import Process, this_process
-from pagewire.shared.kv.endpoint.staging import make_staging
+from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
+from pagewire.shared.kv.peer_process import Process, this_process
+from pagewire.shared.kv.staging import make_staging
 from pagewire.tests.support.ipc_peer import Announced, make_carrier
 
 SLOT_BYTES = 1000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.control.protocol import MAX_PARTS
 from pagewire.shared.errors import ProtocolError
-from pagewire.shared.kv.endpoint.messages import (
+from pagewire.shared.kv.messages import (
     MAX_CREDITS,
     MAX_MESSAGE_BYTES,
     Ack,

@@ -19,6 +19,37 @@ LAYERS = ("kernels", "shared", "services")  # each may import itself and those b
 SERVICES = ("cli", "decode", "prefill", "router")
 CLI_ENTRY_POINTS = {f"pagewire.services.{role}.main" for role in ("decode", "prefill", "router")}
 NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
+# Each package may import those before it. Modules next to packages come first in `shared`, and last
+# in a service, which they compose; those of `cli` may do both.
+SMALL = "shared modules"
+PACKAGES = (
+    "kernels",
+    SMALL,
+    "shared.control",
+    "shared.cluster",
+    "shared.metrics",
+    "shared.model",
+    "shared.kv",
+    "shared.index",
+    "shared.text",
+    "shared.engine",
+    "shared.kv.carriers",
+    "shared.kv.endpoint",
+    "shared.worker",
+    "services.router.workers",
+    "services.router.placement",
+    "services.router.metrics",
+    "services.router.dispatch",
+    "services.router.text",
+    "services.router.http",
+    "services.cli.client",
+    "services.cli.up",
+    "services.cli.bench",
+    "services.cli.doctor",
+    "services.decode",
+    "services.prefill",
+)
+COMPOSERS = ("services", "services.router", "services.cli")
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
 # Distributions whose module has another name.
@@ -124,6 +155,42 @@ def test_imports_go_one_way() -> None:
         if source_layer is not None and target_layer is not None and target_layer > source_layer:
             wrong.append(f"{file.relative_to(ROOT)}:{imported.line} imports {target}")
     assert wrong == []
+
+
+def package_of(module: str) -> str:
+    """The longest package of `PACKAGES` or `COMPOSERS` that a module lies in."""
+    path = module.removeprefix("pagewire.")
+    lies_in = [p for p in (*PACKAGES, *COMPOSERS) if path == p or path.startswith(f"{p}.")]
+    return max(lies_in, key=len, default=SMALL)
+
+
+def test_packages_import_those_before_them() -> None:
+    wrong = []
+    for file, target, imported in each_import_of_ours():
+        source, other = package_of(name_of(file)), package_of(target)
+        if target == "pagewire" or name_of(file) == "pagewire" or imported.is_for_types:
+            continue
+        if source in COMPOSERS or other in COMPOSERS:
+            continue
+        if PACKAGES.index(other) > PACKAGES.index(source):
+            wrong.append(f"{file.relative_to(ROOT)}:{imported.line}: {source} imports {other}")
+    assert wrong == []
+
+
+def test_each_package_has_its_place_and_an_introduction() -> None:
+    found = {package_of(name_of(file)) for file in source_files()}
+    assert found == {*PACKAGES, *COMPOSERS}
+    packages = [file for file in source_files() if file.name == "__init__.py"]
+    unknown = [
+        name_of(file)
+        for file in packages
+        if len(file.relative_to(ROOT).parts) > 2
+        and name_of(file).removeprefix("pagewire.") not in (*PACKAGES, *COMPOSERS)
+        and not name_of(file).startswith(("pagewire.kernels.", "pagewire.shared.model."))
+    ]
+    assert unknown == []
+    short = [name_of(f) for f in packages if len(ast.get_docstring(syntax_tree(f)) or "") < 90]
+    assert [n for n in short if n != "pagewire" and not n.startswith("pagewire.kernels.")] == []
 
 
 def test_services_do_not_import_each_other() -> None:

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from pagewire.services.router.http.answers import Usage
 from pagewire.services.router.http.http_io import EventStream
 from pagewire.services.router.http.responses import CompletionFormat, Extras
-from pagewire.services.router.text.answers import Usage
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.tests.support.aio import run_async

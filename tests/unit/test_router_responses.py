@@ -5,6 +5,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
+from pagewire.services.router.http.answers import Usage
 from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
 from pagewire.services.router.http.responses import (
     DONE,
@@ -13,7 +14,6 @@ from pagewire.services.router.http.responses import (
     Extras,
     model_record,
 )
-from pagewire.services.router.text.answers import Usage
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import (

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pagewire.services.cli.bench.runner import BenchRun
 from pagewire.services.cli.bench.stats import PERCENTS
-from pagewire.services.cli.client.terminal import print_whole, printable
+from pagewire.services.cli.terminal import print_whole, printable
 
 REFRESH_S = 0.2
 LATENCIES = (

@@ -13,14 +13,14 @@ import typer
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.openai_client import CHAT, EndpointError, OpenAIClient, Reply
-from pagewire.services.cli.client.terminal import (
+from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+from pagewire.services.cli.terminal import (
     cut_note,
     describe,
     note,
     readable_stdin,
     write_text,
 )
-from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 
 PROMPT = "> "
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagewire.services.cli.health import Health, Service, fetch_health
 from pagewire.services.cli.program import own_command
-from pagewire.services.cli.up.health import Health, Service, fetch_health
 from pagewire.shared.errors import PagewireError
 from pagewire.shared.metrics.load import KV_BLOCKS
 

@@ -23,9 +23,9 @@ from pagewire.services.cli.client.cluster_status import (
     wait_until_ready,
 )
 from pagewire.services.cli.client.openai_client import may_use_proxy, root_url
-from pagewire.services.cli.client.terminal import print_whole
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
-from pagewire.services.cli.up.health import shrunk_contexts
+from pagewire.services.cli.health import shrunk_contexts
+from pagewire.services.cli.terminal import print_whole
 
 STATE_STYLES = {
     "ready": "green",

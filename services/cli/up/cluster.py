@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from pagewire import __version__
+from pagewire.services.cli.health import Health, fetch_health
 from pagewire.services.cli.up import redis_process
 from pagewire.services.cli.up.cluster_plan import (
     ROUTER,
@@ -25,7 +26,6 @@ from pagewire.services.cli.up.cluster_plan import (
     plan_services,
     restarted_router,
 )
-from pagewire.services.cli.up.health import Health, fetch_health
 from pagewire.services.cli.up.machine import Machine, local_url
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.services.cli.up.progress import ProgressDisplay

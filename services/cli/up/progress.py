@@ -13,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.client.terminal import printable
+from pagewire.services.cli.terminal import printable
 from pagewire.services.cli.up.supervisor import ChildStatus, State
 
 STYLES = {

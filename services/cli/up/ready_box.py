@@ -13,8 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pagewire.services.cli.health import Health, Service, shrunk_contexts
 from pagewire.services.cli.program import own_command
-from pagewire.services.cli.up.health import Health, Service, shrunk_contexts
 
 QUESTION = "What is a lambda?"  # the demo model has learned the answer
 # Where the context is shorter, the question, the model's template and the answer may not fit.

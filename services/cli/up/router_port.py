@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from pagewire.services.cli.up.health import fetch_health
+from pagewire.services.cli.health import fetch_health
 from pagewire.services.cli.up.machine import PortTakenError, local_url, require_free_port
 from pagewire.shared.errors import ConfigError
 

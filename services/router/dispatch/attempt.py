@@ -6,9 +6,9 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from pagewire.services.router.dispatch.decode_links import DecodeLink
 from pagewire.services.router.dispatch.output_buffer import Lost, OutputBuffer
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
+from pagewire.services.router.workers.decode_links import DecodeLink
 from pagewire.shared.control.protocol import Cancel, Generate, Refused, TokenOutput
 from pagewire.shared.errors import ChannelError
 

@@ -21,13 +21,13 @@ from collections.abc import Iterable
 import msgspec
 
 from pagewire.services.router.dispatch.attempt import Attempt
-from pagewire.services.router.dispatch.decode_links import DecodeLink, DecodeLinks
 from pagewire.services.router.dispatch.output_buffer import Lost
 from pagewire.services.router.metrics.requests import Ending, RouterMetrics
 from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
+from pagewire.services.router.workers.decode_links import DecodeLink, DecodeLinks
 from pagewire.shared.control.protocol import Fork, Generate, Refused, TokenOutput
 from pagewire.shared.errors import (
     ChannelError,

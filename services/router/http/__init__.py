@@ -1,6 +1,6 @@
 """The router's HTTP side: routes, request bodies, OpenAI's responses, errors and streams.
 
-    body --> schemas.py --> inputs.py --> text, dispatch --> responses.py --> http_io.py --> client
+    body --> schemas.py --> inputs.py --> answers.py --> responses.py --> http_io.py --> client
 
 Entry point: `create_app` (app.py).
 Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters),

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from pagewire.services.router.http.answers import AnswerSet
 from pagewire.services.router.http.http_io import EventStream, received_body, unless_disconnected
 from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
 from pagewire.services.router.http.logprobs import CompletionLogprobs
@@ -21,7 +22,6 @@ from pagewire.services.router.http.responses import (
     model_record,
 )
 from pagewire.services.router.service import INLINE_BODY_BYTES, InputReader, RouterService
-from pagewire.services.router.text.answers import AnswerSet
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
 

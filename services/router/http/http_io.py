@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from pagewire.services.router.http.answers import AnswerSet
 from pagewire.services.router.http.errors import (
     SERVER_ERROR,
     BodyTooLargeError,
@@ -19,7 +20,6 @@ from pagewire.services.router.http.errors import (
     describe,
 )
 from pagewire.services.router.http.responses import DONE, Format, error_event
-from pagewire.services.router.text.answers import AnswerSet
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, PagewireError
 from pagewire.shared.text.answer_text import TextDelta

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from pagewire.services.router.http.answers import Usage
 from pagewire.services.router.http.logprobs import (
     CompletionLogprobs,
     chat_logprobs,
     prompt_logprobs,
 )
-from pagewire.services.router.text.answers import Usage
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.token_bytes import TokenBytes

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from pagewire.services.router.dispatch.decode_links import DecodeLinks
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
+from pagewire.services.router.workers.decode_links import DecodeLinks
 from pagewire.shared.cluster.registry import WorkerDirectory, WorkerRecord
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.errors import NoWorkerError

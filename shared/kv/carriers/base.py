@@ -14,7 +14,7 @@ import zmq
 
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.endpoint.messages import Segment
+from pagewire.shared.kv.messages import Segment
 
 
 class Pending(Protocol):

@@ -19,16 +19,16 @@ from msgspec import Meta
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import UNDECODABLE, TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.endpoint.device_memory import (
+from pagewire.shared.kv.device_memory import (
     HANDLE_BYTES,
     export_handle,
     map_handle,
     queue_copy,
     unmap,
 )
-from pagewire.shared.kv.endpoint.messages import MAX_CREDITS, Segment
-from pagewire.shared.kv.endpoint.peer_process import Process, Quarantine, this_process
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.messages import MAX_CREDITS, Segment
+from pagewire.shared.kv.peer_process import Process, Quarantine, this_process
+from pagewire.shared.kv.staging import Staging
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from pagewire.shared.kv.carriers.base import (
 )
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.peer_process import Quarantine
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.peer_process import Quarantine
+from pagewire.shared.kv.staging import Staging
 
 logger = logging.getLogger(__name__)
 

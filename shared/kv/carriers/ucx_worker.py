@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from pagewire.shared.errors import ConfigError, TransferError
-from pagewire.shared.kv.endpoint.device_memory import DeviceBytes
+from pagewire.shared.kv.device_memory import DeviceBytes
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from pagewire.shared.kv.carriers.base import (
     Outbound,
     Pending,
 )
-from pagewire.shared.kv.endpoint.messages import Segment
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
 
 
 class ZmqCarrier(Carrier):

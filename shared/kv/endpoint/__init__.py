@@ -7,8 +7,9 @@
 
 A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py): hooks
 of the engine that run in the engine's thread, between steps. Nothing here waits: what takes
-time is polled. Read first: `messages.py` (the protocol), `sender.py`, `receiver.py`. The state of
-both halves of a link is pure (`credits.py`, `segments.py`).
+time is polled. Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. The
+state of both halves of a link is pure (`credits.py`, `segments.py`).
 
-May import: the engine's plans and seams, `shared.kv`, `shared.control.protocol`, `kernels`.
+May import: `shared.kv` with its carriers, the engine's plans and seams, `shared.control.protocol`,
+`kernels`.
 """

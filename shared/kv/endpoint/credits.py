@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pagewire.shared.errors import ConfigError, IntegrityError, ProtocolError, TransferError
-from pagewire.shared.kv.endpoint.messages import Grant, Reclaim, Return
+from pagewire.shared.kv.messages import Grant, Reclaim, Return
 
 MIN_CREDITS = 2  # of a link: while one segment is unpacked, the next is on its way
 

@@ -12,9 +12,9 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.endpoint.staging import Staging
 from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.staging import Staging
 
 DEADLINE_INTERVAL_S = 0.1
 

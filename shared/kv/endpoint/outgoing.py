@@ -12,10 +12,10 @@ import torch
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Pending, has_ended
-from pagewire.shared.kv.endpoint.messages import Segment
 from pagewire.shared.kv.endpoint.segments import Cut
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink
-from pagewire.shared.kv.endpoint.staging import Staging
+from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.staging import Staging
 
 TEST_CUT = Cut(range(0), range(0))  # no blocks: a test of the link
 

@@ -28,9 +28,9 @@ from pagewire.shared.kv.endpoint.credits import MIN_CREDITS, ReceiverCredits
 from pagewire.shared.kv.endpoint.endpoint import KvHalf
 from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB, TestCheck, check_test
-from pagewire.shared.kv.endpoint.messages import Ack, Open, Outcome, Return, Segment, ToSender
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
+from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToSender
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.endpoint import KvHalf
 from pagewire.shared.kv.endpoint.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
-from pagewire.shared.kv.endpoint.messages import Ack, Grant, Open
 from pagewire.shared.kv.endpoint.outgoing import TEST_CUT, Outgoing
 from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink, choose_carrier
 from pagewire.shared.kv.endpoint.sockets import KvSockets, SenderSocket
+from pagewire.shared.kv.messages import Ack, Grant, Open
 
 logger = logging.getLogger(__name__)
 

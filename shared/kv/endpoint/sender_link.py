@@ -10,9 +10,9 @@ from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.kv.endpoint.credits import SenderCredits
-from pagewire.shared.kv.endpoint.messages import Segment
 from pagewire.shared.kv.endpoint.segments import Cut
 from pagewire.shared.kv.endpoint.sockets import SenderSocket
+from pagewire.shared.kv.messages import Segment
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pagewire.shared.addresses import with_host
 from pagewire.shared.control.auth import ClusterKeys, ZapHandler
 from pagewire.shared.errors import ConfigError, ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import DONE, Pending
-from pagewire.shared.kv.endpoint.messages import (
+from pagewire.shared.kv.messages import (
     MAX_MESSAGE_BYTES,
     ToReceiver,
     ToSender,

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from pagewire.shared.errors import ConfigError, IntegrityError
-from pagewire.shared.kv.endpoint.device_memory import allocate
+from pagewire.shared.kv.device_memory import allocate
 
 _ALIGNMENT = 256  # of each slot: what kernels are quickest with
 

@@ -1,0 +1,6 @@
+"""The router's connections to decode workers, one to each run of each worker.
+
+Entry point: `DecodeLinks` (decode_links.py).
+
+May import: `shared.control`, `shared.cluster`. No HTTP.
+"""
