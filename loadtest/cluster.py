@@ -1,119 +1,187 @@
-"""A cluster of a test's own, started as a user starts it: `pagewire up` in a child process."""
+"""Servers of a bench's or a test's own, in child processes; `pagewire up` as a user starts it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.loadtest.sampler import blocks_of, parse_metrics
+
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
-POLL_S = 0.2
-LOG_TAIL = 2000
+POLL_S = 0.1
+PROGRAM = "pagewire.services.cli.main"
 
 
-class ClusterError(Exception):
-    """The cluster did not come up or did not go down."""
+class BenchError(Exception):
+    """A server did not start or stop, or gave an answer that cannot be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cluster of Pagewire that runs.
+
+    Attributes:
+        pid: of `pagewire up`.
+        services: as its ready file lists them.
+    """
+
+    url: str
+    pid: int
+    services: list[dict[str, Any]]
 
 
 @contextmanager
-def running_cluster(options: Sequence[str], log_dir: Path) -> Iterator[str]:
-    """Start a cluster, give its URL once it can serve, and stop it.
+def running_cluster(
+    options: Sequence[str], log_dir: Path, timeout: float = START_TIMEOUT_S
+) -> Iterator[Running]:
+    """Start a cluster, yield it once it can serve, and stop it.
 
     Args:
         options: of `pagewire up`.
         log_dir: gets the output of all processes.
+        timeout: seconds that it has to become ready.
 
     Raises:
-        ClusterError: it ended, or was not ready in time.
+        BenchError: it ended, was not ready in time, or did not stop.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    output, ready_file = log_dir / "up.log", log_dir / "ready.json"
-    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", "0"]
-    command += ["--log-dir", str(log_dir), "--ready-file", str(ready_file), *options]
-    with output.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield _wait_ready(process, ready_file, output)["url"]
-    finally:
-        _stop(process)
+    log = log_dir / "up.log"
+    with server(up_command(log_dir, "--port", "0", *options), log) as process:
+        ready = wait_ready(process, log, lambda: read_ready_file(process, log_dir), timeout)
+        yield Running(ready["url"], process.pid, ready["services"])
+    if process.returncode == -signal.SIGKILL:
+        raise BenchError(f"the cluster did not stop in {STOP_TIMEOUT_S:g} s")
 
 
-def wait_idle(url: str, timeout: float = 30.0) -> None:
-    """Wait until no worker's sequences hold a KV block.
+def up_command(directory: Path, *options: str, program: str = PROGRAM) -> list[str]:
+    """Return the command line of a cluster whose logs and ready file are in a directory.
 
-    Raises:
-        ClusterError: some still do at the end of the time.
+    Args:
+        directory: for them; must exist.
+        options: further ones of `pagewire up`, or others instead.
+        program: the module that is `pagewire`.
     """
-    deadline = time.monotonic() + timeout
-    while _used_blocks(url) > 0:
-        if time.monotonic() > deadline:
-            raise ClusterError(f"KV blocks are still held {timeout:g} s after the load")
-        time.sleep(POLL_S)
+    command = [sys.executable, "-P", "-m", program, "up", "--log-dir", str(directory)]
+    return [*command, "--ready-file", str(directory / "ready.json"), *options]
 
 
-def read_ready_file(process: subprocess.Popen[Any], path: Path) -> dict[str, Any] | None:
-    """Return what `pagewire up --ready-file` says, None before the cluster is ready.
+def read_ready_file(process: subprocess.Popen[Any], directory: Path) -> dict[str, Any] | None:
+    """Return what the ready file of `up_command` says, None before the cluster is ready.
 
     A file that another process has left does not count.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads((directory / "ready.json").read_bytes())
     except FileNotFoundError:
         return None
     return content if content["pid"] == process.pid else None
 
 
-def _wait_ready(process: subprocess.Popen[bytes], path: Path, output: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while (content := read_ready_file(process, path)) is None:
-        tail = f"\n{_tail(output)}"
-        if process.poll() is not None:
-            raise ClusterError(f"pagewire up ended with {process.returncode}:{tail}")
-        if time.monotonic() > deadline:
-            raise ClusterError(f"the cluster is not ready after {START_TIMEOUT_S:g} s:{tail}")
-        time.sleep(POLL_S)
-    return content
-
-
-def _used_blocks(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310 - our http
-        lines = answer.read().decode().splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith("pagewire_kv_blocks{") and 'state="used"' in line
-    )
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the cluster as Ctrl-C does, or by force where that does not help."""
-    process.send_signal(signal.SIGINT)
+@contextmanager
+def server(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until the context ends; see `start` and `stop`."""
+    process = start(command, log, env)
     try:
+        yield process
+    finally:
+        stop(process)
+
+
+def start(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server with its children in a session of its own, its output into a file."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=env,
+            start_new_session=True,
+        )
+
+
+def stop(process: subprocess.Popen[bytes]) -> int:
+    """End a server as Ctrl-C does, or by force where that does not help; returns its exit code."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired as exc:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(STOP_TIMEOUT_S)
-        raise ClusterError(f"the cluster did not stop in {STOP_TIMEOUT_S:g} s") from exc
+    return process.wait(STOP_TIMEOUT_S)
 
 
-def _tail(output: Path) -> str:
-    return output.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
+def wait_ready(
+    process: subprocess.Popen[bytes], log: Path, ready: Callable[[], Any], timeout: float
+) -> Any:
+    """Return what `ready` returns as soon as that is true.
+
+    Raises:
+        BenchError: the server ended, or was not ready in time.
+    """
+    deadline = time.monotonic() + timeout
+    while not (found := ready()):
+        if process.poll() is not None:
+            why = f"it ended with {process.returncode}"
+        elif time.monotonic() > deadline:
+            why = f"not ready after {timeout:g} s"
+        else:
+            time.sleep(POLL_S)
+            continue
+        text = log.read_text(encoding="utf-8", errors="replace")
+        raise BenchError(f"a server did not start, {why}:\n{gist(text)}")
+    return found
 
 
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def gist(log: str) -> str:
+    """Return the lines of a log that name errors, and its end."""
+    lines = log.splitlines()
+    errors = [line[:300] for line in lines if "rror" in line]
+    return "\n".join([*errors[:20], "...", *lines[-10:]])
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Return a router's metrics: the sample's name with its labels -> value."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310 - our http
+        return parse_metrics(answer.read().decode())
+
+
+def used_blocks(url: str) -> dict[str, float]:
+    """Return how many KV blocks each worker's sequences hold."""
+    return {name: states["used"] for name, states in blocks_of(metrics(url)).items()}
+
+
+def wait_idle(url: str, timeout: float = 30.0, workers: int | None = None) -> None:
+    """Wait until no worker's sequences hold a KV block.
+
+    Args:
+        url: of the router.
+        timeout: in seconds.
+        workers: number of those whose blocks must be known; None: any.
+
+    Raises:
+        BenchError: some still do at the end of the time.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        used = used_blocks(url)
+        if workers in (None, len(used)) and not any(used.values()):
+            return
+        if time.monotonic() > deadline:
+            raise BenchError(f"KV blocks are still held after {timeout:g} s: {used}")
+        time.sleep(POLL_S)

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType
 
-from pagewire.loadtest.cluster import ClusterError, running_cluster, wait_idle
+from pagewire.loadtest.cluster import BenchError, running_cluster, wait_idle
 from pagewire.loadtest.cpu import CpuSampler
 from pagewire.loadtest.records import BEGAN_FILE
 from pagewire.loadtest.report import write_report
@@ -108,7 +108,7 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
     """Put the load on one cluster; returns whether all requests were answered.
 
     Raises:
-        ClusterError: the cluster did not come up, did not stop, or still holds blocks at the end.
+        BenchError: the cluster did not come up, did not stop, or still holds blocks at the end.
         subprocess.TimeoutExpired: locust hangs.
     """
     directory.mkdir(parents=True)
@@ -129,7 +129,7 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
         if not host:
             wait_idle(url)
     if not (directory / "records.jsonl").exists():
-        raise ClusterError(f"locust did not start; {directory / 'locust.log'} says why")
+        raise BenchError(f"locust did not start; {directory / 'locust.log'} says why")
     began = float((directory / BEGAN_FILE).read_text(encoding="utf-8"))
     cpu.save(directory / CPU_FILE, began)
     return done.returncode == 0
@@ -140,8 +140,8 @@ def _endpoint(plan: RunPlan, directory: Path, host: str) -> Iterator[str]:
     if host:
         yield host
     else:
-        with running_cluster(plan.options, directory / "logs") as url:
-            yield url
+        with running_cluster(plan.options, directory / "logs") as cluster:
+            yield cluster.url
 
 
 def versions() -> dict[str, str]:
@@ -282,5 +282,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, end_cleanly)
     try:
         sys.exit(main())
-    except ClusterError as exc:
+    except BenchError as exc:
         sys.exit(f"error: {exc}")

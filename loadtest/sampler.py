@@ -10,6 +10,22 @@ BLOCKS = "pagewire_kv_blocks{"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return a page of Prometheus' text format: the sample's name with its labels -> value."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if line and line[0] != "#")
+    return {name: float(value) for name, _, value in lines}
+
+
+def blocks_of(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Return how many KV blocks each worker has in each state."""
+    blocks: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if name.startswith(BLOCKS):
+            labels = dict(_LABEL.findall(name))
+            blocks.setdefault(labels.get("worker", ""), {})[labels.get("state", "")] = value
+    return blocks
+
+
 def parse_sample(text: str, t: float) -> Sample:
     """Return the state that a page of Prometheus' text format shows; 0 for what it lacks."""
     totals = dict.fromkeys(
@@ -21,22 +37,15 @@ def parse_sample(text: str, t: float) -> Sample:
         ),
         0.0,
     )
-    blocks: dict[str, dict[str, float]] = {}
-    for line in text.splitlines():
-        if line.startswith(BLOCKS):
-            _add_blocks(blocks, line)
-        elif (name := line.partition("{")[0]) in totals:
-            totals[name] += float(line.rpartition(" ")[2])
+    metrics = parse_metrics(text)
+    for sample, value in metrics.items():
+        if (name := sample.partition("{")[0]) in totals:
+            totals[name] += value
     queries, hits, running, waiting = totals.values()
+    blocks = blocks_of(metrics)
     return Sample(
         t, queries, hits, running, waiting, _shares(blocks, "used"), _shares(blocks, "cached")
     )
-
-
-def _add_blocks(blocks: dict[str, dict[str, float]], line: str) -> None:
-    labels = dict(_LABEL.findall(line))
-    states = blocks.setdefault(labels.get("worker", ""), {})
-    states[labels.get("state", "")] = float(line.rpartition(" ")[2])
 
 
 def _shares(blocks: dict[str, dict[str, float]], state: str) -> dict[str, float]:

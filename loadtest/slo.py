@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewire.loadtest.records import RequestRecord
+from pagewire.services.cli.bench.stats import percentile
 
 FEWEST_FOR_P99 = 100  # the p99 of fewer values is the largest of them
 
@@ -84,13 +85,6 @@ class StageSummary:
     cached_share: float
     ttft: Percentiles
     itl: Percentiles
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the smallest value that `q` percent of the values do not exceed; NaN of none."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(q / 100 * len(values)) - 1)]
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:

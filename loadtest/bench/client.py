@@ -1,22 +1,28 @@
-"""Clients that ask for completions of random prompts and note when each token comes."""
+"""Clients that ask for completions of random prompts and note when each token comes.
+
+A layer on the client of `pagewire bench`, which adds what only these benches need: several
+endpoints in turn, prompts that are made up and encoded before they are timed, vLLM's prefill on
+another server, and gaps of 0 between tokens of one chunk, as in the published tables.
+"""
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 
-from pagewire.loadtest.bench.clusters import BenchError
 from pagewire.loadtest.bench.engine import VOCAB_USED
+from pagewire.loadtest.cluster import BenchError
+from pagewire.loadtest.sampler import parse_metrics
+from pagewire.services.cli.client.openai_client import COMPLETIONS, EndpointError, OpenAIClient
 
 REQUEST_TIMEOUT_S = 120.0
-_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(slots=True)
@@ -51,12 +57,12 @@ class Request:
         options: the other fields.
     """
 
-    prompt: str
+    prompt: msgspec.Raw
     options: dict[str, Any]
 
-    def body(self, more: dict[str, Any]) -> str:
-        """Return the JSON to send, with further fields or others instead."""
-        return f'{{"prompt": {self.prompt}, {json.dumps(self.options | more)[1:]}'
+    def fields(self, **more: Any) -> dict[str, Any]:
+        """Return the body to send, with further fields or others instead."""
+        return {"prompt": self.prompt, **self.options, **more}
 
 
 class Client:
@@ -78,6 +84,9 @@ class Client:
         vocab: int = VOCAB_USED,
     ) -> None:
         self._urls, self._prefill_url, self._turn = urls, prefill_url, 0
+        self._clients = [
+            OpenAIClient(url, timeout_s=REQUEST_TIMEOUT_S, keep_text=False) for url in urls
+        ]
         self._model, self._vocab = model, vocab
         self._rng = random.Random(0)
         limits = httpx.Limits(max_connections=None)
@@ -86,6 +95,8 @@ class Client:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+        for each in self._clients:
+            await each.aclose()
 
     async def transfer_seconds(self) -> tuple[float, float]:
         """Return sum and count so far of what KV took after first tokens; zeros elsewhere.
@@ -95,10 +106,10 @@ class Client:
         """
         with _bench_errors(self._urls[0]):
             text = (await self._http.get(f"{self._urls[0]}/metrics")).text
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+            values = parse_metrics(text)
         name = "pagewire_request_transfer_seconds"
         seconds, count = (
-            sum(float(v) for k, v in values.items() if k.startswith(f"{name}_{part}"))
+            sum(value for key, value in values.items() if key.startswith(f"{name}_{part}"))
             for part in ("sum", "count")
         )
         return seconds, count
@@ -111,7 +122,7 @@ class Client:
         """
         prompt = [self._rng.randrange(10, self._vocab) for _ in range(length)]
         options = {"model": self._model, "max_tokens": out, "temperature": 0, "ignore_eos": True}
-        return Request(json.dumps(prompt), options)
+        return Request(msgspec.Raw(msgspec.json.encode(prompt)), options)
 
     async def complete(self, length: int, out: int) -> Answer:
         """Ask with a prompt that is made up now; see `ask`."""
@@ -123,47 +134,31 @@ class Client:
         Raises:
             BenchError: an error, or another number of tokens than asked for.
         """
-        stream = {"stream": True, "return_token_ids": True}
-        url = self._urls[self._turn % len(self._urls)]
+        which = self._turn % len(self._urls)
         self._turn += 1
-        answer = Answer()
+        more = {}
         start = time.perf_counter()
-        with _bench_errors(url):
+        with _bench_errors(self._urls[which]):
             if self._prefill_url is not None:
-                stream["kv_transfer_params"] = await self._prefill_first(self._prefill_url, request)
-            async for chunk in self._events(url, request.body(stream)):
-                now = time.perf_counter() - start
-                if "choices" not in chunk:
-                    raise BenchError(f"{url} answered {chunk}")
-                for choice in chunk["choices"]:
-                    tokens = choice.get("token_ids") or ()
-                    answer.times.extend([now] * len(tokens))
-                    answer.tokens.extend(tokens)
+                more["kv_transfer_params"] = await self._prefill_first(self._prefill_url, request)
+            prefill_s = time.perf_counter() - start
+            reply = await self._clients[which].stream(COMPLETIONS, request.fields(**more))
         out = request.options["max_tokens"]
-        if len(answer.times) != out:
-            raise BenchError(f"{len(answer.times)} tokens came, not {out}")
-        return answer
+        if len(reply.token_ids) != out:
+            raise BenchError(f"{len(reply.token_ids)} tokens came, not {out}")
+        return Answer([prefill_s + at for at in reply.token_times()], reply.token_ids)
 
     async def _prefill_first(self, url: str, request: Request) -> Any:
         """Have a prompt computed and held for another server; returns where it is held."""
         wish = {"do_remote_decode": True, "do_remote_prefill": False}
         names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         ticket = {"max_tokens": 1, "kv_transfer_params": wish | dict.fromkeys(names)}
-        response = await self._http.post(
-            f"{url}/v1/completions", content=request.body(ticket), headers=_JSON
-        )
+        body = msgspec.json.encode(request.fields(**ticket))
+        headers = {"Content-Type": "application/json"}
+        response = await self._http.post(f"{url}/v1/completions", content=body, headers=headers)
         if response.status_code != httpx.codes.OK:
             raise BenchError(response.text)
         return response.json()["kv_transfer_params"]
-
-    async def _events(self, url: str, body: str) -> AsyncIterator[dict[str, Any]]:
-        url = f"{url}/v1/completions"
-        async with self._http.stream("POST", url, content=body, headers=_JSON) as response:
-            if response.status_code != httpx.codes.OK:
-                raise BenchError((await response.aread()).decode())
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line[6:])
 
 
 @contextmanager
@@ -171,5 +166,5 @@ def _bench_errors(url: str) -> Iterator[None]:
     """Turn what goes wrong with a server into errors that end a bench in order."""
     try:
         yield
-    except (httpx.HTTPError, KeyError, ValueError) as exc:
+    except (httpx.HTTPError, EndpointError, KeyError, ValueError) as exc:
         raise BenchError(f"{url}: {exc!r}") from exc

@@ -9,28 +9,23 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 
-from pagewire.loadtest.cluster import free_port, read_ready_file
+from pagewire.loadtest import cluster
+from pagewire.loadtest.cluster import Running, server, wait_ready
 
 READY_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 30.0
 MAX_MODEL_LEN = 16384
 MAX_NUM_SEQS = 256
 LATE_PORTS = (10_000, 30_000)  # below those that Linux gives out by itself, from 32768
 _CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-
-
-class BenchError(Exception):
-    """A server did not start, or gave an answer that cannot be counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +59,6 @@ class Topology:
         return f"{kind}, steps of {self.budget}"
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A cluster of Pagewire that runs.
-
-    Attributes:
-        pid: of `pagewire up`.
-    """
-
-    url: str
-    pid: int
-
-
 @contextmanager
 def running_cluster(
     model: Path, topology: Topology, logs: Path, *options: str
@@ -89,27 +72,20 @@ def running_cluster(
         options: further ones of `pagewire up`, or others instead.
 
     Raises:
-        BenchError: it did not start.
+        BenchError: it did not start or stop.
     """
-    folder = logs / topology.name
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "ready.json"
-    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "up", "--port", "0"]
-    command += ["--ready-file", str(file), "--log-dir", str(folder)]
-    command += ["--prefill", str(topology.prefill), "--decode", str(topology.decode)]
-    command += ["--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
+    roles = ("--prefill", str(topology.prefill), "--decode", str(topology.decode))
+    command = [*roles, "--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
     command += ["--max-num-batched-tokens", str(topology.budget), "--device", "cuda"]
     command += ["--no-enable-prefix-caching"]
     command += ["--policy", "prefix" if topology.prefill else "round_robin", *options]
-    with _server(command, folder / "up.log", dict(os.environ)) as (process, log):
-        _wait(process, log, lambda: read_ready_file(process, file) is not None)
-        ready = json.loads(file.read_bytes())
-        for service in ready["services"]:
+    with cluster.running_cluster(command, logs / topology.name, READY_TIMEOUT_S) as running:
+        for service in running.services:
             for link in service["links"]:
                 speed = f"{link['transport']}, {link['gb_per_s']} GB/s"
                 print(f"{link['peer']} -> {service['id']}: {speed}")
-        yield Running(ready["url"], process.pid)
+        yield running
 
 
 def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | None:
@@ -136,7 +112,7 @@ def running_vllm_pair(model: Path, environment: dict[str, str], logs: Path) -> I
     with contextlib.ExitStack() as stack:
         started = []
         for gpu in range(2):
-            port = free_port()
+            port = late_port()
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
             command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
@@ -153,10 +129,10 @@ def running_vllm_pair(model: Path, environment: dict[str, str], logs: Path) -> I
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(late_port()),
             }
             log = logs / f"vllm-{gpu}.log"
-            process, log = stack.enter_context(_server(command, log, env))
+            process = stack.enter_context(server(command, log, env))
             started.append((process, log, f"http://127.0.0.1:{port}"))
         for process, log, url in started:
-            _wait(process, log, lambda url=url: _answers(f"{url}/health"))  # type: ignore[misc]
+            wait_ready(process, log, partial(_answers, f"{url}/health"), READY_TIMEOUT_S)
         yield [url for _, _, url in started]
 
 
@@ -179,41 +155,6 @@ def stop_servers_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-
-
-@contextmanager
-def _server(
-    command: list[str], log: Path, env: dict[str, str]
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Start a server with its children in a session of its own; stop all of them at the end."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-    try:
-        yield process, log
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not is_ready():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError(f"a server did not start:\n{_gist(log.read_text())}")
-        time.sleep(0.2)
-
-
-def _gist(log: str) -> str:
-    """Return the lines of a log that name errors, and its end."""
-    lines = log.splitlines()
-    errors = [line[:300] for line in lines if "rror" in line]
-    return "\n".join([*errors[:20], "...", *lines[-10:]])
 
 
 def _answers(url: str) -> bool:

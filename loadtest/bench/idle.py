@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from pagewire.loadtest.bench.clusters import BenchError
 from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.cluster import BenchError
 
 SETTLE_S = 3.0
 SECONDS = 20.0

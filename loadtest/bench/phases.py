@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 from pagewire.loadtest.bench.client import Client
-from pagewire.loadtest.bench.clusters import BenchError
+from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.bench.stats import percentile
 
 UNLOADED_PROMPTS = (128, 1024, 4096, 8192)
 UNLOADED_TIMES = 7
@@ -24,12 +25,6 @@ MOST_LONG_PROMPTS = 128
 GOODPUT_PROMPT, GOODPUT_TOKENS = 6144, 256
 
 Row = dict[str, Any]
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Return the value of rank floor(n * percent / 100) + 1, at most the largest."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
 
 
 async def unloaded(client: Client) -> list[Row]:

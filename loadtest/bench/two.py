@@ -22,7 +22,6 @@ from pathlib import Path
 from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Client
 from pagewire.loadtest.bench.clusters import (
-    BenchError,
     Topology,
     running_cluster,
     running_vllm_pair,
@@ -34,6 +33,7 @@ from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.cluster import BenchError
 
 TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
 PHASES = ("handover", "unloaded", "isolation", "idle")

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.loadtest.bench.clusters import BenchError
 from pagewire.loadtest.bench.wire_sides import (
     BLOCK_SIZE,
     MOST_IN_A_ROW,
@@ -37,6 +36,7 @@ from pagewire.loadtest.bench.wire_sides import (
     child,
     sending_process,
 )
+from pagewire.loadtest.cluster import BenchError
 
 ROUNDS = 9
 IN_A_ROW = (1, MOST_IN_A_ROW)  # prompts

@@ -21,8 +21,8 @@ import msgspec
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.loadtest.bench.clusters import BenchError
 from pagewire.loadtest.bench.host import NoModel
+from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.control.protocol import BlockLayout, KvHello
 from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore

@@ -10,7 +10,6 @@ import functools
 import http.server
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from pagewire.loadtest.cluster import used_blocks
 from pagewire.tests.support.documents import ROOT, blocks
 from pagewire.tests.support.local_cluster import free_port
 
@@ -158,21 +158,11 @@ class ComposeCluster:
         """Wait until no worker's sequences hold a KV block."""
         deadline = time.monotonic() + timeout
         while True:
-            used = self._used_blocks()
+            used = used_blocks(self.url)
             if len(used) == workers and not any(used.values()):
                 return
             assert time.monotonic() < deadline, f"blocks are still held: {used}\n{self.logs()}"
             time.sleep(0.3)
-
-    def _used_blocks(self) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
-        found = {}
-        for line in text.splitlines():
-            name, _, value = line.rpartition(" ")
-            worker = re.search(r'worker="([^"]+)"', name)
-            if worker and name.startswith("pagewire_kv_blocks{") and 'state="used"' in name:
-                found[worker[1]] = float(value)
-        return found
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--timeout", "5")

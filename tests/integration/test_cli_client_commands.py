@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.client_cluster import (
     ANSWER,
@@ -54,6 +55,16 @@ def test_help_has_an_example(command: str) -> None:
 def test_complete_streams_a_text(cluster: Cluster) -> None:
     done = pagewire("complete", "What is it?", "--url", cluster.url)
     assert (done.exit_code, done.stdout, done.stderr) == (0, f"{TEXT}\n", "")
+
+
+def test_requests_in_turn_share_a_connection(old: OpenAIServer) -> None:
+    async def ask() -> None:
+        async with OpenAIClient(old.url, timeout_s=5) as client:
+            for _ in range(4):
+                await client.stream(COMPLETIONS, {"model": "m", "prompt": "One"})
+
+    run_async(ask())
+    assert old.num_connections == 1
 
 
 def test_complete_says_that_an_answer_was_cut(cluster: Cluster) -> None:

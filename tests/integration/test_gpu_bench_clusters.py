@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from pagewire.loadtest.bench import clusters
-from pagewire.loadtest.bench.clusters import BenchError, Topology, late_port, running_cluster
+from pagewire.loadtest.bench.clusters import Topology, late_port, running_cluster
 from pagewire.loadtest.bench.idle import idle
+from pagewire.loadtest.cluster import BenchError
 
 
 def test_a_cluster_that_does_not_start_says_why(
@@ -34,11 +35,12 @@ def test_a_late_port_is_none_that_the_kernel_gives_away() -> None:
 
 BENCH = """
 import pathlib, sys, time
-from pagewire.loadtest.bench.clusters import _server, stop_servers_on_sigterm
+from pagewire.loadtest.cluster import server
+from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
 stop_servers_on_sigterm()
 log = pathlib.Path(sys.argv[1])
-with _server([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"],
-             log, {}) as (process, _):
+command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+with server(command, log, {}) as process:
     print(process.pid, flush=True)
     time.sleep(600)
 """

@@ -18,6 +18,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
+from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.redis_server import RedisServer
 
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
@@ -27,11 +28,6 @@ WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=F
 def redis_url() -> Iterator[str]:
     with RedisServer() as server:
         yield server.url
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

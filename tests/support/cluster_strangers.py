@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pagewire.loadtest.cluster import START_TIMEOUT_S
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts
 from pagewire.tests.support.hostile_bytes import hostile_bytes
 from pagewire.tests.support.listening import listening_sockets
-from pagewire.tests.support.local_cluster import START_TIMEOUT_S, LocalCluster
+from pagewire.tests.support.local_cluster import LocalCluster
 from pagewire.tests.support.strangers import Stranger
 from pagewire.tests.support.tcp_relay import (
     REAL_HOST,

@@ -77,7 +77,9 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
         )
     )
     service = await RouterService.connect(chosen)
-    listener = socket.create_server(("127.0.0.1", 0))
+    # asyncio sets TCP_NODELAY where the protocol is named; the real router's uvloop always does.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(create_app(service), log_config=None, lifespan="on", ws="none"))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

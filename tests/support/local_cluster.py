@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +14,20 @@ from typing import Any
 
 import httpx
 
-from pagewire.loadtest.cluster import read_ready_file
-
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
-PROGRAM = "pagewire.services.cli.main"
+from pagewire.loadtest.cluster import (
+    PROGRAM,
+    START_TIMEOUT_S,
+    BenchError,
+    metrics,
+    read_ready_file,
+    start,
+    stop,
+    up_command,
+    used_blocks,
+    wait_idle,
+    wait_ready,
+)
+from pagewire.services.cli.up.machine import LOOPBACK, require_free_port
 
 
 class LocalCluster:
@@ -31,7 +35,6 @@ class LocalCluster:
 
     Attributes:
         url: of the router.
-        lines: all that the supervisor printed so far.
 
     Args:
         program: the module that is `pagewire`.
@@ -42,41 +45,25 @@ class LocalCluster:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.lines: list[str] = []
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
-        self.ready_file = Path(self.directory.name, "ready.json")
-        command = [sys.executable, "-P", "-m", program, "up"]
-        command += ["--port", str(self.port), "--log-dir", self.directory.name]
-        command += ["--ready-file", str(self.ready_file), *options]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        self._path = Path(self.directory.name)
+        command = up_command(self._path, "--port", str(self.port), *options, program=program)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self.process = start(command, self._path / "up.log", env)
 
     @property
     def output(self) -> str:
-        return "\n".join(self.lines)
+        """All that the supervisor printed so far."""
+        return (self._path / "up.log").read_text(encoding="utf-8")
+
+    @property
+    def lines(self) -> list[str]:
+        return self.output.splitlines()
 
     def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait for the ready file."""
-        deadline = time.monotonic() + timeout
-        while read_ready_file(self.process, self.ready_file) is None:
-            assert self.process.poll() is None, (
-                f"ended with {self.process.returncode}: {self.output}"
-            )
-            assert time.monotonic() < deadline, f"not ready in {timeout} s: {self.output}"
-            time.sleep(0.05)
+        log = self._path / "up.log"
+        wait_ready(self.process, log, lambda: read_ready_file(self.process, self._path), timeout)
 
     def wait_for_line(self, start: str, timeout: float = 10.0) -> str:
         """Wait until a line that begins so was printed, and return it."""
@@ -88,17 +75,8 @@ class LocalCluster:
 
     def stop(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            code = self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
-        finally:
-            self._reader.join(5)
-            if self.process.stdout is not None:
-                self.process.stdout.close()
+        code = stop(self.process)
+        assert code != -signal.SIGKILL, f"it did not stop:\n{self.output}"
         self.directory.cleanup()
         return code
 
@@ -132,32 +110,18 @@ class LocalCluster:
 
     def metrics(self) -> dict[str, float]:
         """Return the router's metrics: the sample's name with its labels -> value."""
-        samples = {}
-        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                samples[name] = float(value)
-        return samples
+        return metrics(self.url)
 
     def used_blocks(self) -> dict[str, float]:
         """Return how many KV blocks each worker's sequences hold."""
-        found = {}
-        for name, value in self.metrics().items():
-            if name.startswith("pagewire_kv_blocks{") and 'state="used"' in name:
-                worker = re.search(r'worker="([^"]+)"', name)
-                if worker:
-                    found[worker[1]] = value
-        return found
+        return used_blocks(self.url)
 
     def wait_idle(self, workers: int, timeout: float = 15.0) -> None:
         """Wait until no worker holds a block any more."""
-        deadline = time.monotonic() + timeout
-        while True:
-            used = self.used_blocks()
-            if len(used) == workers and not any(used.values()):
-                return
-            assert time.monotonic() < deadline, f"blocks are still held: {used}\n{self.output}"
-            time.sleep(0.2)
+        try:
+            wait_idle(self.url, timeout, workers)
+        except BenchError as exc:
+            raise AssertionError(f"{exc}\n{self.output}") from exc
 
 
 @contextmanager
@@ -216,6 +180,4 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    return require_free_port(LOOPBACK, 0)

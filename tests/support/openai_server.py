@@ -24,6 +24,7 @@ class OpenAIServer:
         delay_s: before each answer to a POST.
         bodies: of the requests, in order.
         keys: their Authorization headers.
+        num_connections: that were opened.
     """
 
     url: str = ""
@@ -31,6 +32,7 @@ class OpenAIServer:
     delay_s: float = 0.0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    num_connections: int = 0
 
 
 @contextmanager
@@ -54,7 +56,12 @@ def openai_server() -> Iterator[OpenAIServer]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
     server_state: OpenAIServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.server_state.num_connections += 1
 
     def do_GET(self) -> None:
         self._answer(200, {"data": [{"id": "old-model", "object": "model"}]})
@@ -91,8 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, data: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()

@@ -6,18 +6,16 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Answer, Client, Request
-from pagewire.loadtest.bench.clusters import (
-    Topology,
-    _gist,
-    vllm_environment,
-)
+from pagewire.loadtest.bench.clusters import Topology, vllm_environment
 from pagewire.loadtest.bench.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
 from pagewire.loadtest.bench.one import compare, results
 from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.cluster import gist
 from pagewire.tests.support.aio import run_async
 
 
@@ -52,7 +50,7 @@ def test_results_stand_beside_the_peers() -> None:
 
 
 def test_a_bench_that_fails_has_no_results() -> None:
-    assert results("pagewire.loadtest.gpu.no_such_bench") is None
+    assert results("pagewire.loadtest.bench.no_such_bench") is None
 
 
 def test_vllm_is_found_where_it_is_installed(tmp_path: Path) -> None:
@@ -67,8 +65,8 @@ def test_vllm_is_found_where_it_is_installed(tmp_path: Path) -> None:
 
 def test_a_servers_errors_are_named() -> None:
     log = "\n".join(["fine", "RuntimeError: the cause", *["noise"] * 50, "the end"])
-    assert _gist(log).splitlines()[0] == "RuntimeError: the cause"
-    assert _gist(log).splitlines()[-1] == "the end"
+    assert gist(log).splitlines()[0] == "RuntimeError: the cause"
+    assert gist(log).splitlines()[-1] == "the end"
 
 
 class Asked(Client):
@@ -109,7 +107,7 @@ def test_a_request_is_the_json_of_its_fields_and_of_those_for_once() -> None:
             await client.close()
 
     request = run_async(scenario())
-    body = json.loads(request.body({"max_tokens": 1, "stream": True}))
+    body = json.loads(msgspec.json.encode(request.fields(max_tokens=1, stream=True)))
     assert len(body.pop("prompt")) == 3
     assert body == {
         "model": "m",

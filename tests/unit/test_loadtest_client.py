@@ -11,10 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pagewire.loadtest.client import MAX_EVENT_BYTES, ChatClient, EventDecoder, StreamError
+from pagewire.loadtest.client import ChatClient
 from pagewire.loadtest.records import RequestRecord
 from pagewire.loadtest.workloads import Ask
 
@@ -146,7 +144,7 @@ def test_a_client_that_has_enough_hangs_up() -> None:
             "429: too busy",
             id="refused-by-openai-form",
         ),
-        pytest.param((b"<html>",), 502, "502: b'<html>'", id="refused-by-a-proxy"),
+        pytest.param((b"<html>",), 502, "502: <html>", id="refused-by-a-proxy"),
         pytest.param((event("a", [1]),), 200, "broke off", id="stream-without-end"),
         pytest.param(
             (event("a", [1]), b'data: {"error": {"message": "lost"}}\n\n'),
@@ -154,8 +152,8 @@ def test_a_client_that_has_enough_hangs_up() -> None:
             "lost",
             id="in-stream",
         ),
-        pytest.param((b"data: nonsense\n\n",), 200, "not JSON", id="no-json"),
-        pytest.param((b"data: 1\n\n",), 200, "not an object", id="no-object"),
+        pytest.param((b"data: nonsense\n\n",), 200, "not OpenAI's", id="no-json"),
+        pytest.param((b"data: 1\n\n",), 200, "not OpenAI's", id="no-object"),
     ],
 )
 def test_errors_are_told_in_the_record(pieces: tuple[bytes, ...], status: int, error: str) -> None:
@@ -178,19 +176,3 @@ def test_nobody_there_is_an_error() -> None:
         record, _ = asked(client)
     assert record.outcome == "error"
     assert "ConnectionError" in record.error
-
-
-@given(st.lists(st.integers(min_value=1, max_value=40), max_size=30))
-def test_events_are_the_same_however_the_bytes_are_cut(sizes: list[int]) -> None:
-    stream = b"".join([event("ä\n", [1]), b": a comment\n\n", usage_event(), DONE])
-    decoder, found, rest = EventDecoder(), [], stream
-    for size in sizes:
-        found += decoder.feed(rest[:size])
-        rest = rest[size:]
-    found += decoder.feed(rest)
-    assert [len(each) for each in found] == [len(event("ä\n", [1])) - 8, len(usage_event()) - 8, 6]
-
-
-def test_an_event_without_end_is_refused() -> None:
-    with pytest.raises(StreamError, match="more than"):
-        list(EventDecoder().feed(b"x" * (MAX_EVENT_BYTES + 1)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.loadtest.records import Outcome, RequestRecord, read_records
-from pagewire.loadtest.slo import Slo, percentile, summarize
+from pagewire.loadtest.slo import Slo, summarize
 
 SLO = Slo(ttft_s=0.5, itl_s=0.1)
 
@@ -57,17 +57,6 @@ def test_one_token_or_none_has_no_gap() -> None:
 )
 def test_objectives(measured: RequestRecord, is_met: bool) -> None:
     assert SLO.is_met(measured) is is_met
-
-
-@pytest.mark.parametrize(("q", "expected"), [(1, 1), (50, 50), (90, 90), (99, 99), (100, 100)])
-def test_percentile_is_the_smallest_value_that_covers_its_share(q: float, expected: float) -> None:
-    assert percentile(list(range(100, 0, -1)), q) == expected
-
-
-def test_percentile_of_few_values() -> None:
-    assert percentile([7.0], 99) == 7.0
-    assert percentile([1.0, 2.0], 50) == 1.0
-    assert math.isnan(percentile([], 50))
 
 
 def test_summary_counts_by_hand() -> None:

@@ -16,15 +16,19 @@ PERCENTS = (50, 90, 99)
 MAX_SAMPLES = 1 << 20  # 8 MiB of each kind
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile by the nearest rank: the smallest that this percentage does not exceed.
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile by the nearest rank, as all benches do; NaN of no values.
+
+    That is the smallest value that at least `percent` percent of the values do not exceed: of n
+    values the one of rank ceil(n * percent / 100).
 
     Args:
-        ordered: not empty, ascending.
+        values: in any order; ascending ones are sorted in linear time.
         percent: from 0 to 100.
     """
-    rank = math.ceil(percent / 100 * len(ordered))
-    return ordered[max(0, rank - 1)]
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 class Samples:

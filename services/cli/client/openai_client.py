@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -48,6 +48,7 @@ class Reply:
     Attributes:
         arrivals: when each chunk came.
         counts: tokens in each chunk; where the server names no tokens, 1.
+        token_ids: of all tokens, as far as the server names them.
         has_token_ids: the counts are the server's.
         seconds: until the answer had ended.
     """
@@ -57,6 +58,7 @@ class Reply:
     usage: Usage | None = None
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     counts: array[int] = field(default_factory=lambda: array("l"))
+    token_ids: list[int] = field(default_factory=list)
     has_token_ids: bool = False
     seconds: float = 0.0
 
@@ -85,6 +87,11 @@ class Reply:
             return None
         return (self.num_tokens - self.counts[0]) / (self.arrivals[-1] - self.arrivals[0])
 
+    def token_times(self) -> list[float]:
+        """Return when each token came; tokens of one chunk came at one time."""
+        pieces = zip(self.arrivals, self.counts, strict=True)
+        return [at for at, count in pieces for _ in range(count)]
+
     def gaps(self) -> list[float]:
         """Return the times between tokens; tokens that came together share the time before them."""
         found = []
@@ -102,6 +109,7 @@ class Reply:
             self.finish_reason = choice.finish_reason or self.finish_reason
             if choice.token_ids is not None:
                 count, has_ids = count + len(choice.token_ids), True
+                self.token_ids += choice.token_ids
         self.has_token_ids = self.has_token_ids or has_ids
         if not self.has_token_ids:
             count = 1 if text else 0
@@ -111,6 +119,37 @@ class Reply:
         if keep_text:
             self.text += text
         return text
+
+
+class ChunkReader:
+    """Reads the body of a streamed answer, whichever client brings it.
+
+    The body has to be read to its end: a connection that is left before it cannot be used again.
+
+    Attributes:
+        is_done: `[DONE]` came; what follows is skipped.
+    """
+
+    def __init__(self) -> None:
+        self._parser = EventParser()
+        self.is_done = False
+
+    def feed(self, part: bytes) -> Iterator[Chunk]:
+        """Yield each chunk that these bytes complete.
+
+        Raises:
+            EndpointError: it is an error, or nothing that is known.
+        """
+        if self.is_done:
+            return
+        try:
+            for data in self._parser.feed(part):
+                if data == _DONE:
+                    self.is_done = True
+                    return
+                yield _decode(data)
+        except EventTooLargeError as exc:
+            raise EndpointError(str(exc), "stream") from exc
 
 
 @dataclass(frozen=True)
@@ -189,7 +228,7 @@ class OpenAIClient:
         except httpx.HTTPError as exc:
             raise self._unreachable(exc) from exc
         if not response.is_success:
-            raise _refusal(response.status_code, response.content)
+            raise refusal(response.status_code, response.content)
         try:
             models = msgspec.json.decode(response.content, type=ModelList).data
         except UNDECODABLE as exc:
@@ -245,12 +284,14 @@ class OpenAIClient:
                 "POST", self.url + path, content=content, headers=headers
             ) as response:
                 if not response.is_success:
-                    raise _refusal(response.status_code, await _read_start(response))
-                async for data in _events(response):
-                    now = time.perf_counter() - start
-                    text = reply.take(_decode(data), now, keep_text=self._keep_text)
-                    if text and on_text is not None:
-                        on_text(text)
+                    raise refusal(response.status_code, await _read_start(response))
+                reader = ChunkReader()
+                async for part in response.aiter_bytes():
+                    for chunk in reader.feed(part):
+                        now = time.perf_counter() - start
+                        text = reply.take(chunk, now, keep_text=self._keep_text)
+                        if text and on_text is not None:
+                            on_text(text)
         except httpx.ConnectError as exc:
             raise self._unreachable(exc) from exc
         except httpx.TimeoutException as exc:
@@ -320,19 +361,6 @@ def may_use_proxy(url: str) -> bool:
     return httpx.URL(url).host not in LOOPBACK_HOSTS
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of each event before `[DONE]`."""
-    parser = EventParser()
-    async for part in response.aiter_bytes():
-        try:
-            for data in parser.feed(part):
-                if data == _DONE:
-                    return
-                yield data
-        except EventTooLargeError as exc:
-            raise EndpointError(str(exc), "stream") from exc
-
-
 def _decode(data: bytes) -> Chunk:
     try:
         chunk = _chunk.decode(data)
@@ -353,7 +381,8 @@ async def _read_start(response: httpx.Response) -> bytes:
     return bytes(body)
 
 
-def _refusal(status: int, body: bytes) -> EndpointError:
+def refusal(status: int, body: bytes) -> EndpointError:
+    """Return the error that a refused request is."""
     try:
         error = msgspec.json.decode(body, type=ErrorBody).error
         message = error if isinstance(error, str) else error.message

@@ -96,7 +96,7 @@ def probe_ucx() -> dict[str, Any]:
 
     import torch
 
-    from pagewire.services.cli.ucx_lane import name_lane
+    from pagewire.services.cli.doctor.ucx_lane import name_lane
     from pagewire.shared.kv.carriers.ucx_worker import UcxLibrary
 
     cuda = _enter_cuda()
