@@ -9,7 +9,7 @@ Shapes used throughout:
 
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
 `[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
-A slot is `block * BS + offset`; slot -1 means "do not write". Block tables are int32
+A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are int32
 `[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range.
 """
 

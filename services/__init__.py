@@ -1,4 +1,5 @@
-"""The services: router, prefill, decode, and the command line that starts and asks them.
+"""The services: router, prefill, decode, and the command line.
 
-Services talk by messages only and never import each other; `cli` starts them by name.
+Services communicate by messages only and do not import each other. `pagewire up` starts them as
+processes; `pagewire router`, `prefill` and `decode` import one service's `main` when they run.
 """

@@ -1,7 +1,8 @@
-"""Benches on GPUs: kernels' neighbours, the engine, the KV wire, serving on one and two GPUs.
+"""Benches on GPUs: the engine, KV transfer, and serving on one and two GPUs.
 
     make bench-gpu, make bench-gpu-2
 
-Each module is a program with a line of JSON a result; docs/benchmarks.md has the figures.
+Each module is a program that prints one line of JSON for each result; docs/benchmarks.md has the
+figures.
 Read first: `engine.py`, `wire.py`, `two.py`.
 """

@@ -33,7 +33,7 @@ from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION, Role
 from pagewire.shared.errors import ProtocolError, RedisUnavailableError
 
 __all__ = [
-    "CardPublisher",
+    "RecordPublisher",
     "LinkInfo",
     "OtherVersion",
     "Registry",
@@ -175,7 +175,7 @@ def _epoch_in(raw: bytes) -> int | None:
         return None  # `list_workers` reports it
 
 
-class CardPublisher:
+class RecordPublisher:
     """Renews a worker's record in the background, and removes it at the end.
 
     Args:

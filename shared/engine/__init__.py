@@ -4,6 +4,8 @@ Entry point: `build.build_engine` makes an `EngineCore`; `llm.LLM` is one withou
 `thread.EngineThread` runs one for a worker. Read first: `step.py` (what a step is), `scheduler.py`
 (how it is decided), `core.py` (the loop).
 
-Sequences are known to `sequence*.py`, `schedule*.py` and `core.py`; executors know slots and
-blocks. It may import kernels, and of shared the KV cache, the model, requests, settings, errors.
+Sequences stay on the host; executors know device slots and blocks only.
+
+May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
+`shared.control.protocol`, small modules.
 """

@@ -4,7 +4,7 @@
                     ^                      |     ^                   |
                     +------- tokens -------+     +--- StepResult ----+
                                            |
-                                           +--StepPlan.kv--> packer, scatterer
+                                           +--StepPlan.kv--> KvSender, KvReceiver
 
 The scheduler decides and accounts. It returns a `Schedule` and calls nobody. The core keeps the
 schedule, which names sequences, and gives the plan to the executor, which knows slots and blocks

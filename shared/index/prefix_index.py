@@ -22,7 +22,7 @@ from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.redis_client import redis_call
 from pagewire.shared.errors import RedisUnavailableError
 from pagewire.shared.index.optimistic import OptimisticEntries
-from pagewire.shared.index.scripts import LOOKUP, PUBLISH, SPECULATE
+from pagewire.shared.index.scripts import ASSUME, LOOKUP, PUBLISH
 from pagewire.shared.kv.block_hash import BlockHash
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _ENTRY_TTL_S = 3600
 _SIGN_TTL_S = 60
 _FAILURES_TO_PAUSE = 2
 _PAUSE_S = 0.5
-_MAX_SPECULATIVE_WRITES = 32
+_MAX_OPTIMISTIC_WRITES = 32
 _MIN_RESYNC_INTERVAL_S = 1.0
 _BACKOFF_S = (0.1, 5.0)
 
@@ -98,9 +98,9 @@ class PrefixIndex:
         if not hashes:
             return
         self._recent.add(hashes, worker_id, epoch, time.monotonic() + ttl_s)
-        if len(self._writes) < _MAX_SPECULATIVE_WRITES and not self._is_paused():
+        if len(self._writes) < _MAX_OPTIMISTIC_WRITES and not self._is_paused():
             write = self._write_optimistic(hashes, worker_id, epoch, ttl_s)
-            task = start_task(write, "speculative-entries")
+            task = start_task(write, "optimistic-entries")
             self._writes.add(task)
             task.add_done_callback(self._writes.discard)
 
@@ -144,7 +144,7 @@ class PrefixIndex:
         )
 
     async def close(self) -> None:
-        """End speculative writes that are under way. Idempotent."""
+        """End optimistic writes that are under way. Idempotent."""
         for task in list(self._writes):
             await end_task(task)
 
@@ -187,7 +187,7 @@ class PrefixIndex:
         expires_ms = int(time.time() * 1000) + ttl_ms
         try:
             await self._run(
-                SPECULATE,
+                ASSUME,
                 _WRITE_TIMEOUT_S,
                 self._entry_prefix,
                 worker_id,
@@ -197,7 +197,7 @@ class PrefixIndex:
                 b"".join(hashes),
             )
         except RedisUnavailableError as exc:
-            logger.debug("a speculative entry was not written: %s", exc)
+            logger.debug("an optimistic entry was not written: %s", exc)
 
     async def _run(self, script: str, timeout: float, *arguments: Any) -> Any:
         # The script itself, not its digest: a server that was flushed or restarted knows none.

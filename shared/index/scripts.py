@@ -77,7 +77,7 @@ return known and 1 or 0
 
 # Note blocks that a worker will soon have, where it has none yet.
 # ARGV: key prefix, worker id, epoch, expires in ms, TTL in ms, hashes.
-SPECULATE = """
+ASSUME = """
 local prefix, id, epoch, ttl, hashes = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[6]
 for at = 1, #hashes, 16 do
   local key = prefix .. string.sub(hashes, at, at + 15)

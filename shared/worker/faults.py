@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from pagewire.shared.cluster.registry import CardPublisher, Registry
+from pagewire.shared.cluster.registry import RecordPublisher, Registry
 from pagewire.shared.control.channel import ControlServer
 from pagewire.shared.index.prefix_index import IndexPublisher
 from pagewire.shared.metrics.faults import ignored_records, labelled
@@ -23,7 +23,7 @@ class WorkerFaults:
         self,
         server: ControlServer,
         registry: Registry,
-        publisher: CardPublisher,
+        publisher: RecordPublisher,
         index: IndexPublisher,
     ) -> None:
         self._server, self._registry = server, registry

@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import (
-    CardPublisher,
     LinkInfo,
+    RecordPublisher,
     Registry,
     WorkerDirectory,
     WorkerRecord,
@@ -204,7 +204,7 @@ class WorkerRuntime:
         service.start()
         stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened again
         stack.push_async_callback(service.close)
-        self._publisher = CardPublisher(self._registry, self._record, settings.heartbeat_s)
+        self._publisher = RecordPublisher(self._registry, self._record, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
         self.metrics_registry.register(

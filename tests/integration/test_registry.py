@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.cluster.registry import (
-    CardPublisher,
     LinkInfo,
     OtherVersion,
+    RecordPublisher,
     Registry,
     WorkerLoad,
 )
@@ -288,7 +288,7 @@ def test_a_publisher_keeps_a_record_alive_and_removes_it_at_the_end(any_redis_ur
     async def scenario() -> None:
         async with registry_at(any_redis_url, lease_s=0.4) as registry:
             state = {"state": "ready"}
-            publisher = CardPublisher(registry, lambda: record(**state), heartbeat_s=0.1)
+            publisher = RecordPublisher(registry, lambda: record(**state), heartbeat_s=0.1)
             await publisher.start()
             await asyncio.sleep(0.8)
             assert await registry.list_workers() == [record()]
@@ -303,7 +303,7 @@ def test_a_change_of_state_is_published_at_once(redis_server: RedisServer) -> No
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
             state = {"state": "ready"}
-            publisher = CardPublisher(registry, lambda: record(**state), heartbeat_s=60)
+            publisher = RecordPublisher(registry, lambda: record(**state), heartbeat_s=60)
             await publisher.start()
             state["state"] = "draining"
             publisher.renew_now()
@@ -319,7 +319,7 @@ def test_a_publisher_outlives_redis(
 ) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
-            publisher = CardPublisher(registry, record, heartbeat_s=0.05)
+            publisher = RecordPublisher(registry, record, heartbeat_s=0.05)
             await publisher.start()
             redis_server.kill()
             await asyncio.sleep(0.3)
@@ -341,7 +341,7 @@ def test_a_bug_in_making_a_record_is_logged(
 
     async def scenario() -> None:
         async with registry_at(redis_server.url) as registry:
-            publisher = CardPublisher(registry, lambda: next(records), heartbeat_s=0.05)
+            publisher = RecordPublisher(registry, lambda: next(records), heartbeat_s=0.05)
             await publisher.start()
             await asyncio.sleep(0.2)
             await publisher.close()

@@ -89,7 +89,7 @@ def test_a_stream_goes_on_at_another_worker_with_the_same_tokens(redis_url):
         given = after.output_token_ids
         assert 4 <= len(given) < len(ANSWER)
         assert given == ANSWER[: len(given)]
-        assert await router.metric("pagewire_request_moves_total") == 1
+        assert await router.metric("pagewire_request_migrations_total") == 1
 
     with_workers(redis_url, 2, scenario)
 
@@ -251,7 +251,7 @@ def test_a_worker_that_does_not_come_back_is_a_503(redis_url, monkeypatch, strea
 
 
 def test_a_request_that_kills_its_workers_does_not_kill_all(redis_url, monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_MOVES", 1)
+    monkeypatch.setattr(dispatch, "MAX_MIGRATIONS", 1)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         for worker in workers:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.cluster.registry import (
-    CardPublisher,
+    RecordPublisher,
     Registry,
     WorkerDirectory,
     WorkerLoad,
@@ -115,7 +115,7 @@ def test_the_directory_sees_changed_loads(redis_server: RedisServer) -> None:
 def test_a_flushed_redis_costs_no_worker(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         async with registry_at(redis_server.url, lease_s=1.0) as registry:
-            publisher = CardPublisher(registry, lambda: record("a"), heartbeat_s=0.2)
+            publisher = RecordPublisher(registry, lambda: record("a"), heartbeat_s=0.2)
             await publisher.start()
             async with watching(registry) as watched:
                 for _ in range(3):

@@ -8,8 +8,8 @@ import msgspec
 
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import (
-    CardPublisher,
     LinkInfo,
+    RecordPublisher,
     Registry,
     WorkerLoad,
     WorkerRecord,
@@ -122,7 +122,7 @@ class FakeDecodeWorker:
         redis = await connect_redis(self._redis_url)
         self._stack.push_async_callback(redis.aclose)
         registry = Registry(redis, cluster_tag(self._secret), LEASE_S)
-        publisher = CardPublisher(registry, lambda: self.record, HEARTBEAT_S)
+        publisher = RecordPublisher(registry, lambda: self.record, HEARTBEAT_S)
         await publisher.start()
         self._stack.push_async_callback(publisher.close)
         self._publisher = publisher

@@ -252,7 +252,7 @@ def make_trouble(device: str, seconds: float, logs: Path, *options: str) -> Toll
     ):
         try:
             run_async(ask_amid_trouble(cluster, serving, seconds, toll), seconds + 600)
-            toll.moves = int(sum(_sums(cluster, "pagewire_request_moves_total")))
+            toll.moves = int(sum(_sums(cluster, "pagewire_request_migrations_total")))
             toll.local_prefills = int(sum(_sums(cluster, "pagewire_local_prefills_total{")))
         finally:
             print(json.dumps({"what": "trouble", "device": device, **asdict(toll)}), flush=True)

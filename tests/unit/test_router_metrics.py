@@ -115,12 +115,12 @@ def test_a_family_of_another_type_than_the_first_is_left_out():
 
 def test_the_routers_own_families_win():
     registry = CollectorRegistry()
-    Counter("pagewire_request_moves", "of a worker", registry=registry).inc(7)
+    Counter("pagewire_request_migrations", "of a worker", registry=registry).inc(7)
     merged: dict = {}
     merge_families(merged, record("w"), registry.collect())
     text = render(RouterMetrics("m").registry, merged.values()).decode()
-    assert "pagewire_request_moves_total 0.0" in text
-    assert "pagewire_request_moves_total{" not in text
+    assert "pagewire_request_migrations_total 0.0" in text
+    assert "pagewire_request_migrations_total{" not in text
 
 
 def test_the_used_share_is_of_the_decode_workers_alone():

@@ -3,5 +3,5 @@
 Entry point: `bench` (command.py).
 Read first: `load.py` (what is asked and when: pure), `runner.py`, `stats.py` (pure arithmetic).
 
-May import: `services.cli.client`, `shared`.
+May import: `services.cli.client`, modules of `services.cli`, `shared`.
 """

@@ -3,5 +3,5 @@
 Entry point: `OpenAIClient` (openai_client.py).
 Read first: `openai_client.py`, `chat.py`, `cluster_status.py`.
 
-May import: `shared`.
+May import: modules of `services.cli`, `shared`.
 """

@@ -3,5 +3,5 @@
 Entry point: `doctor` (command.py).
 Read first: `checks.py` (findings: pure), `probe.py` (looks at torch, Triton and UCX), `memory.py`.
 
-May import: `shared`, `services.cli.up.machine`.
+May import: `shared`, `kernels`, `services.cli.up`, modules of `services.cli`.
 """

@@ -1,7 +1,8 @@
-"""Requests under way: sent to a decode worker, moved to another one if that dies.
+"""Requests in progress: sent to a decode worker, and migrated to another one if that dies.
 
 Entry point: `Dispatcher.open` (dispatcher.py), which returns a `TokenStream` for each prompt.
 Read first: `dispatcher.py`, `attempt.py` (one try with one worker), `output_buffer.py`.
 
-May import: `placement`, `workers` and `metrics` of the router, `shared.control`. No HTTP.
+May import: `placement`, `workers` and `metrics` of the router, `shared.control`, small modules.
+No HTTP.
 """

@@ -41,7 +41,7 @@ from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 3  # a request that kills its workers must not kill all
+MAX_MIGRATIONS = 3  # a request that kills its workers must not kill all
 WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if none is left
 RETRY_S = 0.1
 
@@ -70,7 +70,7 @@ class TokenStream:
         self._attempt: Attempt | None = None
         self._refused_by: set[str] = set()
         self._overloaded = False
-        self._moves = 0
+        self._migrations = 0
         self._wait_until: float | None = None
         self._ended = False
         self._first: TokenStream | None = None
@@ -172,7 +172,7 @@ class TokenStream:
 
     def _on_lost(self, lost: Lost) -> TokenOutput | None:
         """Prepare a move, unless the answer is complete as it is."""
-        self._moves += 1
+        self._migrations += 1
         self._wait_until = None
         logger.warning(
             "a request lost its decode worker after %d tokens: %s",
@@ -182,9 +182,9 @@ class TokenStream:
         if len(self._output_ids) >= self._spec.max_tokens:
             self.close("length")
             return TokenOutput(request_id="-", finish_reason="length")
-        if self._moves > MAX_MOVES:
-            raise RequestFailedError(f"the request lost its worker {self._moves} times")
-        self._dispatcher.metrics.moves.inc()
+        if self._migrations > MAX_MIGRATIONS:
+            raise RequestFailedError(f"the request lost its worker {self._migrations} times")
+        self._dispatcher.metrics.migrations.inc()
         return None
 
     async def _start(self) -> None:
@@ -230,7 +230,7 @@ class TokenStream:
 
     def _may_wait(self, exc: NoWorkerError | OverloadedError) -> bool:
         """Whether to wait for a worker: not for room in a queue, unless the request has begun."""
-        if self._moves:
+        if self._migrations:
             return True
         return isinstance(exc, NoWorkerError) and self._dispatcher.links.expects_worker
 

@@ -3,5 +3,6 @@
 Read first: `requests.py` (names that vLLM's dashboards know, and Pagewire's own), `state.py`,
 `workers.py`.
 
-May import: `shared.metrics`, `shared.cluster`. No HTTP.
+May import: `placement` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
+`shared.metrics`. No HTTP.
 """

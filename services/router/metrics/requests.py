@@ -33,7 +33,7 @@ class RouterMetrics:
 
     Attributes:
         registry: of this router alone.
-        moves: requests that lost their worker and continue at another or at its next run.
+        migrations: requests that lost their worker and continue at another or at its next run.
         request_errors: answers with a status of 400 or more.
     """
 
@@ -74,8 +74,8 @@ class RouterMetrics:
             registry=self.registry,
             buckets=FIRST_TOKEN_BUCKETS,
         )
-        self.moves = Counter(
-            "pagewire_request_moves",
+        self.migrations = Counter(
+            "pagewire_request_migrations",
             "Requests that lost their decode worker and continue at another or at its next run",
             registry=self.registry,
         )

@@ -3,5 +3,6 @@
 Entry point: `AnswerStream` (stream.py).
 Read first: `stream.py`, `served_model.py` (the tokenizer and limits).
 
-May import: `services.router.dispatch`, `shared.text`. No HTTP.
+May import: `metrics` of the router, `shared.control.protocol`, `shared.model` (without torch),
+`shared.text`, small modules. No HTTP.
 """

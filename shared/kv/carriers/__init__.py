@@ -1,6 +1,8 @@
-"""Carriers: the ways of moving a segment's payload from one worker's staging to another's.
+"""Carriers: they send a segment's payload from one worker's staging slot to another's.
 
-A carrier moves bytes between staging slots and knows nothing of jobs or blocks. `base.py` is the
-interface; `zmq.py` the one that works everywhere. Adding one: a file here, a line in
-`shared/worker/kv.py`, its name in `shared/config.py`.
+A carrier moves bytes between staging slots and does not know jobs or blocks.
+Read first: `base.py` (the interface), `zmq.py` (works everywhere). CONTRIBUTING.md says how to add
+one.
+
+May import: `shared.kv`, `shared.engine.block_mover` and `executor`, small modules.
 """

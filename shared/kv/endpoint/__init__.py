@@ -2,14 +2,14 @@
 
     prefill worker                                        decode worker
     pool --pack--> staging --carrier: payload-----------> staging --unpack, check--> pool
-                   sender.py --Segment-------> socket -> receiver.py
-                   credits.py <-Ack, Grant, Reclaim-----  credits.py
+                   sender.py --Segment, Return-> socket-> receiver.py
+                   credits.py <-Ack, Grant, Reclaim------ credits.py
 
 A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py): hooks
 of the engine that run in the engine's thread, between steps. Nothing here waits: what takes
 time is polled. Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. The
 state of both halves of a link is pure (`credits.py`, `segments.py`).
 
-May import: `shared.kv` with its carriers, the engine's plans and seams, `shared.control.protocol`,
+May import: `shared.kv` with its carriers, `shared.engine`, `shared.control.protocol`,
 `kernels`.
 """
