@@ -149,7 +149,11 @@ def test_job_that_fails_is_done_again_for_all(then: str, late: bool) -> None:
                 await link.granted()
                 link.pass_test()
                 await eventually(
-                    lambda: d.is_linked() and d.is_linked("prefill-1") == (then == "next")
+                    lambda: (
+                        link.gives_credits_back()
+                        and d.is_linked()
+                        and d.is_linked("prefill-1") == (then == "next")
+                    )
                 )
                 router.generate(prompt=LONG, forks=OTHERS)
                 await eventually(failing.tickets)

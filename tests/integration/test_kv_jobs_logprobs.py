@@ -64,7 +64,11 @@ def test_job_that_fails_among_its_parts_is_scored_again(then: str) -> None:
                 await link.granted()
                 link.pass_test()
                 await eventually(
-                    lambda: d.is_linked() and d.is_linked("prefill-1") == (then == "next")
+                    lambda: (
+                        link.gives_credits_back()
+                        and d.is_linked()
+                        and d.is_linked("prefill-1") == (then == "next")
+                    )
                 )
                 router.generate(**ASKED)
                 await eventually(failing.tickets)

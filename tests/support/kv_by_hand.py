@@ -23,6 +23,8 @@ from pagewire.shared.kv.messages import (
     Ack,
     Grant,
     Open,
+    Reclaim,
+    Return,
     Segment,
     decode_for_sender,
     encode,
@@ -112,7 +114,7 @@ class KvLinkByHand:
 
     def __init__(self, socket: zmq.Socket[bytes], hello: KvHello) -> None:
         self._socket, self._hello = socket, hello
-        self._credits: list[int] = []
+        self._in_use: int | None = None  # a credit
         self._uses = 0
         self.send(encode(Open()))
 
@@ -137,11 +139,11 @@ class KvLinkByHand:
         """Send what a link is tested with, and wait for its acknowledgement."""
         grant = self.receive()
         assert isinstance(grant, Grant)
-        self._credits = list(grant.credits)
+        self._in_use = grant.credits[0]
         payload = payload_of_test(0, 64)
         self._uses += 1
         segment = Segment(
-            credit=self._credits[0],
+            credit=self._in_use,
             use=self._uses,
             job=TEST_JOB,
             first=0,
@@ -153,8 +155,20 @@ class KvLinkByHand:
         )
         self.send(encode(segment), payload)
         while not isinstance(ack := self.receive(), Ack):
-            pass  # credits come and go as links do
+            self._answer(ack)
+        self._in_use = None
         assert ack.outcome == "ok"
+
+    def gives_credits_back(self) -> bool:
+        """Answer what has come: another link cannot begin without the credits that this one has."""
+        while self._socket.poll(0):
+            self._answer(self.receive())
+        return True
+
+    def _answer(self, message: object) -> None:
+        """Return an idle credit; the Ack of one that is in use returns it."""
+        if isinstance(message, Reclaim) and message.credit != self._in_use:
+            self.send(encode(Return(message.credit)))
 
 
 def payload_of_test(seed: int, nbytes: int) -> bytes:
