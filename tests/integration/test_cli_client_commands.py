@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
+from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.client_cluster import (
     ANSWER,
@@ -65,6 +65,19 @@ def test_requests_in_turn_share_a_connection(old: OpenAIServer) -> None:
 
     run_async(ask())
     assert old.num_connections == 1
+
+
+@pytest.mark.parametrize("mode", ["cuts", "lingers"])
+def test_an_answer_is_complete_without_the_end_of_its_body(old: OpenAIServer, mode: str) -> None:
+    old.mode = mode
+
+    async def ask() -> Reply:
+        async with OpenAIClient(old.url, timeout_s=5) as client:
+            return await client.stream(COMPLETIONS, {"model": "m", "prompt": "One"})
+
+    reply = run_async(ask())
+    assert (reply.text, reply.finish_reason) == ("one two three", "stop")
+    assert reply.seconds < 0.5  # not until the client waits no longer
 
 
 def test_complete_says_that_an_answer_was_cut(cluster: Cluster) -> None:

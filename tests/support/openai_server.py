@@ -20,7 +20,8 @@ class OpenAIServer:
     Attributes:
         mode: "old" streams text alone, "usage" a last chunk with the usage, too; "busy" refuses
             with 429, "breaks" ends in mid-stream, "fails" sends an error in mid-stream, "html"
-            speaks something else.
+            speaks something else; "cuts" closes the connection after [DONE], without the end of
+            the body, and "lingers" leaves it open.
         delay_s: before each answer to a POST.
         bodies: of the requests, in order.
         keys: their Authorization headers.
@@ -93,14 +94,15 @@ class _Handler(BaseHTTPRequestHandler):
                 events.append({"usage": {"prompt_tokens": 7, "completion_tokens": 4}})
         lines = [f"data: {json.dumps(event)}\r\n\r\n" for event in events]
         end = "" if mode == "breaks" else "data: [DONE]\r\n\r\n"
-        self._send("".join([*lines, end]).encode())
+        self._send("".join([*lines, end]).encode(), ends=mode not in ("cuts", "lingers"))
+        self.close_connection = self.close_connection or mode == "cuts"
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, ends: bool = True) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) + (b"0\r\n\r\n" if ends else b""))
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from pagewire.services.cli.client import sse
 from pagewire.services.cli.client.chat import Conversation
+from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy, root_url
 from pagewire.services.cli.client.openai_client import (
     DIALECTS,
     Reply,
-    base_url,
-    may_use_proxy,
-    root_url,
 )
 from pagewire.services.cli.client.openai_messages import Chunk
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError

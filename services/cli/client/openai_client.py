@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -12,17 +14,19 @@ from typing import Any
 import httpx
 import msgspec
 
+from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy
 from pagewire.services.cli.client.openai_messages import Chunk, ErrorBody, ModelList, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
 from pagewire.services.cli.program import own_command
 from pagewire.shared.errors import UNDECODABLE, ConfigError, PagewireError
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 10.0
+BODY_END_TIMEOUT_S = 1.0  # after the answer has ended
 MAX_ERROR_BYTES = 64 << 10
 MAX_ERROR_CHARS = 500
-MAX_PORT = 65535
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 _DONE = b"[DONE]"
 _chunk = msgspec.json.Decoder(Chunk)
@@ -286,12 +290,17 @@ class OpenAIClient:
                 if not response.is_success:
                     raise refusal(response.status_code, await _read_start(response))
                 reader = ChunkReader()
-                async for part in response.aiter_bytes():
+                parts = response.aiter_bytes()
+                async for part in parts:
                     for chunk in reader.feed(part):
                         now = time.perf_counter() - start
                         text = reply.take(chunk, now, keep_text=self._keep_text)
                         if text and on_text is not None:
                             on_text(text)
+                    if reader.is_done:
+                        break
+                reply.seconds = time.perf_counter() - start
+                await _read_end(parts)
         except httpx.ConnectError as exc:
             raise self._unreachable(exc) from exc
         except httpx.TimeoutException as exc:
@@ -302,7 +311,6 @@ class OpenAIClient:
             ) from exc
         if reply.finish_reason is None:
             raise EndpointError("the answer broke off", "cut off")
-        reply.seconds = time.perf_counter() - start
         return reply
 
     def _unreachable(self, exc: httpx.HTTPError) -> EndpointError:
@@ -312,15 +320,6 @@ class OpenAIClient:
             f"`{own_command()} up`, or name another endpoint with --url",
             kind,
         )
-
-
-def base_url(url: str) -> str:
-    """Return the URL up to and including `/v1`.
-
-    Raises:
-        ConfigError: it is not an HTTP URL.
-    """
-    return f"{root_url(url)}/v1"
 
 
 def _checked_key(api_key: str) -> str:
@@ -335,32 +334,6 @@ def _checked_key(api_key: str) -> str:
     return key
 
 
-def root_url(url: str) -> str:
-    """Return the URL of the server, without `/v1`.
-
-    Raises:
-        ConfigError: it is not an HTTP URL.
-    """
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as exc:
-        raise ConfigError(f"{_named(url)} is not a URL: {exc}") from exc
-    if (parsed.port or 0) > MAX_PORT:
-        raise ConfigError(f"{_named(url)} is not a URL: ports end at {MAX_PORT}")
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
-        raise ConfigError(f"{_named(url)} is not an endpoint; one is http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def _named(url: str) -> str:
-    return f"--url (or PAGEWIRE_URL) {url!r}"
-
-
-def may_use_proxy(url: str) -> bool:
-    """Return whether the environment's proxies may be used: never to reach this machine."""
-    return httpx.URL(url).host not in LOOPBACK_HOSTS
-
-
 def _decode(data: bytes) -> Chunk:
     try:
         chunk = _chunk.decode(data)
@@ -369,6 +342,16 @@ def _decode(data: bytes) -> Chunk:
     if chunk.error is not None:
         raise EndpointError(_clip(chunk.error.message), "stream error")
     return chunk
+
+
+async def _read_end(parts: AsyncIterator[bytes]) -> None:
+    """Read the rest of a body, so that its connection is used again; the answer is complete."""
+    try:
+        async with asyncio.timeout(BODY_END_TIMEOUT_S):
+            async for _ in parts:
+                pass
+    except (TimeoutError, httpx.HTTPError) as exc:
+        logger.debug("a connection is not used again: %s", exc or type(exc).__name__)
 
 
 async def _read_start(response: httpx.Response) -> bytes:

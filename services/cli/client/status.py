@@ -22,7 +22,7 @@ from pagewire.services.cli.client.cluster_status import (
     fetch_status,
     wait_until_ready,
 )
-from pagewire.services.cli.client.openai_client import may_use_proxy, root_url
+from pagewire.services.cli.client.endpoint_url import may_use_proxy, root_url
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.health import shrunk_contexts
 from pagewire.services.cli.terminal import print_whole
