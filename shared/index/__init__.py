@@ -1,6 +1,6 @@
 """The prefix index: which worker has which KV blocks cached, by block hash, in Redis.
 
-    worker: cache --> IndexPublisher --> Redis <-- PrefixIndex.lookup <-- router
+    worker: BlockPool --> IndexPublisher --> Redis <-- PrefixIndex.lookup <-- router
 
 Entry points: `PrefixIndex` and its publisher in prefix_index.py.
 Read first: `prefix_index.py`, `scripts.py` (what Redis runs), `optimistic.py` (what a router

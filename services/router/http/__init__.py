@@ -3,7 +3,7 @@
     body --> schemas.py --> inputs.py --> answers.py --> responses.py --> http_io.py --> client
 
 Entry point: `create_app` (app.py).
-Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters),
+Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters, or is refused),
 `responses.py`.
 
 May import: all of the router. Nothing of a worker.

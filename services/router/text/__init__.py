@@ -1,7 +1,7 @@
 """From the workers' tokens to the text of an answer.
 
 Entry point: `AnswerStream` (stream.py).
-Read first: `stream.py`, `served_model.py` (the tokenizer and limits).
+Read first: `stream.py` (one answer, until it ends), `served_model.py` (the tokenizer and limits).
 
 May import: `metrics` of the router, `shared.control.protocol`, `shared.model` (without torch),
 `shared.text`, small modules. No HTTP.
