@@ -167,7 +167,7 @@ class SequenceTable:
     def fork_children(self, parent: Sequence) -> None:
         """Let the children of a sequence run, whose prompt has been computed.
 
-        Those for which there is no room queue, before all others.
+        Those that find no room wait at the front of the queue.
         """
         queued = []
         for child in parent.children:

@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.shared.control.protocol import Prefill
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
+from pagewire.tests.support.kv_failing_job import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import DecodeWorker, decode_worker, prefill_worker
 
@@ -136,35 +136,14 @@ def test_nothing_is_left_when_all_end_before_the_first_token(leave: bool) -> Non
 @pytest.mark.parametrize("late", [False, True])
 def test_job_that_fails_is_done_again_for_all(then: str, late: bool) -> None:
     async def scenario() -> None:
-        async with (
-            prefill_by_hand("prefill-0") as failing,
-            prefill_worker("prefill-1") as other,
-            decode_worker() as d,
-            router_of(d) as router,
-        ):
-            d.records = [failing.record(), *([other.record()] if then == "next" else [])]
-            await eventually(lambda: failing.hellos)
-            with kv_link_by_hand(failing.hellos[0][1]) as link:
-                failing.welcome()
-                await link.granted()
-                link.pass_test()
-                await eventually(
-                    lambda: (
-                        link.gives_credits_back()
-                        and d.is_linked()
-                        and d.is_linked("prefill-1") == (then == "next")
-                    )
-                )
-                router.generate(prompt=LONG, forks=OTHERS)
-                await eventually(failing.tickets)
-                job = failing.tickets()[0].job_id
-                if late:
-                    failing.done(job, router.expected("r")[0])
-                    await router.first_token()
-                failing.fail(job)
-                await answers(router)
-            assert len(other.taken(Prefill)) == (1 if then == "next" else 0)
-            assert d.local_prefills("failed") == (0 if then == "next" else 1)
+        async with failing_job(then, prompt=LONG, forks=OTHERS) as case:
+            if late:
+                case.failing.done(case.job, case.router.expected("r")[0])
+                await case.router.first_token()
+            case.failing.fail(case.job)
+            await answers(case.router)
+            assert len(case.other.taken(Prefill)) == (1 if then == "next" else 0)
+            assert case.decode.local_prefills("failed") == (0 if then == "next" else 1)
 
     run_async(scenario())
 

@@ -8,7 +8,7 @@ from pagewire.shared.control.protocol import PromptScored
 from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import score
-from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
+from pagewire.tests.support.kv_failing_job import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
 
@@ -51,34 +51,13 @@ def test_prompt_and_first_token_have_theirs_wherever_they_are_computed(
 @pytest.mark.parametrize("then", ["next", "local"])
 def test_job_that_fails_among_its_parts_is_scored_again(then: str) -> None:
     async def scenario() -> None:
-        async with (
-            prefill_by_hand("prefill-0") as failing,
-            prefill_worker("prefill-1") as other,
-            decode_worker() as d,
-            router_of(d) as router,
-        ):
-            d.records = [failing.record(), *([other.record()] if then == "next" else [])]
-            await eventually(lambda: failing.hellos)
-            with kv_link_by_hand(failing.hellos[0][1]) as link:
-                failing.welcome()
-                await link.granted()
-                link.pass_test()
-                await eventually(
-                    lambda: (
-                        link.gives_credits_back()
-                        and d.is_linked()
-                        and d.is_linked("prefill-1") == (then == "next")
-                    )
-                )
-                router.generate(**ASKED)
-                await eventually(failing.tickets)
-                job = failing.tickets()[0].job_id
-                part = PromptLogprobs(1, score(LONG[1:12]))
-                failing.post(PromptScored(job_id=job, prompt_logprobs=part))
-                await eventually(router.scored)
-                assert router.scored() == LONG[1:12]
-                failing.fail(job)
-                await eventually(lambda: router.outputs["r"][-1].finish_reason)
+        async with failing_job(then, **ASKED) as case:
+            router = case.router
+            part = PromptLogprobs(1, score(LONG[1:12]))
+            case.failing.post(PromptScored(job_id=case.job, prompt_logprobs=part))
+            await eventually(router.scored)
+            assert router.scored() == LONG[1:12]
+            case.failing.fail(case.job)
             await router.answer()
             check(router)
             assert router.prefilled_by() == ("prefill-1" if then == "next" else None)

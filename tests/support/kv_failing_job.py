@@ -1,0 +1,62 @@
+"""A prefill job that a worker by hand is to fail, while another worker could do it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.kv_by_hand import PrefillByHand, kv_link_by_hand, prefill_by_hand
+from pagewire.tests.support.kv_router import Router, router_of
+from pagewire.tests.support.kv_services import (
+    DecodeWorker,
+    PrefillWorker,
+    decode_worker,
+    prefill_worker,
+)
+
+
+@dataclass(frozen=True)
+class FailingJob:
+    """Attributes: the workers, the router that has asked, and the job's name."""
+
+    failing: PrefillByHand
+    other: PrefillWorker
+    decode: DecodeWorker
+    router: Router
+    job: str
+
+
+@asynccontextmanager
+async def failing_job(then: str, **asked: Any) -> AsyncIterator[FailingJob]:
+    """Ask for an answer; its prompt goes to the worker by hand.
+
+    Args:
+        then: "next": the decode worker knows the other prefill worker, too; "local": it does not.
+        asked: see `Router.generate`.
+    """
+    async with (
+        prefill_by_hand("prefill-0") as failing,
+        prefill_worker("prefill-1") as other,
+        decode_worker() as d,
+        router_of(d) as router,
+    ):
+        is_next = then == "next"
+        d.records = [failing.record(), *([other.record()] if is_next else [])]
+        await eventually(lambda: failing.hellos)
+        with kv_link_by_hand(failing.hellos[0][1]) as link:
+            failing.welcome()
+            await link.granted()
+            link.pass_test()
+            await eventually(
+                lambda: (
+                    link.gives_credits_back()
+                    and d.is_linked()
+                    and d.is_linked("prefill-1") == is_next
+                )
+            )
+            router.generate(**asked)
+            await eventually(failing.tickets)
+            yield FailingJob(failing, other, d, router, failing.tickets()[0].job_id)
