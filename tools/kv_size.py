@@ -2,7 +2,8 @@
 
     python -P -m pagewire.tools.kv_size
 
-Prints a line a file, the sum, the types of messages between two workers' KV halves, and the
+Prints a line a file, the sum, the types of messages about links and segments, those about jobs that
+cross the same socket, and the
 functions that one segment passes through, at the sender and the receiver together. For these, a
 real segment crosses between two endpoints in this process, by ZeroMQ, under a profiler. A segment
 passes through a function that makes it, takes it as an argument, or returns or yields it: itself or
@@ -19,6 +20,7 @@ import tokenize
 from pathlib import Path
 from typing import get_args
 
+from pagewire.shared.kv.job_messages import JobReport, JobRequest
 from pagewire.shared.kv.messages import ToReceiver, ToSender
 from pagewire.tests.support.kv_trace import trace_segment
 
@@ -27,6 +29,7 @@ PATTERNS = (
     "shared/kv/carriers/*.py",
     "shared/kv/endpoint/*.py",
     "shared/kv/device_memory.py",
+    "shared/kv/job_messages.py",
     "shared/kv/messages.py",
     "shared/kv/peer_process.py",
     "shared/kv/staging.py",
@@ -65,10 +68,15 @@ def count_lines(source: str) -> int:
     return len(lines - docstrings)
 
 
+def job_message_names() -> list[str]:
+    """Return the types of messages about jobs."""
+    return [kind.__name__ for kind in (*get_args(JobReport), *get_args(JobRequest))]
+
+
 def message_names() -> list[str]:
-    """Return the types of messages between two workers' KV halves."""
+    """Return the types of messages about links and segments."""
     names = [kind.__name__ for kind in (*get_args(ToReceiver), *get_args(ToSender))]
-    return [*names, *CONTROL_MESSAGES]
+    return [name for name in names if name not in job_message_names()] + list(CONTROL_MESSAGES)
 
 
 def main() -> None:
@@ -79,8 +87,8 @@ def main() -> None:
         total += count
         print(f"{count:6d}  {file.relative_to(ROOT)}")
     print(f"{total:6d}  in all")
-    names = message_names()
-    print(f"{len(names):6d}  messages: {', '.join(names)}")
+    for what, names in (("links", message_names()), ("jobs", job_message_names())):
+        print(f"{len(names):6d}  messages about {what}: {', '.join(names)}")
     trace = trace_segment()
     for where, name in sorted(trace.passed):
         print(f"        {where}: {name}")

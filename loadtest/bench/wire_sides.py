@@ -36,7 +36,8 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
-from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.expectations import Expected
+from pagewire.shared.kv.endpoint.jobs import Jobs
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
@@ -53,14 +54,6 @@ SLOT_BLOCKS = 64
 TIMEOUT_S = 60.0
 STEPPING_ROWS = 32
 STEPPING_ROW_BLOCKS = 64
-STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
-LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
-ROUNDS = 9
-IN_A_ROW = (1, 8)  # prompts
-SLOTS = 16
-SLOT_BLOCKS = 64
-TIMEOUT_S = 60.0
-STEPPING_ROWS = 32
 STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
 
 
@@ -206,7 +199,7 @@ def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: Engi
     begin(jobs)
 
 
-class Receiving:
+class Receiving(Jobs):
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:
@@ -222,14 +215,18 @@ class Receiving:
             on_link_lost=self._on_link_lost,
             **parts,
         )
-        self._receiver.expected.on_reserved = self._on_reserved
+        self._receiver.jobs = self
         engine.core.hooks.append(self._receiver)
         self._rounds = 0
 
-    def _on_reserved(self, request: str, job: str, _first: int, _count: int) -> None:
-        done = Completion(job, 7, lambda: self._events.put(time.monotonic_ns()))
-        self._receiver.expected.complete(request, done)
-        self._events.put(job)
+    def on_reserved(self, expected: Expected) -> None:
+        """Note a job's name; its first token is not what is timed."""
+        self._receiver.complete(expected, 7)
+        self._events.put(expected.job)
+
+    def on_activated(self, expected: Expected) -> None:
+        """Note when a prompt has crossed."""
+        self._events.put(time.monotonic_ns())
 
     def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
         self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))

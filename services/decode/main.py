@@ -38,14 +38,6 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
         lease_s=settings.lease_s,
         timeout_s=settings.transfer_timeout_s,
     )
-    jobs = RemoteJobs(
-        runtime.identity,
-        engine,
-        receiver,
-        links,
-        local_prefills,
-        settings.prefill_timeout_s,
-    )
-    return DecodeService(
-        engine, jobs, runtime.server.post, lambda: runtime.is_draining, local_prefills
-    )
+    jobs = RemoteJobs(engine, receiver, local_prefills, settings.prefill_timeout_s)
+    post = runtime.server.post
+    return DecodeService(engine, links, jobs, post, lambda: runtime.is_draining, local_prefills)

@@ -1,50 +1,58 @@
 """Prompts of a decode worker that prefill workers compute: their jobs and their failures.
 
-reserved --> Prefill --> segments (the KV receiver's) --------+-- all there: the receiver activates
-                |                                            |
-                +------> PrefillDone: first token -----------+
-                |
-                +------> failed, silent, lost: next worker; when none is left, a local prefill
+    reserved --> Prefill --> segments (the KV receiver's) --------+-- all there: it runs on
+                    |                                             |
+                    +------> PrefillDone: first token ------------+
+                    |
+                    +------> failed, silent, lost: next worker; when none is left, a local prefill
+
+All of it runs in the engine's thread. A request has at most one job.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from pagewire.services.decode.requests import DecodeRequest, RemotePrefill
-from pagewire.services.decode.worker_links import PrefillLink, PrefillLinks
-from pagewire.shared.control.protocol import (
+from pagewire.services.decode.requests import DecodeRequest
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.kv.endpoint.expectations import Expected
+from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.job_messages import (
     CancelPrefill,
-    ControlMessage,
+    JobReport,
     PrefillDone,
     PrefillFailed,
     PromptScored,
 )
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.kv.endpoint.expectations import Completion
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.metrics import LocalPrefill
 
 logger = logging.getLogger(__name__)
 
 
-class RemoteJobs:
-    """The prefill jobs of a decode worker's requests, at most one a request.
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: DecodeRequest
+    expected: Expected
+    link: ReceiverLink
+    done_s: float = 0.0
+
+
+class RemoteJobs(Jobs):
+    """The prefill jobs of a decode worker's requests.
 
     Args:
-        identity: of this worker.
         engine: that goes on with what they compute.
         receiver: of their blocks.
-        links: to the prefill workers.
         local_prefills: counts by reason what is computed here instead.
         timeout_s: without a sign of a job's life, after which the next worker is asked.
 
@@ -56,16 +64,10 @@ class RemoteJobs:
     """
 
     def __init__(
-        self,
-        identity: WorkerIdentity,
-        engine: EngineHandle,
-        receiver: KvReceiver,
-        links: PrefillLinks,
-        local_prefills: Counter,
-        timeout_s: float,
+        self, engine: EngineHandle, receiver: KvReceiver, local_prefills: Counter, timeout_s: float
     ) -> None:
-        self._identity, self._engine, self._receiver = identity, engine, receiver
-        self._links, self._local_prefills, self._timeout_s = links, local_prefills, timeout_s
+        self._engine, self._receiver = engine, receiver
+        self._local_prefills, self._timeout_s = local_prefills, timeout_s
         self.find: Callable[[str], DecodeRequest | None] = lambda _engine_id: None
         self.on_first_token: Callable[[DecodeRequest, PrefillDone, str], None] = (
             lambda _request, _done, _worker_id: None
@@ -73,136 +75,90 @@ class RemoteJobs:
         self.on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None] = (
             lambda _request, _scored: None
         )
-        self._by_job: dict[str, DecodeRequest] = {}
-        receiver.expected.on_reserved = engine.in_loop(self._on_reserved)
-        links.on_message, links.on_lost = self._on_message, self._on_link_lost
+        self._jobs: dict[str, _Job] = {}  # by the request's name in the engine
+        receiver.jobs = self
 
-    def start(self) -> None:
-        """Keep links to prefill workers."""
-        self._links.start()
-
-    def close(self) -> None:
-        """Stop waiting, close the links."""
-        for request in self._by_job.values():
-            if request.remote is not None:
-                request.remote.stop_deadline()
-        self._links.close()
-
-    # A job and its worker
-
-    def _on_reserved(self, engine_id: str, job: str, first_block: int, num_blocks: int) -> None:
-        request = self.find(engine_id)
+    def on_reserved(self, expected: Expected) -> None:
+        """Ask a prefill worker for a request's prompt; one that was cancelled needs none."""
+        request = self.find(expected.request_id)
         if request is not None:
-            request.first_block, request.num_blocks = first_block, num_blocks
-            self._begin(request, job)
+            request.is_remote = True
+            self._begin(request, expected)
 
-    def _begin(self, request: DecodeRequest, job: str) -> None:
+    def _begin(self, request: DecodeRequest, expected: Expected) -> None:
         """Ask the next prefill worker; none left means that this one does it."""
         while (link := self._next_link(request)) is not None:
-            request.tried.add(link.worker_id)
-            ticket = request.ticket(job, self._identity.worker_id, self._identity.epoch, link.epoch)
-            if link.post(ticket):
-                request.remote = RemotePrefill(job, link)
-                self._by_job[job] = request
-                self._watch(request, request.remote, self._timeout_s)
+            request.tried.add(link.peer)
+            if self._receiver.post(link, request.ticket(expected)):
+                self._jobs[request.engine_id] = _Job(request, expected, link)
                 return
         self._prefill_here(request, "failed" if request.tried else "no_link")
 
-    def _next_link(self, request: DecodeRequest) -> PrefillLink | None:
+    def _next_link(self, request: DecodeRequest) -> ReceiverLink | None:
         """The first of the router's choices that is alive and untried, else any such worker."""
-        chosen = [self._links.get(worker) for worker in request.message.prefill_workers]
-        candidates = [link for link in chosen if link is not None] + self._links.usable()
-        return next((link for link in candidates if link.worker_id not in request.tried), None)
+        links = {link.peer: link for link in self._receiver.tested_links}
+        names = (*request.message.prefill_workers, *links)
+        return next((links[n] for n in names if n in links and n not in request.tried), None)
 
-    def _watch(self, request: DecodeRequest, remote: RemotePrefill, delay_s: float) -> None:
-        """(Re)start the wait for a sign of the job's life."""
-        remote.stop_deadline()
-        remote.deadline = asyncio.get_running_loop().call_later(
-            delay_s, self._on_deadline, request, remote
-        )
-
-    def _on_deadline(self, request: DecodeRequest, remote: RemotePrefill) -> None:
-        timeout_s = self._timeout_s
-        silent_s = time.monotonic() - self._receiver.expected.heard_s(request.engine_id)
-        if silent_s < timeout_s:
-            self._watch(request, remote, timeout_s - silent_s)
-        else:
-            self._on_job_failed(request, remote, f"showed no life for {timeout_s:g} s")
-
-    def _on_message(self, link: PrefillLink, message: ControlMessage) -> None:
-        if not isinstance(message, PrefillDone | PromptScored | PrefillFailed):
-            logger.warning("%s sent a %s here", link.worker_id, type(message).__name__)
-            return
-        request = self._by_job.get(message.job_id)
-        if request is None or request.remote is None or request.remote.link is not link:
+    def on_message(self, link: ReceiverLink, message: JobReport) -> None:
+        """Take what a prefill worker reports of a job; of one that was given up, nothing."""
+        expected = self._receiver.expected.hear_of(message.job_id)
+        job = None if expected is None else self._jobs.get(expected.request_id)
+        if job is None or job.link is not link:
             return
         if isinstance(message, PrefillFailed):
-            self._on_job_failed(request, request.remote, message.reason)
+            self._on_failed(job, message.reason)
         elif isinstance(message, PromptScored):
-            self.on_prompt_scored(request, message.prompt_logprobs)
+            self.on_prompt_scored(job.request, message.prompt_logprobs)
         else:
-            self._on_first_token(request, request.remote, message)
+            self._on_done(job, message)
 
-    def _on_first_token(
-        self, request: DecodeRequest, remote: RemotePrefill, done: PrefillDone
-    ) -> None:
-        remote.done_s = time.monotonic()
+    def _on_done(self, job: _Job, done: PrefillDone) -> None:
+        request, job.done_s = job.request, time.monotonic()
         request.queue_s, request.prefill_s = done.queue_s, done.prefill_s
-        first_token = request.first_token
-        if first_token is None:
-            first_token = request.first_token = done.first_token
-            self.on_first_token(request, done, remote.link.worker_id)
-        completion = Completion(remote.job_id, first_token, remote.note_activated)
-        self._engine.submit(
-            lambda _core: self._receiver.expected.complete(request.engine_id, completion),
-            admitted=True,
-        )
+        if request.first_token is None:
+            request.first_token = done.first_token
+            self.on_first_token(request, done, job.link.peer)
+        self._receiver.complete(job.expected, request.first_token)
 
-    def on_running(self, request: DecodeRequest) -> None:
-        """Note that a request's sequence runs on, be it with the blocks of a job given up since."""
-        remote = request.remote
-        if remote is not None and not remote.activated_s:
-            self.cancel(request)
-        elif remote is not None:
-            request.transfer_s = remote.activated_s - remote.done_s
-            remote.stop_deadline()
-            self._by_job.pop(remote.job_id, None)
-            request.remote = None
+    def on_activated(self, expected: Expected) -> None:
+        """Note how long the blocks took after the first token."""
+        job = self._jobs.pop(expected.request_id)
+        job.request.transfer_s = time.monotonic() - job.done_s
 
-    def _on_job_failed(self, request: DecodeRequest, remote: RemotePrefill, reason: str) -> None:
-        if request.remote is not remote:
+    def on_withdrawn(self, request_id: str) -> None:
+        """Void a request's job at the prefill worker."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._receiver.post(job.link, CancelPrefill(job_id=job.expected.job))
+
+    def on_link_closed(self, link: ReceiverLink) -> None:
+        """Give a link's jobs to others."""
+        for job in [job for job in self._jobs.values() if job.link is link]:
+            self._on_failed(job, "the worker is gone")
+
+    def check_deadlines(self) -> None:
+        """Give jobs to others that show no sign of life."""
+        latest = self._receiver.clock() - self._timeout_s
+        for job in [job for job in self._jobs.values() if job.expected.heard_s < latest]:
+            self._on_failed(job, f"showed no life for {self._timeout_s:g} s")
+
+    def _on_failed(self, job: _Job, reason: str) -> None:
+        request = job.request
+        if self._jobs.get(request.engine_id) is not job:
             return
-        logger.warning(
-            "prefill of %s by %s failed: %s", request.engine_id, remote.link.worker_id, reason
-        )
-        self.cancel(request)
-        job = self._receiver.expected.new_job(request.engine_id, len(request.tried) + 1)
-        self._engine.submit(
-            lambda _core: self._receiver.expected.retry(request.engine_id, job), admitted=True
-        )
-        self._begin(request, job)
-
-    def _on_link_lost(self, link: PrefillLink) -> None:
-        for request in list(self._by_job.values()):
-            if request.remote is not None and request.remote.link is link:
-                self._on_job_failed(request, request.remote, "the worker is gone")
-
-    def cancel(self, request: DecodeRequest) -> None:
-        """Void a request's job on both sides."""
-        remote, request.remote = request.remote, None
-        if remote is not None:
-            remote.stop_deadline()
-            self._by_job.pop(remote.job_id, None)
-            remote.link.post(CancelPrefill(job_id=remote.job_id))
+        logger.warning("prefill of %s by %s failed: %s", request.engine_id, job.link.peer, reason)
+        self.on_withdrawn(request.engine_id)
+        self._begin(request, self._receiver.expected.retry(job.expected))
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
         counter = self._local_prefills.labels(reason)
-        first_token = request.first_token
 
-        def fall_back(core: EngineCore) -> None:
+        def prefill_here(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
-                core.fall_back(sequence, first_token)
+                core.fall_back(sequence, request.first_token)
                 counter.inc()
 
-        self._engine.submit(fall_back, admitted=True)
+        # Not at once: the plan that reserves the blocks may be on its way to the device.
+        self._engine.submit(prefill_here, admitted=True)

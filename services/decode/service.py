@@ -22,11 +22,11 @@ from prometheus_client import Counter
 
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
+from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Generate,
-    PrefillDone,
     Refused,
     TokenBatch,
     TokenOutput,
@@ -37,6 +37,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.kv.job_messages import PrefillDone
 from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 
@@ -48,7 +49,8 @@ class DecodeService:
 
     Args:
         engine: that answers them.
-        jobs: that prefill workers do for it.
+        links: to prefill workers.
+        jobs: that these do for it.
         post: sends a control message to a connection.
         is_draining: whether new requests are refused.
         local_prefills: counts prompts computed here, by reason.
@@ -57,18 +59,21 @@ class DecodeService:
     def __init__(
         self,
         engine: EngineHandle,
+        links: PrefillLinks,
         jobs: RemoteJobs,
         post: Callable[[str, ControlMessage], object],
         is_draining: Callable[[], bool],
         local_prefills: Counter,
     ) -> None:
-        self._engine, self._remote, self._post = engine, jobs, post
+        self._engine, self._links, self._post = engine, links, post
         self._is_draining, self._local_prefills = is_draining, local_prefills
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
-        jobs.find, jobs.on_first_token = self._requests.get, self._on_first_token
-        jobs.on_prompt_scored = self._on_prompt_scored
+        jobs.find = self._requests.get
+        jobs.on_first_token = engine.in_loop(self._on_first_token)
+        jobs.on_prompt_scored = engine.in_loop(self._on_prompt_scored)
+        self.on_outputs = engine.in_loop(self._on_outputs)
 
     @property
     def num_active(self) -> int:
@@ -77,11 +82,11 @@ class DecodeService:
 
     def start(self) -> None:
         """Look for prefill workers."""
-        self._remote.start()
+        self._links.start()
 
     async def close(self) -> None:
         """Leave them."""
-        self._remote.close()
+        self._links.close()
 
     # Routers
 
@@ -114,15 +119,13 @@ class DecodeService:
         if self._is_draining():
             self._refuse(group, "draining", "shutting down")
             return
-        try:
-            self._engine.submit(lambda core: self._add(core, group))
-        except OverloadedError as exc:
-            self._refuse(group, "overloaded", str(exc))
-            return
-        # The engine's answers come through the loop: not before this.
         for request in group:
             self._requests[request.engine_id] = request
             self._by_router[peer_id, request.message.request_id] = request
+        try:
+            self._engine.submit(lambda core: self._add(core, group))
+        except OverloadedError as exc:
+            self._on_not_added(group, "overloaded", str(exc))
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.spec.validate()
@@ -189,8 +192,7 @@ class DecodeService:
             self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
-        """Void a request's job, if it has one; returns whether the request was known."""
-        self._remote.cancel(request)
+        """Drop a request that has ended; returns whether it was known."""
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known
@@ -219,13 +221,12 @@ class DecodeService:
         output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
         self._post_outputs(request.peer_id, [output])
 
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        """Take a step's outputs and post them, one message a router."""
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        """Post a step's outputs, one message a router."""
         by_peer: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             request = self._requests.get(engine_id)
             if request is not None:
-                self._remote.on_running(request)
                 token_output = TokenOutput(request_id=request.message.request_id, token_ids=[token])
                 by_peer[request.peer_id].append(token_output)
         for output in outputs.others:
@@ -233,7 +234,6 @@ class DecodeService:
             if request is not None and output.prompt_logprobs is not None:
                 self._post_scores(request, output.prompt_logprobs)
             elif request is not None:
-                self._remote.on_running(request)
                 by_peer[request.peer_id].append(self._token_output(request, output))
                 if output.finish_reason is not None:
                     self._forget(request)

@@ -52,15 +52,6 @@ class PrefillLink:
         """Of the prefill worker's life."""
         return self.record.epoch
 
-    def post(self, message: ControlMessage) -> bool:
-        """Queue a message; False if the connection is gone."""
-        try:
-            self.client.post(message)
-        except ChannelError as exc:
-            logger.info("nothing can be posted to %s: %s", self.worker_id, exc)
-            return False
-        return True
-
 
 class PrefillLinks:
     """Keeps one link to every live prefill worker in the directory.
@@ -79,10 +70,6 @@ class PrefillLinks:
         heartbeat_s: how often missing links are looked for, and control servers are pinged.
         lease_s: silence after which a control server is gone.
         timeout_s: of each step of a link's opening.
-
-    Attributes:
-        on_message: called with the link and each message but `KvWelcome`.
-        on_lost: called once for a link that was usable and is not any more.
     """
 
     def __init__(
@@ -101,10 +88,6 @@ class PrefillLinks:
         self._identity, self._engine, self._receiver = identity, engine, receiver
         self._workers, self._keys, self._tasks = workers, keys, tasks
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
-        self.on_message: Callable[[PrefillLink, ControlMessage], None] = lambda _link, _message: (
-            None
-        )
-        self.on_lost: Callable[[PrefillLink], None] = lambda _link: None
         self._links: dict[str, PrefillLink] = {}
         self._keeping: asyncio.Task[None] | None = None
         self._unfit: dict[tuple[str, int], set[str]] = {}  # carriers, by name and epoch
@@ -112,14 +95,10 @@ class PrefillLinks:
         receiver.on_link_tested = engine.in_loop(self._on_tested)
         receiver.on_link_lost = engine.in_loop(self._on_kv_lost)
 
-    def get(self, worker_id: str) -> PrefillLink | None:
-        """Return the usable link to a worker."""
-        link = self._links.get(worker_id)
-        return link if link is not None and link.is_open else None
-
-    def usable(self) -> list[PrefillLink]:
-        """All links over which prompts can be sent away."""
-        return [link for link in self._links.values() if link.is_open]
+    @property
+    def open_epochs(self) -> dict[str, int]:
+        """The prefill workers whose links jobs may use, and which life of each it is."""
+        return {name: link.epoch for name, link in self._links.items() if link.is_open}
 
     def start(self) -> None:
         """Open links as workers appear."""
@@ -208,7 +187,7 @@ class PrefillLinks:
             if isinstance(message, KvWelcome):
                 self._on_welcome(link, message)
             else:
-                self.on_message(link, message)
+                logger.warning("%s sent a %s here", record.worker_id, type(message).__name__)
 
         client = ControlClient(
             record.endpoint,
@@ -260,7 +239,6 @@ class PrefillLinks:
         self._end(link)
         if link.is_open:
             logger.warning("lost %s: %s", link.worker_id, reason)
-            self.on_lost(link)
         else:
             text = f"no link to {link.worker_id} at {link.record.endpoint}: {reason}"
             self._complaints.say(link.worker_id, link.epoch, text)

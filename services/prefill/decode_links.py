@@ -34,12 +34,10 @@ class _Peer:
 
     Attributes:
         link: set in the engine's thread.
-        is_open: jobs may use the link.
     """
 
     hello: KvHello
     link: SenderLink | None = None
-    is_open: bool = False
 
 
 class DecodeLinks:
@@ -67,15 +65,6 @@ class DecodeLinks:
         self._complaints = Complaints(logger)
         sender.on_link_lost = engine.in_loop(self._on_lost)
 
-    def get(self, peer_id: str) -> SenderLink | None:
-        """Return the link of a connection, if one is open."""
-        peer = self._peers.get(peer_id)
-        return peer.link if peer is not None and peer.is_open else None
-
-    def peer_of(self, link: SenderLink) -> str | None:
-        """Return the connection that a link belongs to; None if that has ended."""
-        return next((name for name, peer in self._peers.items() if peer.link is link), None)
-
     def open(self, peer_id: str, hello: KvHello) -> None:
         """Open the link that a decode worker asks for, and answer it, in the background."""
         self.close(peer_id)  # of an earlier attempt over this connection
@@ -96,7 +85,6 @@ class DecodeLinks:
         if not self._is_known(peer_id, peer):
             return
         self._complaints.forget(hello.worker_id, hello.epoch)
-        peer.is_open = True
         self._post(
             peer_id, KvWelcome(link=hello.link, carrier=link.carrier, reply=link.outbound.reply)
         )

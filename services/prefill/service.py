@@ -4,7 +4,7 @@
                      |
                      +--> first token --> PrefillDone
 
-The engine's thread computes, packs and sends; the event loop has the control messages. A job is
+Jobs come and go over the KV links, in the engine's thread; the event loop opens the links. A job is
 known here until its first token has left; its blocks are the sender's until all are acknowledged.
 """
 
@@ -14,57 +14,50 @@ import logging
 from collections.abc import Callable
 
 from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.shared.control.protocol import (
+from pagewire.shared.control.protocol import ControlMessage, KvHello, clip_text
+from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
+from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
+from pagewire.shared.kv.job_messages import (
     CancelPrefill,
-    ControlMessage,
-    KvHello,
+    JobRequest,
     Prefill,
     PrefillDone,
     PrefillFailed,
     PromptScored,
-    clip_text,
 )
-from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Jobs of all decode workers that are connected.
+    """Jobs of all decode workers that are linked.
 
     Args:
-        identity: of this worker.
         engine: that computes them.
         sender: that sends their blocks.
         links: to the decode workers.
-        post: sends a control message to a connection.
         is_draining: whether new jobs are refused.
     """
 
     def __init__(
         self,
-        identity: WorkerIdentity,
         engine: EngineHandle,
         sender: KvSender,
         links: DecodeLinks,
-        post: Callable[[str, ControlMessage], object],
         is_draining: Callable[[], bool],
     ) -> None:
-        self._identity, self._engine, self._sender = identity, engine, sender
-        self._links, self._post, self._is_draining = links, post, is_draining
-        self._jobs: dict[str, str] = {}  # job without a first token -> its connection
-        sender.on_failed = engine.in_loop(self._on_failed)
+        self._engine, self._sender = engine, sender
+        self._links, self._is_draining = links, is_draining
+        self._jobs: dict[str, SenderLink] = {}  # without a first token; the engine thread's
+        sender.on_job_request, sender.on_failed = self._on_job_request, self._on_failed
 
     @property
     def num_active(self) -> int:
-        """Jobs that are not finished."""
+        """Jobs that are not finished; from any thread."""
         return max(len(self._jobs), self._sender.num_jobs)
 
     def start(self) -> None:
@@ -75,101 +68,84 @@ class PrefillService:
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
         """Take a decode worker's message."""
-        match message:
-            case Prefill():
-                self._on_prefill(peer_id, message)
-            case CancelPrefill():
-                self._cancel(message.job_id, self._links.get(peer_id))
-            case KvHello():
-                self._links.open(peer_id, message)
-            case _:
-                logger.warning("%s sent a %s here", peer_id, type(message).__name__)
+        if isinstance(message, KvHello):
+            self._links.open(peer_id, message)
+        else:
+            logger.warning("%s sent a %s here", peer_id, type(message).__name__)
 
     def on_peer_lost(self, peer_id: str) -> None:
-        """End all jobs of a decode worker that is gone."""
-        self._jobs = {job: peer for job, peer in self._jobs.items() if peer != peer_id}
+        """End the link to a decode worker that is gone, and its jobs."""
         self._links.close(peer_id)
 
-    def _on_prefill(self, peer_id: str, ticket: Prefill) -> None:
-        link = self._links.get(peer_id)
-        refusal = self._refusal_of(ticket, link)
-        if refusal is None and link is not None:
-            try:
-                self._engine.submit(lambda core: self._start(core, ticket, link))
-            except OverloadedError as exc:
-                refusal = str(exc)
-        if refusal is None:
-            # The engine's answers come through the loop: not before this.
-            self._jobs[ticket.job_id] = peer_id
-        else:
-            self._post(peer_id, PrefillFailed(job_id=ticket.job_id, reason=refusal))
+    # In the engine's thread
 
-    def _refusal_of(self, ticket: Prefill, link: SenderLink | None) -> str | None:
-        """Say why a ticket is void, if it is."""
+    def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
+        if isinstance(message, CancelPrefill):
+            if self._jobs.get(message.job_id) is link:
+                del self._jobs[message.job_id]
+            self._sender.cancel(message.job_id, link)
+            return
+        try:
+            self._start(message, link)
+        except (InvalidRequestError, OverloadedError, TransferError) as exc:
+            self._report_failure(message.job_id, link, str(exc))
+
+    def _start(self, ticket: Prefill, link: SenderLink) -> None:
+        """Queue a job's sequence.
+
+        Raises:
+            InvalidRequestError: the ticket makes no sense.
+            OverloadedError: no jobs are taken now.
+            TransferError: the link has ended.
+        """
         if self._is_draining():
-            return "this prefill worker is shutting down"
-        if ticket.prefill_epoch != self._identity.epoch:
-            return "the ticket was made for an earlier life of this worker"
-        if link is None or link.peer != ticket.decode_id:
-            return "no KV link is open to this decode worker"
-        if ticket.job_id in self._jobs:
-            return "there is a job of this id already"
+            raise OverloadedError("this prefill worker is shutting down")
         if any(token >= self._engine.vocab_size for token in ticket.token_ids):
-            return f"token ids must be below {self._engine.vocab_size}"
-        return None
-
-    def _start(self, core: EngineCore, ticket: Prefill, link: SenderLink) -> None:
-        """Queue a job's sequence. Runs in the engine's thread."""
+            raise InvalidRequestError(f"token ids must be below {self._engine.vocab_size}")
         sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, ())
         sequence.prefill_only = True
+        core = self._engine.core
+        core.add(sequence)
         num_blocks = -(-len(ticket.token_ids) // self._engine.layout.block_size)
         try:
-            core.add(sequence)
             self._sender.export(ticket.job_id, link, ticket.first_block, num_blocks)
-        except (InvalidRequestError, OverloadedError, TransferError) as exc:
-            if core.get(ticket.job_id) is sequence:
-                core.abort(ticket.job_id)
-            self._engine.in_loop(self._on_failed)(ticket.job_id, link, str(exc))
-
-    def _cancel(self, job_id: str, link: SenderLink | None) -> None:
-        self._jobs.pop(job_id, None)
-        if link is not None:
-            self._engine.submit(lambda _core: self._sender.cancel(job_id, link), admitted=True)
+        except TransferError:
+            core.abort(ticket.job_id)
+            raise
+        self._jobs[ticket.job_id] = link
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Take prompts' log probabilities, first tokens, or the news that there will be none."""
         for output in outputs:
-            peer_id = self._jobs.get(output.request_id)
-            if peer_id is None:
-                continue
-            if output.prompt_logprobs is not None:
-                scored = PromptScored(
-                    job_id=output.request_id, prompt_logprobs=output.prompt_logprobs
-                )
-                self._post(peer_id, scored)
-                continue
-            if output.finish_reason == "error":
-                link = self._links.get(peer_id)
-                self._on_failed(output.request_id, link, output.error or "the engine failed")
-                self._cancel(output.request_id, link)
-                continue
-            del self._jobs[output.request_id]
-            self._post(
-                peer_id,
-                PrefillDone(
-                    job_id=output.request_id,
-                    first_token=output.token_ids[0],
-                    cached_tokens=output.cached_tokens or 0,
-                    queue_s=output.queue_s,
-                    prefill_s=output.prefill_s,
-                    logprobs=output.logprobs,
-                ),
-            )
+            link = self._jobs.get(output.request_id)
+            if link is not None:
+                self._report(output, link)
 
-    def _on_failed(self, job_id: str, link: SenderLink | None, reason: str) -> None:
-        """Report a job that is void, whether its first token has left or not."""
+    def _report(self, output: StepOutput, link: SenderLink) -> None:
+        job_id = output.request_id
+        if output.prompt_logprobs is not None:
+            scored = PromptScored(job_id=job_id, prompt_logprobs=output.prompt_logprobs)
+            self._sender.post(link, scored)
+        elif output.finish_reason == "error":
+            self._sender.cancel(job_id, link)
+            self._on_failed(job_id, link, output.error or "the engine failed")
+        else:
+            del self._jobs[job_id]
+            done = PrefillDone(
+                job_id=job_id,
+                first_token=output.token_ids[0],
+                cached_tokens=output.cached_tokens or 0,
+                queue_s=output.queue_s,
+                prefill_s=output.prefill_s,
+                logprobs=output.logprobs,
+            )
+            self._sender.post(link, done)
+
+    def _on_failed(self, job_id: str, link: SenderLink, reason: str) -> None:
+        """Drop a job that is void, whether its first token has left or not."""
         self._jobs.pop(job_id, None)
-        peer_id = None if link is None else self._links.peer_of(link)
-        if peer_id is not None:
+        self._report_failure(job_id, link, reason)
+
+    def _report_failure(self, job_id: str, link: SenderLink, reason: str) -> None:
+        if self._sender.post(link, PrefillFailed(job_id=job_id, reason=clip_text(reason))):
             logger.warning("job %s failed: %s", job_id, reason)
-            self._post(peer_id, PrefillFailed(job_id=job_id, reason=clip_text(reason)))

@@ -1,15 +1,14 @@
 """Every control message between the services: tagged msgspec structs in versioned frames.
 
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
-    decode --KvHello, Prefill, CancelPrefill--> prefill
-    prefill --KvWelcome, PromptScored, PrefillDone, PrefillFailed--> decode
+    decode --KvHello--> prefill --KvWelcome--> decode
     any client --Ping--> server --Pong--> client
 
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
 the version in every release; a server answers a client of another version with a `Pong` of its own,
 so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
-are `ProtocolError`s. A request id names a request between a router and a decode worker; a job id,
-random and made by the decode worker, names one prefill of it.
+are `ProtocolError`s. A request id names a request between a router and a decode worker. What decode
+and prefill workers say of a request's prompt crosses their KV link (shared/kv/job_messages.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -210,70 +209,7 @@ class KvWelcome(Message, frozen=True, kw_only=True):
     error: Text | None = None
 
 
-class Prefill(Message, frozen=True, kw_only=True):
-    """Compute a prompt, push its blocks, sample the first token: one job.
-
-    Attributes:
-        decode_epoch, prefill_epoch: the ticket; a restarted side voids it.
-        token_ids: prompt, and the output of an interrupted answer after it.
-        first_block: the decode worker holds the blocks before this position already.
-    """
-
-    job_id: Id
-    decode_id: Id
-    decode_epoch: Epoch
-    prefill_epoch: Epoch
-    token_ids: TokenIds
-    spec: RequestSpec
-    first_block: Count
-
-
-class CancelPrefill(Message, frozen=True, kw_only=True):
-    """Stop a job and free its blocks."""
-
-    job_id: Id
-
-
-class PrefillDone(Message, frozen=True, kw_only=True):
-    """The prompt is computed and its first token sampled; segments may still be under way."""
-
-    job_id: Id
-    first_token: TokenId
-    cached_tokens: Count
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    logprobs: Logprobs | None = None
-
-
-class PromptScored(Message, frozen=True, kw_only=True):
-    """Log probabilities of at most `MAX_POSITIONS` prompt tokens, before `PrefillDone`."""
-
-    job_id: Id
-    prompt_logprobs: PromptLogprobs
-
-
-class PrefillFailed(Message, frozen=True, kw_only=True):
-    """The job is void, its blocks are freed; the decode worker must find another way."""
-
-    job_id: Id
-    reason: Text
-
-
-ControlMessage = (
-    Ping
-    | Pong
-    | Generate
-    | Cancel
-    | TokenBatch
-    | Refused
-    | KvHello
-    | KvWelcome
-    | Prefill
-    | CancelPrefill
-    | PrefillDone
-    | PromptScored
-    | PrefillFailed
-)
+ControlMessage = Ping | Pong | Generate | Cancel | TokenBatch | Refused | KvHello | KvWelcome
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)

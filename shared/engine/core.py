@@ -122,6 +122,7 @@ class EngineCore:
     def _enter(self, sequence: Sequence) -> None:
         sequence.arrival_s = self.clock()
         self._sequences[sequence.request_id] = sequence
+        self._has_news = True  # a hook may have brought it
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""

@@ -2,6 +2,8 @@
 
     prefill --Open, Segment, Return--> decode --Grant, Ack, Reclaim--> prefill
 
+and, between them, the messages of prefill jobs (job_messages.py).
+
 A credit is a staging slot of the receiver that the sender may write to. A use is one segment in a
 slot; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
 the sender's again. To `Reclaim` the answer is `Return`, or the `Segment` that is under way: then
@@ -20,10 +22,11 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.control.protocol import MAX_PARTS, Count, Id, Int64
+from pagewire.shared.control.protocol import MAX_FRAME_BYTES, MAX_PARTS, Count, Id, Int64
 from pagewire.shared.errors import UNDECODABLE, ProtocolError
+from pagewire.shared.kv.job_messages import JobReport, JobRequest
 
-MAX_MESSAGE_BYTES = 4096
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES  # a ticket's prompt is the largest
 MAX_CREDITS = 256  # of all links of a receiver
 
 CreditIndex = Annotated[int, Meta(ge=0, lt=MAX_CREDITS)]
@@ -103,8 +106,8 @@ class Reclaim(_Message, frozen=True):
     credit: CreditIndex
 
 
-ToReceiver = Open | Segment | Return
-ToSender = Grant | Ack | Reclaim
+ToReceiver = Open | Segment | Return | JobReport
+ToSender = Grant | Ack | Reclaim | JobRequest
 
 T = TypeVar("T")
 

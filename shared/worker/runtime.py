@@ -66,7 +66,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Service(Protocol):
-    """What a role adds to the runtime. All calls come from the event loop."""
+    """What a role adds to the runtime. All calls but `on_outputs` come from the event loop."""
 
     @property
     def num_active(self) -> int:
@@ -89,8 +89,9 @@ class Service(Protocol):
         """Free what a peer owned."""
         ...
 
-    def on_outputs(self, outputs: StepOutputs) -> None:
-        """Take a step's outputs."""
+    @property
+    def on_outputs(self) -> Callable[[StepOutputs], None]:
+        """Takes a step's outputs, in the engine's thread, which goes on after it."""
         ...
 
 
@@ -186,7 +187,7 @@ class WorkerRuntime:
             PrefixIndex(redis, tag), self.worker_id, self.epoch, self._cached_hashes
         )
         self.built = await asyncio.to_thread(self._build, index)
-        self.engine = EngineThread(self.built.core, self.in_loop(self._on_outputs))
+        self.engine = EngineThread(self.built.core, self._on_outputs)
         self._engine_watch = EngineWatch(self.engine)
         self.metrics_registry.register(EngineCollector(self.engine))
         await self._open_kv(stack)

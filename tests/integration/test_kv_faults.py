@@ -234,11 +234,11 @@ def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> 
         pair.start(request, request.job, first)
         pair.decode.device.has_moved = has_moved
         pair.until(lambda: pair.decode.device.moves or pair.decode.receiver.stats.outcomes["ok"])
-        job = pair.decode.receiver.expected.new_job(request.sequence.request_id, 2)
         request.job = ""  # the first worker's token comes to nothing, and it goes on sending
-        pair.decode.receiver.expected.retry(request.sequence.request_id, job)
+        assert request.blocks is not None
+        request.blocks = pair.decode.receiver.expected.retry(request.blocks)
         pair.until(lambda: len(first.prefill.core.scheduler.held) == 1 or not first.prefill.held())
-        pair.start(request, job, second)
+        pair.start(request, request.blocks.job, second)
         pair.decode.device.has_moved = True
         pair.until(lambda: request.is_over)
         pair.finish()

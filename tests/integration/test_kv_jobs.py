@@ -7,13 +7,21 @@ import time
 import msgspec
 import pytest
 
-from pagewire.shared.control.protocol import CancelPrefill, Prefill, PrefillFailed
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.job_messages import (
+    CancelPrefill,
+    JobReport,
+    Prefill,
+    PrefillFailed,
+)
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
 from pagewire.tests.support.kv_services import (
+    DecodeWorker,
     Times,
     decode_worker,
     prefill_worker,
@@ -114,8 +122,6 @@ def test_a_job_that_fails_goes_to_the_next_worker() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"prefill_epoch": 7}, "the ticket was made for an earlier life of this worker"),
-        ({"decode_id": "decode-9"}, "no KV link is open to this decode worker"),
         ({"token_ids": [1, 2, 99]}, "token ids must be below"),
         ({"token_ids": []}, "prompt"),
         ({"token_ids": [1] * 5000}, "tokens"),
@@ -130,31 +136,53 @@ def test_a_ticket_that_makes_no_sense_fails_with_the_reason(
             router.generate()
             await router.answer()
             [ticket] = p.taken(Prefill)
-            failures: list[PrefillFailed] = []
-            link = d.links.get("prefill-0")
-            assert link is not None
-            d.links.on_message = lambda _link, message: failures.append(message)
-            link.post(msgspec.structs.replace(ticket, job_id="odd", **changes))
-            await eventually(lambda: failures)
-            assert failures[0].job_id == "odd"
-            assert reason in failures[0].reason
+            reports = await report_of(d, msgspec.structs.replace(ticket, job_id="odd", **changes))
+            assert isinstance(reports[0], PrefillFailed)
+            assert reports[0].job_id == "odd"
+            assert reason in reports[0].reason
             assert not p.service.num_active
 
     run_async(scenario())
 
 
-def test_a_ticket_that_finds_the_queue_full_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_of_a_job_that_runs_is_refused_and_the_job_goes_on() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
-            on_message = p.service.on_message
+            p.device.has_run = False
+            router.generate(prompt=LONG)
+            await eventually(lambda: p.device.batches)
+            jobs = d.receiver.jobs
+            [failed] = await report_of(d, p.taken(Prefill)[0])
+            assert isinstance(failed, PrefillFailed)
+            assert "there is a request" in failed.reason
+            d.receiver.jobs = jobs
+            p.device.has_run = True
+            await router.answer()
+            assert router.prefilled_by() == "prefill-0"
 
-            def take_when_full(peer_id: str, message: object) -> None:
-                with monkeypatch.context() as patch:
-                    fill(patch)
-                    on_message(peer_id, message)
+    run_async(scenario())
 
-            p.service.on_message = take_when_full
+
+async def report_of(d: DecodeWorker, ticket: Prefill) -> list[JobReport]:
+    """Send a ticket over the only link; returns what comes of it, which nobody else gets."""
+    reports: list[JobReport] = []
+
+    class Listening(Jobs):
+        def on_message(self, link: ReceiverLink, message: JobReport) -> None:
+            reports.append(message)
+
+    d.receiver.jobs = Listening()
+    [link] = d.receiver.tested_links
+    d.engine.submit(lambda _core: d.receiver.post(link, ticket))
+    await eventually(lambda: reports)
+    return reports
+
+
+def test_a_ticket_that_finds_the_queue_full_goes_elsewhere() -> None:
+    async def scenario() -> None:
+        async with prefill_worker(max_waiting=0) as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
             router.generate()
             await router.answer()
             assert (router.prefilled_by(), d.local_prefills("failed")) == (None, 1)
@@ -224,33 +252,6 @@ def test_blocks_that_land_are_a_sign_of_life(caplog: pytest.LogCaptureFixture) -
     assert "showed no life" not in caplog.text
 
 
-def test_a_sequence_runs_on_though_its_job_was_given_up_and_the_next_job_is_cancelled() -> None:
-    async def scenario() -> None:
-        async with (
-            prefill_worker("p") as p,
-            prefill_worker("q") as q,
-            decode_worker() as d,
-            router_of(d) as router,
-        ):
-            await d.link_to(p, q)
-            d.device.has_moved = q.device.has_run = False
-            router.generate(workers=("p",))
-            await router.first_token()
-            await eventually(lambda: not p.sender.staging.num_free < 4)
-            [(peer_id, ticket)] = [each for each in p.received if isinstance(each[1], Prefill)]
-            assert isinstance(ticket, Prefill)
-            with d.stuck():
-                d.device.has_moved = True
-                p.server.post(peer_id, PrefillFailed(job_id=ticket.job_id, reason="too late"))
-                await eventually(lambda: q.taken(Prefill))
-            await router.answer()
-            await eventually(lambda: q.taken(CancelPrefill))
-            assert q.taken(CancelPrefill)[0].job_id == q.taken(Prefill)[0].job_id
-            q.device.has_run = True
-
-    run_async(scenario())
-
-
 def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
     async def scenario() -> None:
         async with (
@@ -270,16 +271,16 @@ def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
                 router.generate(workers=("p",))
                 await eventually(lambda: p.taken(Prefill))
                 job_id = p.taken(Prefill)[0].job_id
-                q.fail(job_id)
-                q.done(job_id, 0)
-                q.fail("no such job")
+                link.fail(job_id)
+                link.done(job_id, 0)
+                link.fail("no such job")
                 router.generate("other", prompt_of(9, first=3), workers=("q",))
-                await eventually(q.tickets)
+                await eventually(link.tickets)
                 assert not router.tokens()
                 p.device.has_run = True
                 await router.answer()
                 assert router.prefilled_by() == "p"
-                q.fail(q.tickets()[0].job_id)
+                link.fail(link.tickets()[0].job_id)
                 await router.answer("other")
                 assert router.prefilled_by("other") == "p"
 

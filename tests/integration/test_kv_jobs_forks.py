@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.control.protocol import Prefill
+from pagewire.shared.kv.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_failing_job import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
@@ -95,11 +95,12 @@ def test_answer_that_is_cancelled_does_not_end_the_others(cancelled: str) -> Non
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
-            with p.stuck():
-                router.generate(prompt=LONG, forks=OTHERS)
-                await eventually(lambda: p.taken(Prefill))
-                router.cancel(cancelled)
-                await eventually(lambda: d.service.num_active == len(OTHERS))
+            p.device.has_run = False
+            router.generate(prompt=LONG, forks=OTHERS)
+            await eventually(lambda: p.taken(Prefill))
+            router.cancel(cancelled)
+            await eventually(lambda: d.service.num_active == len(OTHERS))
+            p.device.has_run = True
             await answers(router, tuple(name for name in ALL if name != cancelled))
             assert router.tokens(cancelled) == []
             # The first one's prompt is the next one's from then on.
@@ -118,14 +119,15 @@ def test_nothing_is_left_when_all_end_before_the_first_token(leave: bool) -> Non
         async with prefill_worker() as p, decode_worker() as d:
             await d.link_to(p)
             async with router_of(d) as router:
-                with p.stuck():
-                    router.generate(prompt=LONG, forks=OTHERS)
-                    await eventually(lambda: p.taken(Prefill))
-                    if leave:
-                        router.client.close()
-                    for name in () if leave else ALL:
-                        router.cancel(name)
-                    await eventually(lambda: not d.service.num_active)
+                p.device.has_run = False
+                router.generate(prompt=LONG, forks=OTHERS)
+                await eventually(lambda: p.taken(Prefill))
+                if leave:
+                    router.client.close()
+                for name in () if leave else ALL:
+                    router.cancel(name)
+                await eventually(lambda: not d.service.num_active)
+                p.device.has_run = True
             await eventually(lambda: not (d.used_blocks or p.used_blocks))
             assert d.core.scheduler.unforked == set()
 
@@ -138,9 +140,9 @@ def test_job_that_fails_is_done_again_for_all(then: str, late: bool) -> None:
     async def scenario() -> None:
         async with failing_job(then, prompt=LONG, forks=OTHERS) as case:
             if late:
-                case.failing.done(case.job, case.router.expected("r")[0])
+                case.link.done(case.job, case.router.expected("r")[0])
                 await case.router.first_token()
-            case.failing.fail(case.job)
+            case.link.fail(case.job)
             await answers(case.router)
             assert len(case.other.taken(Prefill)) == (1 if then == "next" else 0)
             assert case.decode.local_prefills("failed") == (0 if then == "next" else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.control.protocol import PromptScored
+from pagewire.shared.kv.job_messages import PromptScored
 from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import score
@@ -54,10 +54,10 @@ def test_job_that_fails_among_its_parts_is_scored_again(then: str) -> None:
         async with failing_job(then, **ASKED) as case:
             router = case.router
             part = PromptLogprobs(1, score(LONG[1:12]))
-            case.failing.post(PromptScored(job_id=case.job, prompt_logprobs=part))
+            case.link.send(PromptScored(job_id=case.job, prompt_logprobs=part))
             await eventually(router.scored)
             assert router.scored() == LONG[1:12]
-            case.failing.fail(case.job)
+            case.link.fail(case.job)
             await router.answer()
             check(router)
             assert router.prefilled_by() == ("prefill-1" if then == "next" else None)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.shared.control.protocol import Prefill
 from pagewire.shared.engine import thread as thread_module
+from pagewire.shared.kv.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import (

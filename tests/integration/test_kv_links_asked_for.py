@@ -136,7 +136,7 @@ def test_one_prefill_worker_more_than_fits_is_refused_by_name(
             d = await stack.enter_async_context(decode_worker(slots=16))
             router = await stack.enter_async_context(router_of(d))
             await d.link_to(*workers[:8])
-            links = d.links.usable()
+            links = d.links.open_epochs
             d.records.append(workers[8].record())
             await eventually(lambda: "no link to prefill-8" in caplog.text)
             for n in range(9):  # named or not, the ninth gets no job
@@ -145,7 +145,7 @@ def test_one_prefill_worker_more_than_fits_is_refused_by_name(
             assert [router.prefilled_by(f"r{n}") for n in range(8)] == [
                 f"prefill-{n}" for n in range(8)
             ]
-            assert d.links.usable() == links
+            assert d.links.open_epochs == links
             d.records = [worker.record() for worker in workers[1:]]
             workers[0].must_be_idle = False
             await workers[0].server.close()

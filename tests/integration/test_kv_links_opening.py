@@ -33,7 +33,7 @@ def test_a_link_is_tested_and_measured() -> None:
             [link] = p.sender.links
             assert (link.peer, link.carrier) == ("decode-0", "zmq")
             await eventually(lambda: link.gb_per_s > 0)
-            assert [link.worker_id for link in d.links.usable()] == ["prefill-0"]
+            assert list(d.links.open_epochs) == ["prefill-0"]
 
     run_async(scenario())
 
@@ -109,7 +109,7 @@ def test_another_life_than_the_records_is_not_linked_to(caplog: pytest.LogCaptur
             await eventually(lambda: "is another worker's by now" in caplog.text)
             d.records = [p.record(worker_id="prefill-9")]
             await eventually(lambda: "no link to prefill-9" in caplog.text)
-            assert not d.links.usable()
+            assert not d.links.open_epochs
             await d.link_to(p)
 
     run_async(scenario())

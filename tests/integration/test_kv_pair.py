@@ -66,8 +66,8 @@ def test_blocks_that_are_there_do_not_cross(kind: str, num_cached: int) -> None:
         pair.prefill.core.scheduler.pool.drop_cache()
         request = pair.ask(PROMPT)
         pair.finish()
-        assert request.first_block == num_cached // BLOCK_SIZE
-        assert sum(count for count, _ in packed(pair)) == 5 - request.first_block
+        assert request.positions == range(num_cached // BLOCK_SIZE, 5)
+        assert sum(count for count, _ in packed(pair)) == len(request.positions)
 
 
 @CARRIERS
@@ -342,6 +342,6 @@ def test_every_block_comes_once_however_scarce_slots_are(
         pair.finish()
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
         assert all(len(request.tried) == 1 for request in requests)
-        wanted = sum(request.num_blocks - request.first_block for request in requests)
+        wanted = sum(len(request.positions) for request in requests)
         nbytes = pair.decode.receiver.stats.bytes["p0", kind] - PARTS.packed_bytes(blocks_per_slot)
         assert nbytes == PARTS.packed_bytes(wanted)

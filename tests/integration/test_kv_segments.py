@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.expectations import Expected
+from pagewire.shared.kv.endpoint.jobs import Jobs
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_PARTS
 from pagewire.tests.support.kv_raw import (
@@ -78,22 +79,28 @@ def test_what_arrived_corrupt_is_taken_again() -> None:
 
 def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
     with reserved() as (pair, raw, request):
-        name, first = request.sequence.request_id, request.job
+        first, old = request.job, request.blocks
+        assert old is not None
         fields = {"first_part": 0, "num_parts": NUM_PARTS}
         assert raw.send(payload(1), job=first, first=0, count=1, **fields) == "ok"
         receiver = pair.decode.receiver
-        second = receiver.expected.new_job(name, 2)
-        receiver.expected.retry(name, second)
+        new = receiver.expected.retry(old)
+        second = new.job
+        assert second != first
         assert raw.send(payload(1), job=first, first=1, count=1, **fields) == "dropped"
         assert raw.send(payload(2), job=second, first=0, count=2, **fields) == "ok"
         assert raw.send(payload(1), job=first, first=2, count=1, **fields) == "dropped"
         assert raw.send(payload(1), job=second, first=2, count=1, **fields) == "ok"
         activated: list[str] = []
-        for job in (first, second):
+
+        class Watching(Jobs):
+            def on_activated(self, expected: Expected) -> None:
+                activated.append(expected.job)
+
+        receiver.jobs = Watching()
+        for expected in (old, new):
             assert request.sequence.status is RequestStatus.RESERVED
-            receiver.expected.complete(
-                name, Completion(job, 1, lambda job=job: activated.append(job))
-            )
+            receiver.complete(expected, 1)
         assert request.sequence.status is RequestStatus.RUNNING
         assert activated == [second]
         pair.abort(request)
@@ -104,8 +111,8 @@ def test_a_sequence_waits_until_its_last_blocks_are_written() -> None:
         pair.decode.device.has_moved = False
         raw.say(segment_with(job=request.job, count=3, nbytes=size(3)), payload(3))
         pair.until(lambda: pair.decode.device.moves)
-        completion = Completion(request.job, 1, lambda: None)
-        pair.decode.receiver.expected.complete(request.sequence.request_id, completion)
+        assert request.blocks is not None
+        pair.decode.receiver.complete(request.blocks, 1)
         before = request.sequence.status
         pair.decode.device.has_moved = True
         pair.step(pair.decode)

@@ -58,7 +58,9 @@ def test_malformed_bytes_and_unknown_tokens_are_counted_and_disturb_nobody() -> 
         expected = {"malformed": 3 * len(GARBAGE), "stray": len(said)}
         pair.until(lambda: expected.items() <= receiver.fault_counts().items())
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.send(b"x" * (1 << 20))  # more than any message may have: libzmq closes it
+        stranger.send(
+            bytes(MAX_MESSAGE_BYTES + (1 << 16))
+        )  # more than any message may have: libzmq closes it
         pair.until(lambda: monitor.poll(0))
         stranger.disable_monitor()
         monitor.close(linger=0)

@@ -15,7 +15,8 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.expectations import Expected
+from pagewire.shared.kv.endpoint.jobs import Jobs
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.tests.support.fake_device import generate, make_sequence
@@ -61,7 +62,7 @@ class Running:
         return [t for o in self.outputs if o.request_id == request_id for t in o.token_ids]
 
 
-class Workers:
+class Workers(Jobs):
     """A prefill and a decode worker, each in a thread."""
 
     def __init__(self, kind: str) -> None:
@@ -79,7 +80,7 @@ class Workers:
             for fd in running.fds:
                 running.thread.watch(fd)
             running.thread.start()
-        self.decode.receiver.expected.on_reserved = self.on_reserved
+        self.decode.receiver.jobs = self
 
     def open(self) -> None:
         def offer(_core: EngineCore) -> None:
@@ -98,22 +99,22 @@ class Workers:
         self.decoding.submit(offer)
         until(lambda: self.decode.tested)
 
-    def on_reserved(self, name: str, job: str, first: int, count: int) -> None:
+    def on_reserved(self, expected: Expected) -> None:
+        self.blocks, positions = expected, expected.coverage.positions
+
         def start(core: EngineCore) -> None:
-            core.add(make_sequence(job, PROMPT, prefill_only=True))
-            self.prefill.sender.export(job, self.link, first, count)
+            core.add(make_sequence(expected.job, PROMPT, prefill_only=True))
+            self.prefill.sender.export(expected.job, self.link, positions.start, positions.stop)
 
         self.prefilling.submit(start)
 
     def on_first_token(self, outputs: StepOutputs) -> None:
         for output in outputs:
             self.users[threading.current_thread().name] += 1
-            completion = Completion(output.request_id, output.token_ids[0], lambda: None)
+            token = output.token_ids[0]
             self.decoding.outputs.append(StepOutput("request", output.token_ids))
             self.decoding.submit(
-                lambda _core, completion=completion: self.decode.receiver.expected.complete(
-                    "request", completion
-                )
+                lambda _core, token=token: self.decode.receiver.complete(self.blocks, token)
             )
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.shared.control.protocol import Generate, Prefill
+from pagewire.shared.control.protocol import Generate
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.kv.job_messages import Prefill
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker

@@ -16,8 +16,9 @@ from pagewire.shared.control.channel import (
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
-    Prefill,
-    PrefillDone,
+    Generate,
+    TokenBatch,
+    TokenOutput,
 )
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
@@ -125,18 +126,14 @@ async def check_service(server: Server) -> None:
         await eventually(lambda: len(server.received) > count)
 
 
-def large_message(nbytes: int, job_id: str = "job") -> Prefill:
+def large_message(nbytes: int, request_id: str = "request") -> Generate:
     """Return a message whose frame has about `nbytes` bytes."""
-    return Prefill(
-        job_id=job_id,
-        decode_id="decode-0",
-        decode_epoch=1,
-        prefill_epoch=1,
-        token_ids=[2**31 - 1] * (nbytes // 5),
+    return Generate(
+        request_id=request_id,
+        prompt_token_ids=[2**31 - 1] * (nbytes // 5),
         spec=RequestSpec(),
-        first_block=0,
     )
 
 
-def ack(number: int) -> PrefillDone:
-    return PrefillDone(job_id="job", first_token=number, cached_tokens=0)
+def ack(number: int) -> TokenBatch:
+    return TokenBatch(outputs=[TokenOutput(request_id="request", token_ids=[number])])

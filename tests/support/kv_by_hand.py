@@ -14,11 +14,9 @@ from pagewire.shared.control.protocol import (
     ControlMessage,
     KvHello,
     KvWelcome,
-    Prefill,
-    PrefillDone,
-    PrefillFailed,
 )
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
+from pagewire.shared.kv.job_messages import Prefill, PrefillDone, PrefillFailed
 from pagewire.shared.kv.messages import (
     Ack,
     Grant,
@@ -26,6 +24,7 @@ from pagewire.shared.kv.messages import (
     Reclaim,
     Return,
     Segment,
+    ToReceiver,
     decode_for_sender,
     encode,
 )
@@ -72,18 +71,6 @@ class PrefillByHand:
         """Answer the newest hello."""
         self.post(KvWelcome(link=self.hellos[-1][1].link, carrier=carrier, error=error))
 
-    def tickets(self) -> list[Prefill]:
-        """The jobs that it was asked for."""
-        return [message for message in self.received if isinstance(message, Prefill)]
-
-    def fail(self, job_id: str, reason: str = "scripted") -> None:
-        """Report a job that failed."""
-        self.post(PrefillFailed(job_id=job_id, reason=reason))
-
-    def done(self, job_id: str, first_token: int) -> None:
-        """Report a first token."""
-        self.post(PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0))
-
 
 @asynccontextmanager
 async def prefill_by_hand(
@@ -116,11 +103,12 @@ class KvLinkByHand:
         self._socket, self._hello = socket, hello
         self._in_use: int | None = None  # a credit
         self._uses = 0
-        self.send(encode(Open()))
+        self._tickets: list[Prefill] = []
+        self.send(Open())
 
-    def send(self, *frames: bytes) -> None:
+    def send(self, message: ToReceiver, *body: bytes) -> None:
         """Send a message."""
-        self._socket.send_multipart(frames)
+        self._socket.send_multipart([encode(message), *body])
 
     def receive(self) -> object:
         """Wait for a message."""
@@ -129,7 +117,7 @@ class KvLinkByHand:
 
     def break_rules(self) -> None:
         """Say what ends the link on the other side."""
-        self.send(encode(Open()))  # a second time
+        self.send(Open())  # a second time
 
     async def granted(self) -> None:
         """Wait for credits."""
@@ -153,7 +141,7 @@ class KvLinkByHand:
             seed=0,
             nbytes=len(payload),
         )
-        self.send(encode(segment), payload)
+        self.send(segment, payload)
         while not isinstance(ack := self.receive(), Ack):
             self._answer(ack)
         self._in_use = None
@@ -165,10 +153,26 @@ class KvLinkByHand:
             self._answer(self.receive())
         return True
 
+    def tickets(self) -> list[Prefill]:
+        """The jobs that it was asked for."""
+        while self._socket.poll(0):
+            self._answer(self.receive())
+        return self._tickets
+
+    def fail(self, job_id: str, reason: str = "scripted") -> None:
+        """Report a job that failed."""
+        self.send(PrefillFailed(job_id=job_id, reason=reason))
+
+    def done(self, job_id: str, first_token: int) -> None:
+        """Report a first token."""
+        self.send(PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0))
+
     def _answer(self, message: object) -> None:
         """Return an idle credit; the Ack of one that is in use returns it."""
+        if isinstance(message, Prefill):
+            self._tickets.append(message)
         if isinstance(message, Reclaim) and message.credit != self._in_use:
-            self.send(encode(Return(message.credit)))
+            self.send(Return(message.credit))
 
 
 def payload_of_test(seed: int, nbytes: int) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.kv_by_hand import PrefillByHand, kv_link_by_hand, prefill_by_hand
+from pagewire.tests.support.kv_by_hand import KvLinkByHand, kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import Router, router_of
 from pagewire.tests.support.kv_services import (
     DecodeWorker,
@@ -20,9 +20,9 @@ from pagewire.tests.support.kv_services import (
 
 @dataclass(frozen=True)
 class FailingJob:
-    """Attributes: the workers, the router that has asked, and the job's name."""
+    """Attributes: the job's link, the workers, the router that has asked, and the job's name."""
 
-    failing: PrefillByHand
+    link: KvLinkByHand
     other: PrefillWorker
     decode: DecodeWorker
     router: Router
@@ -58,5 +58,5 @@ async def failing_job(then: str, **asked: Any) -> AsyncIterator[FailingJob]:
                 )
             )
             router.generate(**asked)
-            await eventually(failing.tickets)
-            yield FailingJob(failing, other, d, router, failing.tickets()[0].job_id)
+            await eventually(link.tickets)
+            yield FailingJob(link, other, d, router, link.tickets()[0].job_id)

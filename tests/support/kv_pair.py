@@ -20,7 +20,8 @@ from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import SlotState
-from pagewire.shared.kv.endpoint.expectations import Completion
+from pagewire.shared.kv.endpoint.expectations import Expected
+from pagewire.shared.kv.endpoint.jobs import Jobs
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
@@ -60,13 +61,31 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     job: str = ""
-    first_block: int = 0
-    num_blocks: int = 0
+    blocks: Expected | None = None
     tried: list[KvLink] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def positions(self) -> range:
+        """Of the blocks that are expected."""
+        assert self.blocks is not None
+        return self.blocks.coverage.positions
+
+
+class _Reports(Jobs):
+    """What a receiver reports to a pair."""
+
+    def __init__(self, pair: KvPair) -> None:
+        self._pair = pair
+
+    def on_reserved(self, expected: Expected) -> None:
+        self._pair.on_reserved(expected)
+
+    def on_activated(self, expected: Expected) -> None:
+        self._pair.requests[expected.request_id].job = ""
 
 
 @dataclass(eq=False)
@@ -91,7 +110,7 @@ class KvPair:
         for prefill in self.prefills:
             prefill.sender.on_failed = partial(self._on_failed, prefill)
         for decode in self.decodes:
-            decode.receiver.expected.on_reserved = self._on_reserved
+            decode.receiver.jobs = _Reports(self)
 
     # One of each
 
@@ -182,10 +201,10 @@ class KvPair:
             return
         self.cancel(request)
         name = request.sequence.request_id
-        receiver = request.decode.receiver
-        job = receiver.expected.new_job(name, len(request.tried) + 1)
-        receiver.expected.retry(name, job)
-        self._begin(request, job)
+        if request.decode.core.get(name) is None or request.blocks is None:
+            return
+        request.blocks = request.decode.receiver.expected.retry(request.blocks)
+        self._begin(request, request.blocks.job)
 
     def start(self, request: Request, job: str, link: KvLink) -> Sequence:
         """Let a prefill worker compute a request's prompt."""
@@ -195,7 +214,8 @@ class KvPair:
         sequence = make_sequence(job, list(prompt), prefill_only=True, seed=seed)
         link.prefill.core.add(sequence)
         try:
-            link.prefill.sender.export(job, link.sent, request.first_block, request.num_blocks)
+            positions = request.positions
+            link.prefill.sender.export(job, link.sent, positions.start, positions.stop)
         except TransferError as exc:
             link.prefill.core.abort(job)
             self._on_failed(link.prefill, job, link.sent, str(exc))
@@ -213,13 +233,14 @@ class KvPair:
         if sequence.status is RequestStatus.RESERVED:
             request.decode.core.fall_back(sequence, next(iter(request.tokens), None))
 
-    def _on_reserved(self, name: str, job: str, first: int, count: int) -> None:
-        request = self.requests[name]
-        request.first_block, request.num_blocks = first, count
+    def on_reserved(self, expected: Expected) -> None:
+        """Ask for a request's blocks."""
+        request = self.requests[expected.request_id]
+        request.blocks = expected
         if self.starts_jobs:
-            self.news.append(lambda: self._begin(request, job))
+            self.news.append(lambda: self._begin(request, expected.job))
         else:
-            request.job = job
+            request.job = expected.job
 
     def _on_failed(self, prefill: PrefillSide, job: str, _link: SenderLink, reason: str) -> None:
         prefill.failed[job] = reason
@@ -240,9 +261,8 @@ class KvPair:
         token = output.token_ids[0]
         if not request.tokens:
             request.tokens.append(token)
-        name = request.sequence.request_id
-        completion = Completion(request.job, token, lambda: setattr(request, "job", ""))
-        request.decode.receiver.expected.complete(name, completion)
+        assert request.blocks is not None
+        request.decode.receiver.complete(request.blocks, token)
 
     def _on_tokens(self, output: StepOutput) -> None:
         request = self.requests.get(output.request_id)

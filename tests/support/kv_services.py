@@ -36,8 +36,10 @@ from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.credits import SlotState
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.parts import BlockParts
 from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.shared.worker.engine_handle import EngineHandle
@@ -89,7 +91,7 @@ class Worker:
     Attributes:
         service: its messages and outputs go there.
         is_draining: as after SIGTERM.
-        received: messages with the connections that they came over.
+        received: messages with the connections, or the peers, that they came from.
         must_be_idle: at its end all that it owns is to be free, and all links closed.
         handed_over: how often something was given to the engine's thread, and by it to the loop.
     """
@@ -105,7 +107,7 @@ class Worker:
     endpoint: str = ""
     is_draining: bool = False
     must_be_idle: bool = True
-    received: list[tuple[str, ControlMessage]] = field(default_factory=list)
+    received: list[tuple[str, ControlMessage | JobRequest]] = field(default_factory=list)
     tasks: TaskSet = field(default_factory=TaskSet)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     handed_over: Counter[str] = field(default_factory=Counter)
@@ -114,7 +116,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.prefill_counter = local_prefill_counter(self.registry)
         self._loop = asyncio.get_running_loop()
-        thread = CountingThread(self.core, self.in_loop(self._on_outputs))
+        thread = CountingThread(self.core, self._on_outputs)
         thread.handed_over = self.handed_over
         self.engine = EngineHandle(
             core=self.core,
@@ -249,8 +251,7 @@ class DecodeWorker(Worker):
 
     def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
         """Whether there is a usable link to this life of a worker."""
-        link = self.links.get(worker_id)
-        return link is not None and link.epoch == epoch
+        return self.links.open_epochs.get(worker_id) == epoch
 
     async def link_to(self, *workers: PrefillWorker, timeout: float = 5.0) -> None:
         """Have the directory know these prefill workers, and wait for the links."""
@@ -340,8 +341,15 @@ async def prefill_worker(
         post = worker.server.post
         links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
         worker.service = PrefillService(
-            identity, worker.engine, worker.sender, links, post, lambda: worker.is_draining
+            worker.engine, worker.sender, links, lambda: worker.is_draining
         )
+        take = worker.sender.on_job_request
+
+        def keep_and_take(link: SenderLink, message: JobRequest) -> None:
+            worker.received.append((link.peer, message))
+            take(link, message)
+
+        worker.sender.on_job_request = keep_and_take
         async with _serving(worker, worker.sender):
             yield worker
 
@@ -382,16 +390,10 @@ async def decode_worker(
             lease_s=times.lease_s,
             timeout_s=times.transfer_s,
         )
-        jobs = RemoteJobs(
-            identity,
-            worker.engine,
-            receiver,
-            worker.links,
-            worker.prefill_counter,
-            times.prefill_s,
-        )
+        jobs = RemoteJobs(worker.engine, receiver, worker.prefill_counter, times.prefill_s)
         worker.service = DecodeService(
             worker.engine,
+            worker.links,
             jobs,
             worker.server.post,
             lambda: worker.is_draining,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.control.protocol import MAX_PARTS
 from pagewire.shared.errors import ProtocolError
+from pagewire.shared.kv.job_messages import JobReport, JobRequest
 from pagewire.shared.kv.messages import (
     MAX_CREDITS,
     MAX_MESSAGE_BYTES,
@@ -29,6 +30,7 @@ from pagewire.shared.kv.messages import (
     encode,
 )
 from pagewire.tests.support.hostile_bytes import hostile_bytes
+from pagewire.tests.support.message_values import values_of
 
 PACK = msgspec.msgpack.encode
 DECODERS = (decode_for_receiver, decode_for_sender)
@@ -36,7 +38,12 @@ MAX_COUNT = 2**40 - 1
 
 credit_indices = st.integers(0, MAX_CREDITS - 1)
 counts = st.integers(0, MAX_COUNT)
+reports, requests = [
+    st.one_of([values_of(msgspec.inspect.type_info(kind)) for kind in get_args(kinds)])
+    for kinds in (JobReport, JobRequest)
+]
 to_receiver = st.one_of(
+    reports,
     st.just(Open()),
     st.builds(Return, credit_indices),
     st.builds(
@@ -53,6 +60,7 @@ to_receiver = st.one_of(
     ),
 )
 to_sender = st.one_of(
+    requests,
     st.builds(Grant, st.lists(credit_indices, max_size=MAX_CREDITS)),
     st.builds(Ack, credit_indices, counts, st.sampled_from(get_args(Outcome))),
     st.builds(Reclaim, credit_indices),
@@ -186,7 +194,7 @@ def test_depth_and_size_are_bounded() -> None:
     for decode in DECODERS:
         with pytest.raises(ProtocolError, match="not a message"):
             decode(b"\x91" * MAX_MESSAGE_BYTES)
-        with pytest.raises(ProtocolError, match="4097 bytes exceeds 4096"):
+        with pytest.raises(ProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes exceeds"):
             decode(bytes(MAX_MESSAGE_BYTES + 1))
         with pytest.raises(ProtocolError, match="not a message"):
             decode(b"")

@@ -17,8 +17,9 @@ from pagewire.shared.control.protocol import (
     Fork,
     Generate,
     Ping,
-    PromptScored,
     Refused,
+    TokenBatch,
+    TokenOutput,
     clip_text,
     decode,
     encode,
@@ -26,55 +27,11 @@ from pagewire.shared.control.protocol import (
 from pagewire.shared.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
+from pagewire.tests.support.message_values import values_of
 
 MESSAGE_TYPES = get_args(ControlMessage)
 PACK = msgspec.msgpack.encode
 VERSION = bytes([PROTOCOL_VERSION])
-
-
-@st.composite
-def logprobs_columns(draw: st.DrawFn) -> Logprobs:
-    count, width = draw(st.integers(0, 3)), draw(st.integers(1, 21))
-    ids, logprobs = (draw(st.binary(min_size=n, max_size=n)) for n in [4 * count * width] * 2)
-    return Logprobs(width, ids, logprobs, draw(st.binary(min_size=4 * count, max_size=4 * count)))
-
-
-LOGPROBS = logprobs_columns()
-
-
-def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type as msgspec describes it, its limits included."""
-    match kind:
-        case msgspec.inspect.IntType():
-            low = kind.ge if kind.ge is not None else -(2**63)
-            high = kind.le if kind.le is not None else 2**63 - 1
-            high = kind.lt - 1 if kind.lt is not None else high
-            return st.integers(low, high)
-        case msgspec.inspect.FloatType():
-            return st.floats(min_value=kind.ge, allow_nan=False)
-        case msgspec.inspect.StrType():
-            return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
-        case msgspec.inspect.BytesType():
-            return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 50, 50))
-        case msgspec.inspect.BoolType():
-            return st.booleans()
-        case msgspec.inspect.NoneType():
-            return st.none()
-        case msgspec.inspect.LiteralType():
-            return st.sampled_from(kind.values)
-        case msgspec.inspect.ListType():
-            return st.lists(values_of(kind.item_type), max_size=5)
-        case msgspec.inspect.VarTupleType():
-            return st.lists(values_of(kind.item_type), max_size=5).map(tuple)
-        case msgspec.inspect.DictType():
-            return st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3)
-        case msgspec.inspect.UnionType():
-            return st.one_of([values_of(one) for one in kind.types])
-        case msgspec.inspect.StructType(cls=cls) if cls is Logprobs:
-            return LOGPROBS
-        case msgspec.inspect.StructType():
-            return st.builds(kind.cls, **{f.name: values_of(f.type) for f in kind.fields})
-    raise AssertionError(f"no strategy for {kind}")
 
 
 MESSAGES = st.one_of([values_of(msgspec.inspect.type_info(kind)) for kind in MESSAGE_TYPES])
@@ -134,12 +91,14 @@ def with_fields(message: ControlMessage, /, **changes: Any) -> bytes:
 def test_the_largest_part_of_a_prompts_log_probabilities_is_a_small_message() -> None:
     size = 4 * MAX_POSITIONS * (1 + MAX_TOP)
     columns = Logprobs(1 + MAX_TOP, bytes(size), bytes(size), bytes(4 * MAX_POSITIONS))
-    message = PromptScored(job_id="job", prompt_logprobs=PromptLogprobs(1, columns))
+    scored = TokenOutput(request_id="r", prompt_logprobs=PromptLogprobs(1, columns))
+    message = TokenBatch(outputs=[scored])
     assert len(encode(message)) < 100_000
     for changed in (columns.ids[4:], columns.ids + b"0"):
         fields = [1, [columns.width, changed, columns.logprobs, columns.ranks]]
+        output = {"request_id": "r", "prompt_logprobs": fields}
         with pytest.raises(ProtocolError, match="different lengths"):
-            decode(with_fields(message, prompt_logprobs=fields))
+            decode(with_fields(message, outputs=[output]))
 
 
 BAD_FRAMES = {

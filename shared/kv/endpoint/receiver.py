@@ -27,9 +27,11 @@ from pagewire.shared.kv.carriers.base import Pending
 from pagewire.shared.kv.endpoint.credits import MIN_CREDITS, ReceiverCredits
 from pagewire.shared.kv.endpoint.endpoint import KvHalf
 from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
+from pagewire.shared.kv.endpoint.jobs import Jobs
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB, TestCheck, check_test
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
+from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToSender
 
 logger = logging.getLogger(__name__)
@@ -60,11 +62,13 @@ class KvReceiver(KvHalf):
         socket: that all links come over.
         credits: whose slots are.
         expected: what is to come.
+        jobs: whose it is.
         on_link_tested: called with a link by which payloads come.
         on_link_lost: called with a link that has ended by itself, and why.
     """
 
     socket: ReceiverSocket
+    jobs: Jobs = field(default_factory=Jobs)
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
     on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
     credits: ReceiverCredits = field(init=False)
@@ -138,9 +142,16 @@ class KvReceiver(KvHalf):
         else:
             self._quarantine.append((link.inbound.close(), slots))
         self._send_all(messages)
+        self.jobs.on_link_closed(link)
+
+    def post(self, link: ReceiverLink, message: JobRequest) -> bool:
+        """Send a message about a job; returns whether the link is still open then."""
+        self._send_all([(link.number, message)])
+        return link.token in self._links
 
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
+        self.jobs = Jobs()
         for link in list(self._links.values()):
             self.close(link)
         self.watch.remove(self.socket.fd)
@@ -160,6 +171,11 @@ class KvReceiver(KvHalf):
         """Links that are open; from any thread."""
         return len(self._links)
 
+    @property
+    def tested_links(self) -> list[ReceiverLink]:
+        """Links that jobs may use; from any thread."""
+        return [link for link in list(self._links.values()) if link.is_tested]
+
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
@@ -167,8 +183,9 @@ class KvReceiver(KvHalf):
         for work in plan.kv:
             if isinstance(work, Withdraw):
                 self.expected.forget(work.request_id)
+                self.jobs.on_withdrawn(work.request_id)
             elif isinstance(work, Expect):
-                self.expected.reserve(work, after=plan.number - 1)
+                self.jobs.on_reserved(self.expected.reserve(work, after=plan.number - 1))
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
@@ -187,8 +204,10 @@ class KvReceiver(KvHalf):
             try:
                 if isinstance(message, Segment):
                     self._receive(link, message, body)
-                else:
+                elif isinstance(message, Open | Return):
                     self._on_credits(link, message)
+                else:
+                    self.jobs.on_message(link, message)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
             self._unpack_received()
@@ -204,6 +223,7 @@ class KvReceiver(KvHalf):
         for entry in list(self._receiving):
             if entry.since < latest:
                 self._lose(entry.link, f"a KV payload did not come in {self.timeout_s:g} s")
+        self.jobs.check_deadlines()
 
     # A segment comes
 
@@ -250,7 +270,7 @@ class KvReceiver(KvHalf):
             check = check_test(self.moves, payload[: segment.nbytes], segment.seed)
             self._unpacking.append(_Unpacking(link, segment, None, [], check))
             return
-        expected = self.expected.find(segment.job)
+        expected = self.expected.hear_of(segment.job)
         positions, parts = segment.positions, segment.parts
         is_wanted = segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
         if expected is None or not is_wanted or not expected.coverage.allows(positions, parts):
@@ -263,7 +283,6 @@ class KvReceiver(KvHalf):
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
-        expected.heard_s = self.clock()
         expected.coverage.add(positions, parts)
         expected.num_unpacking += 1
         self.core.scheduler.pin(blocks)
@@ -282,8 +301,17 @@ class KvReceiver(KvHalf):
             done.link.is_tested = True
             self.on_link_tested(done.link)
         if expected is not None:
-            self.expected.activate_if_complete(expected)
+            self._activate_if_complete(expected)
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
+
+    def complete(self, expected: Expected, first_token: int) -> None:
+        """Let a reserved sequence run on from a first token as soon as its blocks are there."""
+        expected.first_token = first_token
+        self._activate_if_complete(expected)
+
+    def _activate_if_complete(self, expected: Expected) -> None:
+        if self.expected.activate_if_complete(expected):
+            self.jobs.on_activated(expected)
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:

@@ -28,7 +28,8 @@ from pagewire.shared.kv.endpoint.outgoing import TEST_CUT, Outgoing
 from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink, choose_carrier
 from pagewire.shared.kv.endpoint.sockets import KvSockets, SenderSocket
-from pagewire.shared.kv.messages import Ack, Grant, Open
+from pagewire.shared.kv.job_messages import JobReport, JobRequest
+from pagewire.shared.kv.messages import Ack, Grant, Open, Reclaim
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class KvSender(KvHalf):
 
     Attributes:
         sockets: that links are opened with.
+        on_job_request: called with a link, and what its receiver asks for.
         on_failed: called with a job that is dropped, its link, and why; its sequence has been
             freed.
         on_link_lost: called with a link that has ended by itself, and why.
@@ -69,6 +71,7 @@ class KvSender(KvHalf):
     """
 
     sockets: KvSockets
+    on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
     on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
     on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
     divided_bytes: int = DIVIDED_BYTES
@@ -144,6 +147,15 @@ class KvSender(KvHalf):
         self._jobs[job] = _Job(job, link, queue, units)
         if not units:
             self._end(self._jobs[job])
+
+    def post(self, link: SenderLink, message: JobReport) -> bool:
+        """Send a message about a job; returns whether the link is still open then."""
+        if link in self.links:
+            try:
+                link.socket.post(message)
+            except TransferError as exc:
+                self._lose(link, str(exc))
+        return link in self.links
 
     def cancel(self, job: str, link: SenderLink) -> None:
         """End a job of a link and free its blocks; unknown ones are fine."""
@@ -315,10 +327,12 @@ class KvSender(KvHalf):
                 self._may_pack = True
             elif isinstance(message, Ack):
                 self._on_ack(link, message)
-            else:
+            elif isinstance(message, Reclaim):
                 answer = link.credits.reclaim(message.credit)
                 if answer is not None:
                     link.socket.post(answer)
+            else:
+                self.on_job_request(link, message)
 
     def _on_ack(self, link: SenderLink, ack: Ack) -> None:
         sent = link.sent.get(ack.credit)

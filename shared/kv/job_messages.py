@@ -1,0 +1,62 @@
+"""The messages of prefill jobs, which cross a KV link from one engine's thread to the other.
+
+    decode --Prefill, CancelPrefill--> prefill --PromptScored, PrefillDone, PrefillFailed--> decode
+
+A job id, random and made by the decode worker, names one prefill of a request. A job belongs to its
+link: when that ends, both sides drop it.
+"""
+
+from __future__ import annotations
+
+from pagewire.shared.control.protocol import Count, Id, Message, Text, TokenId, TokenIds
+from pagewire.shared.logprobs import Logprobs, PromptLogprobs
+from pagewire.shared.sampling import RequestSpec
+
+
+class Prefill(Message, frozen=True, kw_only=True):
+    """Compute a prompt, push its blocks, sample the first token: one job.
+
+    Attributes:
+        token_ids: prompt, and the output of an interrupted answer after it.
+        first_block: the decode worker holds the blocks before this position already.
+    """
+
+    job_id: Id
+    token_ids: TokenIds
+    spec: RequestSpec
+    first_block: Count
+
+
+class CancelPrefill(Message, frozen=True, kw_only=True):
+    """Stop a job and free its blocks."""
+
+    job_id: Id
+
+
+class PrefillDone(Message, frozen=True, kw_only=True):
+    """The prompt is computed and its first token sampled; segments may still be under way."""
+
+    job_id: Id
+    first_token: TokenId
+    cached_tokens: Count
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    logprobs: Logprobs | None = None
+
+
+class PromptScored(Message, frozen=True, kw_only=True):
+    """Log probabilities of at most `MAX_POSITIONS` prompt tokens, before `PrefillDone`."""
+
+    job_id: Id
+    prompt_logprobs: PromptLogprobs
+
+
+class PrefillFailed(Message, frozen=True, kw_only=True):
+    """The job is void, its blocks are freed; the decode worker must find another way."""
+
+    job_id: Id
+    reason: Text
+
+
+JobRequest = Prefill | CancelPrefill
+JobReport = PromptScored | PrefillDone | PrefillFailed
