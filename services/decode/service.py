@@ -132,7 +132,7 @@ class DecodeService:
         vocab_size = self._engine.vocab_size
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
-        if any(t >= vocab_size for t in (*message.prompt_token_ids, *message.output_token_ids)):
+        if max((*message.prompt_token_ids, *message.output_token_ids)) >= vocab_size:
             raise InvalidRequestError(f"token ids must be below {vocab_size}", "prompt")
         if len(message.output_token_ids) >= message.spec.max_tokens:
             raise InvalidRequestError("nothing is left to generate", "max_tokens")

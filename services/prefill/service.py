@@ -100,7 +100,7 @@ class PrefillService:
         """
         if self._is_draining():
             raise OverloadedError("this prefill worker is shutting down")
-        if any(token >= self._engine.vocab_size for token in ticket.token_ids):
+        if max(ticket.token_ids, default=0) >= self._engine.vocab_size:
             raise InvalidRequestError(f"token ids must be below {self._engine.vocab_size}")
         sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, ())
         sequence.prefill_only = True

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
-POLL_S = 0.00005  # of the device: short against moving a few blocks, long against a look
+POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
 WATCH_S = 0.01  # until a whole turn all the same, which refreshes the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000

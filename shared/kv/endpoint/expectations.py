@@ -57,6 +57,9 @@ class Expectations:
     _by_job: dict[str, Expected] = field(default_factory=dict)
     _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
 
+    def __len__(self) -> int:
+        return len(self._by_request)
+
     def reserve(self, work: Expect, after: int) -> Expected:
         """Expect a sequence's blocks; no plan later than `after` touches them but by KV."""
         positions = range(work.first, len(work.block_ids))

@@ -215,7 +215,8 @@ class KvReceiver(KvHalf):
         while self._unpacking and self._unpacking[0].check.is_done():
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
-        return bool(self._receiving or self._unpacking)
+        # What is expected comes soon: a thread that slept would take longer to take it in.
+        return bool(self._receiving or self._unpacking or self.expected)
 
     def _check_deadlines(self) -> None:
         """End links whose senders announce what does not come."""
