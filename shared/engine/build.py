@@ -26,7 +26,7 @@ from pagewire.shared.engine.threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
 Progress = Callable[[str], None]
-MemoryBeside = Callable[[BlockParts, int], int]
+MemoryBeside = Callable[[LayerGroups, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def build_engine(
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
-    memory_beside: MemoryBeside = lambda _parts, _total_bytes: 0,
+    memory_beside: MemoryBeside = lambda _groups, _total_bytes: 0,
 ) -> BuiltEngine:
     """Load a model and make an engine of it.
 
@@ -77,7 +77,7 @@ def build_engine(
         local_prefill_tokens: see `SchedulerLimits`.
         progress: hears what is going on, for people to read.
         memory_beside: what the caller will allocate on the device as well, in bytes, given the
-            parts of a KV block and the device's bytes.
+            layer groups of a KV block and the device's bytes.
 
     Raises:
         ConfigError: what was asked for is not to be had here.
@@ -301,7 +301,7 @@ def _fitting_blocks(
     free, total = torch.cuda.mem_get_info(device)
     in_use_by_others = total - free - torch.cuda.memory_reserved(device)
     beside = (1 << 30) if settings.cuda_graphs else 0  # for the graphs
-    beside += memory_beside(shape.parts, total)
+    beside += memory_beside(shape.groups, total)
     budget = int(total * settings.gpu_memory_utilization) - peak - beside
     budget = min(budget, total - in_use_by_others - peak - beside)
     num_blocks = budget // shape.block_bytes
@@ -345,9 +345,9 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     runner.execute(prefill).wait()
     runner.execute(StepPlan(number=0, decodes=[0])).wait()
     runner.execute(StepPlan(number=0, freed=[0]))
-    parts = runner.mover.parts
-    size = parts.packed_bytes(1)
+    groups = runner.mover.groups
+    size = groups.packed_bytes(1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], parts.whole, staging, 1, after=0)
-    if not runner.unpack(staging, [0], parts.whole, 1, after=0).is_intact():
+    runner.pack([0], groups.whole, staging, 1, after=0)
+    if not runner.unpack(staging, [0], groups.whole, 1, after=0).is_intact():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")

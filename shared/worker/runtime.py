@@ -41,7 +41,7 @@ from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
@@ -225,19 +225,19 @@ class WorkerRuntime:
             memory_beside=self._staging_bytes,
         )
 
-    def _staging_bytes(self, parts: BlockParts, total_bytes: int) -> int:
+    def _staging_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
         """What this worker's staging takes of a device's memory."""
-        return self.settings.staging_slots * self._slot_bytes(parts, total_bytes)
+        return self.settings.staging_slots * self._slot_bytes(groups, total_bytes)
 
-    def _slot_bytes(self, parts: BlockParts, total_bytes: int) -> int:
+    def _slot_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
         settings = self.settings
         share = slot_share(total_bytes, settings.staging_slots)
-        return slot_size(settings.staging_slot_bytes, parts, share)
+        return slot_size(settings.staging_slot_bytes, groups, share)
 
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        parts, device = BlockParts.of_layout(self.built.layout), self.built.device
-        slot_bytes = self._slot_bytes(parts, device_memory(device))
+        groups, device = LayerGroups.of_layout(self.built.layout), self.built.device
+        slot_bytes = self._slot_bytes(groups, device_memory(device))
         self.kv = await open_endpoint(
             stack,
             settings,

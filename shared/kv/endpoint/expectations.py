@@ -11,7 +11,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import Expect
 from pagewire.shared.kv.endpoint.segments import Coverage
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Expectations:
 
     Attributes:
         core: its sequences are looked up and activated.
-        parts: of a block.
+        groups: layer groups of a block.
         clock: in seconds.
         on_reserved: called with a request, its job's name, the position of the first block that is
             expected, and the number of its blocks.
     """
 
     core: EngineCore
-    parts: BlockParts
+    groups: LayerGroups
     clock: Callable[[], float]
     on_reserved: Callable[[str, str, int, int], None] = lambda _request, _job, _first, _count: None
     _by_request: dict[str, Expected] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Expectations:
     def _expect(
         self, request_id: str, block_ids: list[int], after: int, job: str, positions: range
     ) -> None:
-        coverage = Coverage(positions, self.parts.whole)
+        coverage = Coverage(positions, self.groups.whole)
         made = Expected(request_id, block_ids, after, job, coverage, self.clock())
         self._by_request[request_id] = self._by_job[job] = made
 
