@@ -94,7 +94,7 @@ def test_first_token_and_blocks_come_in_either_order(kind: str, later: bool) -> 
 
 
 @CARRIERS
-def test_the_loop_turns_on_at_once_after_the_last_segment(kind: str) -> None:
+def test_the_loop_goes_on_at_once_after_the_last_segment(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=8, prefill=LARGE) as pair:
         pair.decode.device.has_moved = False
         request = pair.ask(PROMPT)
@@ -248,7 +248,7 @@ def test_a_slot_that_is_free_again_is_noticed_at_once() -> None:
 # Preemption
 
 
-def start_beside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
+def start_alongside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
     """Start a job alongside a sequence that is going to take its blocks."""
     pair.starts_jobs = False
     request = pair.ask(PROMPT)
@@ -263,7 +263,7 @@ def start_beside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
 def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 5}
     with kv_pair(kind, prefill=engine) as pair:
-        start_beside(pair, 6, 2)
+        start_alongside(pair, 6, 2)
         pair.finish()
         assert pair.prefill.core.scheduler.num_preemptions == 1
         nbytes = pair.prefill.sender.stats.bytes["d0", kind] - GROUPS.packed_bytes(2)  # the test
@@ -279,7 +279,7 @@ def test_blocks_that_were_lost_while_they_were_packed_are_packed_again(
     engine = {"num_blocks": 7, "max_num_batched_tokens": 5, "caching": False}
     with kv_pair(kind, prefill=engine, divided_bytes=divided_bytes) as pair:
         pair.prefill.device.has_moved = False
-        start_beside(pair, 6, 2)
+        start_alongside(pair, 6, 2)
         pair.until(lambda: pair.prefill.core.scheduler.num_preemptions)
         assert packed(pair)
         pair.prefill.device.has_moved = True  # the other sequence has written there before
@@ -295,7 +295,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
 ) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 32, "overlap": True}
     with kv_pair(kind, prefill=engine, prefill_slots=1, divided_bytes=0) as pair:
-        sequence = start_beside(pair, 3, 1)
+        sequence = start_alongside(pair, 3, 1)
         pair.step(pair.prefill)  # launched, and not read yet
         pair.until(lambda: pair.prefill.sender.after_launch(None) or len(packed(pair)) >= num_sent,
                    pair.decode)  # fmt: skip

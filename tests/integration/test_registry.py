@@ -28,7 +28,7 @@ def test_cards_are_listed_as_published_until_withdrawn(any_redis_url: str) -> No
         role="prefill",
         state="draining",
         kv_transports=["ucx", "zmq"],
-        load=WorkerLoad(running=3, steps=2**40, total_blocks=100),
+        load=WorkerLoad(running=3, iterations=2**40, total_blocks=100),
         links=[LinkInfo(peer="decode-0", transport="ucx", gbps=350.5)],
     )
 

@@ -200,7 +200,7 @@ def test_background_tasks_end_before_a_slow_engine(
     assert max(beats) < stopping[0]
 
 
-def test_the_loop_turns_while_a_slow_engine_stops(
+def test_the_loop_runs_while_a_slow_engine_stops(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, stopped, beats = EngineThread.stop, [0.0], [0.0]

@@ -48,7 +48,7 @@ class World:
     max_model_len: int
     caching: bool
     overlap: bool
-    turns_a_step: int  # that the device takes
+    iterations_a_step: int  # that the device takes
     arrivals: list[Arrival]
 
 
@@ -68,7 +68,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_model_len=draw(st.sampled_from([1024, 1024, 13])),
         caching=draw(st.booleans()),
         overlap=draw(st.booleans()),
-        turns_a_step=draw(st.integers(1, 3)),
+        iterations_a_step=draw(st.integers(1, 3)),
         arrivals=draw(st.lists(arrivals(capacity), min_size=3, max_size=9)),
     )
 
@@ -119,7 +119,7 @@ class Life:
 
 
 class Simulation:
-    """Turns an engine's loop and plays everybody around it."""
+    """Runs an engine's loop and plays everybody around it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -142,16 +142,16 @@ class Simulation:
 
     def run(self) -> None:
         while self.to_come or not all(life.is_over for life in self.lives.values()):
-            self.turn()
+            self.iterate()
             assert self.now < 4000, "no end in sight"
         for _ in range(12):  # held blocks are forgotten, steps in flight are read
-            self.turn()
+            self.iterate()
 
-    def turn(self) -> None:
+    def iterate(self) -> None:
         self.let_arrive()
         for life in list(self.lives.values()):
             self.tend(life)
-        self.device.has_run = self.now % self.world.turns_a_step == 0
+        self.device.has_run = self.now % self.world.iterations_a_step == 0
         outputs, _worked = self.core.step(wait=False)
         for output in outputs:
             life = self.lives[output.request_id]

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.shared.control.protocol import FinishReason
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,

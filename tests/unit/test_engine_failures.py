@@ -11,7 +11,7 @@ from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
 from pagewire.shared.engine.executor import Executor, PendingStep
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,

@@ -17,7 +17,7 @@ from pagewire.shared.engine.step import (
 )
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,

@@ -17,17 +17,17 @@ from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
 
-def drain(core: EngineCore, turns: int = 400) -> dict[str, list[int]]:
-    """Turn the loop until nothing is left to do; returns all tokens by request."""
+def drain(core: EngineCore, iterations: int = 400) -> dict[str, list[int]]:
+    """Run the loop until nothing is left to do; returns all tokens by request."""
     tokens: dict[str, list[int]] = {}
-    for _ in range(turns):
+    for _ in range(iterations):
         outputs, worked = core.step()
         core.scheduler.check_integrity()
         for output in outputs:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if not worked and not core.has_work:
             return tokens
-    pytest.fail(f"not done within {turns} steps")
+    pytest.fail(f"not done within {iterations} steps")
 
 
 def step(core: EngineCore, times: int = 1) -> None:
