@@ -7,15 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import processor_count
+from pagewire.kernels._launch import sm_count
 from pagewire.kernels.kv_staging import as_words, copy_list_capacity, staging_views
 
-# Words of one vector step, warps of a program, and programs a processor, each of which takes whole
+# Words of one vector step, warps of a program, and programs an SM, each of which takes whole
 # rows: as many bytes are under way as the memory needs, and few programs find nothing to do where
 # a copy list is shorter than its capacity.
 _STEP_WORDS = 8192
 _WARPS = 8
-_PROGRAMS_PER_PROCESSOR = 4
+_CTAS_PER_SM = 4
 
 # 0x9E3779B97F4A7C15 as int64; arithmetic mod 2**64 is the same.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
@@ -81,7 +81,7 @@ def _move_blocks(
     capacity, words = copy_list_capacity(copy_list), source.shape[1]
     if capacity == 0:
         return
-    programs = min(capacity, _PROGRAMS_PER_PROCESSOR * processor_count(source.device))
+    programs = min(capacity, _CTAS_PER_SM * sm_count(source.device))
     _move_blocks_kernel[(programs,)](
         source,
         target,

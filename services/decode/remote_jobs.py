@@ -199,10 +199,10 @@ class RemoteJobs:
         counter = self._local_prefills.labels(reason)
         first_token = request.first_token
 
-        def fall_back(core: EngineCore) -> None:
+        def recompute_locally(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
-                core.fall_back(sequence, first_token)
+                core.recompute_locally(sequence, first_token)
                 counter.inc()
 
-        self._engine.submit(fall_back, admitted=True)
+        self._engine.submit(recompute_locally, admitted=True)

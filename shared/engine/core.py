@@ -116,7 +116,7 @@ class EngineCore:
         self._enter(child)
 
     def _check_name(self, request_id: str) -> None:
-        if request_id in self._sequences or request_id in self.scheduler.held:
+        if request_id in self._sequences or request_id in self.scheduler.awaiting_send:
             raise InvalidRequestError(f"there is a request {request_id} already", "request_id")
 
     def _enter(self, sequence: Sequence) -> None:
@@ -335,7 +335,7 @@ class EngineCore:
         self._deliver(sequence, token, logprobs)
 
     def _deliver(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1
+        first = sequence.num_prompt_tokens + sequence.num_replayed_tokens + 1
         is_first = len(sequence.token_ids) == first
         status = self._end_of(sequence, token)
         if status is not None:
@@ -372,19 +372,19 @@ class EngineCore:
         self.scheduler.unpin(blocks)
         self._has_news |= pool.counts().used < used
 
-    def fall_back(self, sequence: Sequence, first_token: int | None) -> None:
+    def recompute_locally(self, sequence: Sequence, first_token: int | None) -> None:
         """Compute a reserved sequence's prompt here after all.
 
         Args:
             sequence: reserved for KV that does not come.
             first_token: if it was sampled elsewhere and delivered, generation goes on after it.
         """
-        self.scheduler.fall_back(sequence)
+        self.scheduler.recompute_locally(sequence)
         if first_token is None:
             return
         sequence.token_ids.append(first_token)
         sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
-        sequence.num_resumed_tokens += 1
+        sequence.num_replayed_tokens += 1
         status = self._end_of(sequence, first_token)
         if status is not None:
             self._finish_silently(sequence, status)

@@ -24,7 +24,7 @@ from pagewire.shared.engine.step import PrefillChunk
 LARGEST_PREFILL = {1: 1024, 8: 512}
 # Next to decode rows, which are a graph of their own: above it, to read the weights twice takes
 # the device longer than to launch one step for all takes the host.
-LARGEST_BESIDE_DECODES = 256
+LARGEST_WITH_DECODES = 256
 
 ResultT = TypeVar("ResultT")
 
@@ -179,12 +179,12 @@ class PrefillGraphs:
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
 
-    def shape_of(self, chunks: list[PrefillChunk], *, beside_decodes: bool) -> PrefillShape | None:
+    def shape_of(self, chunks: list[PrefillChunk], *, with_decodes: bool) -> PrefillShape | None:
         """Return the smallest shape that these chunks fit, None if they had better be launched."""
         if any(chunk.scored for chunk in chunks):
             return None  # a graph keeps no hidden states
         tokens = sum(chunk.length for chunk in chunks)
-        if beside_decodes and tokens > LARGEST_BESIDE_DECODES:
+        if with_decodes and tokens > LARGEST_WITH_DECODES:
             return None
         for shape in self.shapes:
             if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:

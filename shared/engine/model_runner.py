@@ -165,7 +165,7 @@ class ModelRunner:
             return None
         if chunks:
             if self.prefill_graphs is not None:
-                shape = self.prefill_graphs.shape_of(chunks, beside_decodes=bool(slots))
+                shape = self.prefill_graphs.shape_of(chunks, with_decodes=bool(slots))
             if shape is None:
                 return None
         if slots and self.decode_graphs is not None:

@@ -222,7 +222,7 @@ class WorkerRuntime:
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
-            memory_beside=self._staging_bytes,
+            other_memory=self._staging_bytes,
         )
 
     def _staging_bytes(self, groups: LayerGroups, total_bytes: int) -> int:

@@ -67,14 +67,14 @@ def test_blocks_go_from_pool_to_pool_slot_by_slot(device: str, captured: bool) -
 
 @pytest.mark.parametrize("captured", [False, True])
 @each_device
-def test_damage_is_told_of_the_piece_that_has_it(device: str, captured: bool) -> None:
+def test_a_corrupt_segment_is_reported(device: str, captured: bool) -> None:
     side = Side(device, 1, captured=captured)
-    for seed, damaged in enumerate([False, True, False, True]):
+    for seed, corrupt in enumerate([False, True, False, True]):
         packed = side.pack(0, [1, 2], seed)
-        packed[17] ^= damaged
-        assert side.unpack(0, [3, 4], seed) is not damaged
+        packed[17] ^= corrupt
+        assert side.unpack(0, [3, 4], seed) is not corrupt
     side.pack(1, [1, 2], seed=5)
-    assert not side.unpack(1, [3, 4], seed=6)  # those of another piece
+    assert not side.unpack(1, [3, 4], seed=6)  # those of another segment
 
 
 @pytest.mark.parametrize("captured", [False, True])

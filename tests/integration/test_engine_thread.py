@@ -306,7 +306,7 @@ def test_stalled_loop_does_not_iterate_and_does_not_stop_in_time() -> None:
     assert engine.stop(5.0)
 
 
-def test_loop_does_not_run_before_start_nor_behind_stop() -> None:
+def test_loop_does_not_run_before_start_nor_after_stop() -> None:
     core, _ = make_core()
     engine = EngineThread(core, Outputs())
     assert not engine.is_running()
@@ -362,7 +362,7 @@ def test_waiting_for_the_device_is_not_idleness(
         until(lambda: engine.integrity_errors > 0)
 
 
-def test_books_that_do_not_add_up_are_counted(
+def test_accounting_errors_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(thread_module, "INTEGRITY_INTERVAL_S", 0.0)
@@ -377,7 +377,7 @@ def test_books_that_do_not_add_up_are_counted(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a call of Linux")
-def test_naps_of_the_engines_thread_end_in_time() -> None:
+def test_sleeps_of_the_engines_thread_end_in_time() -> None:
     slack_ns: list[int] = []
     core, _ = make_core()
     with started(core) as engine:

@@ -179,7 +179,7 @@ def test_more_jobs_than_slots_and_credits(kind: str) -> None:
 
 
 @CARRIERS
-def test_a_job_that_has_no_slot_does_not_keep_the_loop_awake(kind: str) -> None:
+def test_a_job_that_has_no_slot_does_not_make_the_loop_poll(kind: str) -> None:
     with kv_pair(kind, prefill_slots=1, blocks_per_slot=1) as pair:
         pair.decode.device.has_moved = False
         pair.ask(LONG[:60])

@@ -22,7 +22,7 @@ from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import TAG, client_of, ids, record, registry_at
 
 
-def test_cards_are_listed_as_published_until_withdrawn(any_redis_url: str) -> None:
+def test_records_are_listed_as_published_until_withdrawn(any_redis_url: str) -> None:
     full = record(
         "prefill-0",
         role="prefill",

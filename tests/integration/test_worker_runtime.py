@@ -139,7 +139,7 @@ def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: Red
     run_async(scenario())
 
 
-def test_a_worker_whose_engine_hangs_ends_to_be_started_anew(
+def test_a_worker_whose_engine_hangs_ends_to_be_started_again(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime_module, "ENGINE_SILENCE_S", 0.5)
@@ -250,7 +250,7 @@ def test_what_a_stopping_engine_still_hands_over_leaves_no_task(
 
 @pytest.fixture
 def switch_interval() -> Iterator[None]:
-    """Whatever a test sets is the process's own again behind it."""
+    """Whatever a test sets is the process's own again after it."""
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)

@@ -41,7 +41,7 @@ NUM_GROUPS = 2  # of a block; here some of its tokens each, not some of its laye
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
-    """What the fake model samples behind these tokens."""
+    """What the fake model samples after these tokens."""
     return zlib.crc32(bytes([seed, *tokens])) % VOCAB
 
 
@@ -52,7 +52,7 @@ def score(tokens: list[int]) -> Logprobs:
 
 
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
-    """All outputs that a sequence should end with, those it was resumed with included."""
+    """All outputs that a sequence should end with, those that it replays included."""
     tokens, prompt = list(sequence.token_ids), sequence.num_prompt_tokens
     limit = 1 if sequence.prefill_only else sequence.spec.max_tokens
     while len(tokens) - prompt < limit and len(tokens) < max_model_len:
@@ -68,7 +68,7 @@ def make_sequence(
     *,
     max_tokens: int = 4,
     stop: frozenset[int] = frozenset(),
-    resumed: list[int] | None = None,
+    replayed: list[int] | None = None,
     remote_prefill: bool = False,
     prefill_only: bool = False,
     seed: int = 0,
@@ -76,9 +76,9 @@ def make_sequence(
     """A sequence as `new_sequence` makes them."""
     return Sequence(
         request_id=request_id,
-        token_ids=[*prompt, *(resumed or [])],
+        token_ids=[*prompt, *(replayed or [])],
         num_prompt_tokens=len(prompt),
-        num_resumed_tokens=len(resumed or []),
+        num_replayed_tokens=len(replayed or []),
         spec=RequestSpec(max_tokens=max_tokens, seed=seed),
         stop_token_ids=stop,
         remote_prefill=remote_prefill,
@@ -120,8 +120,8 @@ class FakeMove(PendingMove):
 class FakeCheck(PendingCheck):
     """The same, checked."""
 
-    def __init__(self, device: FakeDevice, damaged: torch.Tensor) -> None:
-        super().__init__(damaged, None)
+    def __init__(self, device: FakeDevice, corrupt: torch.Tensor) -> None:
+        super().__init__(corrupt, None)
         self._device = device
 
     def is_done(self) -> bool:
@@ -263,11 +263,11 @@ class FakeDevice:
     ) -> PendingCheck:
         self._check_after(block_ids, after)
         pool = self._pool()
-        damaged = torch.zeros((), dtype=torch.int64)
-        unpack_blocks(staging, pool, self._copy_list(block_ids, groups, seed), damaged)
+        corrupt = torch.zeros((), dtype=torch.int64)
+        unpack_blocks(staging, pool, self._copy_list(block_ids, groups, seed), corrupt)
         for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
             self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
-        return FakeCheck(self, damaged)
+        return FakeCheck(self, corrupt)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         work()

@@ -24,8 +24,8 @@ class LateMove(PendingCheck):
     """A move that is made when it is found to be done, in the order of launching."""
 
     def __init__(self, device: LateDevice, work: Callable[[], object]) -> None:
-        self.damaged = torch.zeros((), dtype=torch.int64)
-        super().__init__(self.damaged, None)
+        self.corrupt = torch.zeros((), dtype=torch.int64)
+        super().__init__(self.corrupt, None)
         self.device, self.work = device, work
         self.has_run = False
 
@@ -62,7 +62,7 @@ class LateDevice(FakeDevice):
 
         def write() -> None:
             pool = self._pool()
-            unpack_blocks(staging, pool, copy_list, move.damaged)
+            unpack_blocks(staging, pool, copy_list, move.corrupt)
             rows = pool.view(self.num_blocks, -1)[block_ids].tolist()
             for block, row in zip(block_ids, rows, strict=True):
                 self.cells[block] = [None if cell == -1 else cell for cell in row]

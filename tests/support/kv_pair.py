@@ -211,7 +211,7 @@ class KvPair:
                 return
         sequence = request.sequence
         if sequence.status is RequestStatus.RESERVED:
-            request.decode.core.fall_back(sequence, next(iter(request.tokens), None))
+            request.decode.core.recompute_locally(sequence, next(iter(request.tokens), None))
 
     def _on_reserved(self, name: str, job: str, first: int, count: int) -> None:
         request = self.requests[name]

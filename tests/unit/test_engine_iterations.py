@@ -61,7 +61,7 @@ def test_hooks_see_a_plan_before_it_is_launched_and_outputs_do_not_wait_for_them
         assert hook.seen[-1] == (number, number - overlap)
 
 
-def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:
+def test_hooks_run_without_a_step_and_keep_the_loop_polling() -> None:
     core, device = make_core()
     idle, busy = Hook(device, core), Hook(device, core, busy=True)
     core.hooks.extend([busy, idle])
@@ -150,7 +150,7 @@ def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: b
 
 
 @BOTH
-def test_last_token_behind_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
+def test_last_token_after_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
     core, device = make_core(overlap=overlap)
     prompt = [1] * 9  # two full blocks and one token
     core.add(make_sequence("first", prompt, max_tokens=1))

@@ -161,7 +161,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 
 @settings(max_examples=300)
 @given(message=st.one_of(to_receiver, to_sender), data=st.data())
-def test_a_damaged_message_is_a_message_or_an_error(
+def test_a_corrupt_message_is_a_message_or_an_error(
     message: ToReceiver | ToSender, data: st.DataObject
 ) -> None:
     encoded = bytearray(encode(message))
