@@ -108,8 +108,8 @@ class EngineCore:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self._check_name(child.request_id)
-        in_flight = (part for launched in self._in_flight for part in launched.schedule.chunks)
-        if any(part.sequence is parent for part in in_flight):
+        in_flight = (chunk for launched in self._in_flight for chunk in launched.schedule.chunks)
+        if any(chunk.sequence is parent for chunk in in_flight):
             self.scheduler.add(child)  # that step may fail yet
         else:
             self.scheduler.fork(parent, child)
@@ -304,10 +304,10 @@ class EngineCore:
 
     def _deliver_prompts(self, schedule: Schedule, scores: StepScores) -> None:
         for index, scored in scores.prompts.items():
-            part = schedule.chunks[index]
-            for sequence in (part.sequence, *part.sequence.children):
+            chunk = schedule.chunks[index]
+            for sequence in (chunk.sequence, *chunk.sequence.children):
                 if not sequence.is_finished:
-                    self._others += prompt_outputs(sequence, part.start + 1, scored)
+                    self._others += prompt_outputs(sequence, chunk.start + 1, scored)
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
