@@ -177,9 +177,9 @@ class TokenLogprobs(Protocol):
 class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
-    The order (`kv_staging.fill_order`) says how many, which, and the seed. It is read on the
-    device, so that each replay of a CUDA graph may copy other blocks. It may lie in pinned memory
-    of the host, which saves a copy.
+    The copy list (`kv_staging.fill_copy_list`) says how many, which, and the seed. It is read on
+    the device, so that each replay of a CUDA graph may copy other blocks. It may lie in pinned
+    memory of the host, which saves a copy.
 
     Staging then holds `N` blocks and `N` int64: the seed plus the block's checksum. Blocks are rows
     of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is
@@ -188,13 +188,13 @@ class PackBlocks(Protocol):
     too. The seed distinguishes these blocks from those that were in the same staging before.
 
     Raises:
-        UnsupportedShapeError: staging is too short for the order's capacity.
+        UnsupportedShapeError: staging is too short for the copy list's capacity.
     """
 
     def __call__(
         self,
         pool: torch.Tensor,  # [NB, ...] contiguous, a block's bytes divisible by 8
-        order: torch.Tensor,  # [2 + capacity] int64
+        copy_list: torch.Tensor,  # [2 + capacity] int64
         staging: torch.Tensor,  # [>= packed_bytes(capacity, block_bytes)] uint8, 8-byte aligned
     ) -> None: ...
 
@@ -207,14 +207,14 @@ class UnpackBlocks(Protocol):
     pinned memory, too.
 
     Raises:
-        UnsupportedShapeError: staging is too short for the order's capacity.
+        UnsupportedShapeError: staging is too short for the copy list's capacity.
     """
 
     def __call__(
         self,
         staging: torch.Tensor,  # [>= packed_bytes(capacity, block_bytes)] uint8, 8-byte aligned
         pool: torch.Tensor,  # [NB, ...] contiguous
-        order: torch.Tensor,  # [2 + capacity] int64
+        copy_list: torch.Tensor,  # [2 + capacity] int64
         corrupt: torch.Tensor,  # [] int64: set to 1 if a block is corrupt, else left as it is
     ) -> None: ...
 

@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pagewire.kernels.errors import UnsupportedShapeError
 
 # What the interpreter pretends to have, so that small tests split work as a GPU does.
-_INTERPRETED_PROCESSORS = 4
+_INTERPRETED_SMS = 4
 # In larger batches (measured on an H200) programs that come early cost more than they save: they
-# crowd on the processors that happen to have room.
+# crowd on the SMs that happen to have room.
 _MOST_OVERLAPPING_ROWS = 16
 
 
@@ -30,10 +30,10 @@ def next_power_of_2(n: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def processor_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
+        return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -7,15 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import processor_count
-from pagewire.kernels.kv_staging import as_words, order_capacity, staging_views
+from pagewire.kernels._launch import sm_count
+from pagewire.kernels.kv_staging import as_words, copy_list_capacity, staging_views
 
-# Words of one vector step, warps of a program, and programs a processor, each of which takes whole
+# Words of one vector step, warps of a program, and programs an SM, each of which takes whole
 # rows: as many bytes are under way as the memory needs, and few programs find nothing to do where
-# an order is shorter than its capacity.
+# a copy list is shorter than its capacity.
 _STEP_WORDS = 8192
 _WARPS = 8
-_PROGRAMS_PER_PROCESSOR = 4
+_CTAS_PER_SM = 4
 
 # 0x9E3779B97F4A7C15 as int64; arithmetic mod 2**64 is the same.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
@@ -25,7 +25,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 def _move_blocks_kernel(
     source_ptr,  # int32 words, [rows, words]
     target_ptr,  # int32 words, [rows, words]
-    order_ptr,  # [2 + capacity] int64
+    copy_list_ptr,  # [2 + capacity] int64
     staging_ptr,  # int64 words: the blocks, then their sums
     corrupt_ptr,  # [] int64: set to 1 where SCATTER, else not touched
     capacity,
@@ -35,14 +35,14 @@ def _move_blocks_kernel(
     MULTIPLIER: tl.constexpr,
     STEP_WEIGHT: tl.constexpr,  # STEP * MULTIPLIER, mod 2**64
 ):
-    count = tl.minimum(tl.load(order_ptr), capacity).to(tl.int32)
-    seed = tl.load(order_ptr + 1)
+    count = tl.minimum(tl.load(copy_list_ptr), capacity).to(tl.int32)
+    seed = tl.load(copy_list_ptr + 1)
     width = words.to(tl.int64)
     sums = staging_ptr + count * (width // 2)
     lanes = tl.arange(0, STEP)
     first_weights = lanes.to(tl.int64) * MULTIPLIER
     for row in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        block = tl.load(order_ptr + 2 + row)
+        block = tl.load(copy_list_ptr + 2 + row)
         if SCATTER:
             source = source_ptr + row * width
             target = target_ptr + block * width
@@ -74,20 +74,20 @@ def _wrapped(number: int) -> int:
 def _move_blocks(
     source: torch.Tensor,  # [rows, words] int32
     target: torch.Tensor,  # [rows, words] int32
-    order: torch.Tensor,  # [2 + capacity] int64
+    copy_list: torch.Tensor,  # [2 + capacity] int64
     staged: torch.Tensor,  # [capacity, words] int32, before the sums: source or target
     corrupt: torch.Tensor | None,  # [] int64; None to gather
 ) -> None:
-    capacity, words = order_capacity(order), source.shape[1]
+    capacity, words = copy_list_capacity(copy_list), source.shape[1]
     if capacity == 0:
         return
-    programs = min(capacity, _PROGRAMS_PER_PROCESSOR * processor_count(source.device))
+    programs = min(capacity, _CTAS_PER_SM * sm_count(source.device))
     _move_blocks_kernel[(programs,)](
         source,
         target,
-        order,
+        copy_list,
         staged.view(torch.int64),
-        order if corrupt is None else corrupt,
+        copy_list if corrupt is None else corrupt,
         capacity,
         words,
         SCATTER=corrupt is not None,
@@ -98,23 +98,23 @@ def _move_blocks(
     )
 
 
-def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) -> None:
+def pack_blocks(pool: torch.Tensor, copy_list: torch.Tensor, staging: torch.Tensor) -> None:
     """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
     blocks = as_words(pool)
-    staged, _ = staging_views(staging, order_capacity(order), blocks.shape[1])
-    _move_blocks(blocks, staged, order, staged, None)
+    staged, _ = staging_views(staging, copy_list_capacity(copy_list), blocks.shape[1])
+    _move_blocks(blocks, staged, copy_list, staged, None)
 
 
 def unpack_blocks(
-    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, corrupt: torch.Tensor
+    staging: torch.Tensor, pool: torch.Tensor, copy_list: torch.Tensor, corrupt: torch.Tensor
 ) -> None:
     """Scatter packed blocks from staging into the pool; report whether one is corrupt.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
     blocks = as_words(pool)
-    staged, _ = staging_views(staging, order_capacity(order), blocks.shape[1])
-    _move_blocks(staged, blocks, order, staged, corrupt)
+    staged, _ = staging_views(staging, copy_list_capacity(copy_list), blocks.shape[1])
+    _move_blocks(staged, blocks, copy_list, staged, corrupt)

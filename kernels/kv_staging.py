@@ -1,8 +1,8 @@
-"""How packed KV blocks lie in staging, and how the order to copy them is written.
+"""How packed KV blocks lie in staging, and how the list of those to copy is written.
 
-Staging holds the blocks, then an int64 sum of each. An order is int64 `[2 + capacity]`: the number
-of blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that
-is handed in: the engine's have a row for each part of a block.
+Staging holds the blocks, then an int64 sum of each. A copy list is int64 `[2 + capacity]`: the
+number of blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that
+is handed in: the engine's have a row for each layer group of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pagewire.kernels.errors import UnsupportedShapeError
 
 _CHECKSUM_BYTES = 8
-_ORDER_HEAD = 2
+_HEAD_WORDS = 2
 
 
 def packed_bytes(num_blocks: int, block_bytes: int) -> int:
@@ -29,36 +29,36 @@ def max_blocks(num_bytes: int, block_bytes: int) -> int:
     return num_bytes // (block_bytes + _CHECKSUM_BYTES)
 
 
-def fill_order(
+def fill_copy_list(
     words: NDArray[np.int64], block_ids: Sequence[int] | NDArray[np.int64], seed: int
 ) -> None:
-    """Write the order to copy these blocks.
+    """Write the copy list of these blocks.
 
     Args:
-        words: [>= 2 + len(block_ids)], of the order; the rest is padding.
-        block_ids: rows of the pool; below 0 in an order to unpack: check only, write nothing.
+        words: [>= 2 + len(block_ids)], of the copy list; the rest is padding.
+        block_ids: rows of the pool; below 0 in a list to unpack: check only, write nothing.
         seed: signed 64 bit.
     """
-    end = _ORDER_HEAD + len(block_ids)
-    words[:_ORDER_HEAD] = len(block_ids), seed
-    words[_ORDER_HEAD:end] = block_ids
+    end = _HEAD_WORDS + len(block_ids)
+    words[:_HEAD_WORDS] = len(block_ids), seed
+    words[_HEAD_WORDS:end] = block_ids
 
 
-def move_order(block_ids: Sequence[int], seed: int) -> torch.Tensor:
-    """Return the order to copy these blocks, on the CPU, with room for no others."""
-    order = empty_order(len(block_ids))
-    fill_order(order.numpy(), block_ids, seed)
-    return order
+def make_copy_list(block_ids: Sequence[int], seed: int) -> torch.Tensor:
+    """Return the copy list of these blocks, on the CPU, with room for no others."""
+    copy_list = empty_copy_list(len(block_ids))
+    fill_copy_list(copy_list.numpy(), block_ids, seed)
+    return copy_list
 
 
-def order_capacity(order: torch.Tensor) -> int:
-    """Return how many blocks an order has room for."""
-    return order.shape[0] - _ORDER_HEAD
+def copy_list_capacity(copy_list: torch.Tensor) -> int:
+    """Return how many blocks a copy list has room for."""
+    return copy_list.shape[0] - _HEAD_WORDS
 
 
-def empty_order(capacity: int) -> torch.Tensor:
-    """Return an order for no block, with room for `capacity`, on the CPU."""
-    return torch.zeros(_ORDER_HEAD + capacity, dtype=torch.int64)
+def empty_copy_list(capacity: int) -> torch.Tensor:
+    """Return an empty copy list, with room for `capacity`, on the CPU."""
+    return torch.zeros(_HEAD_WORDS + capacity, dtype=torch.int64)
 
 
 def as_words(pool: torch.Tensor) -> torch.Tensor:

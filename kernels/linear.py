@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""`x @ weight.T + bias` of few rows, as in a decode step: the weights' way from memory counts.
+"""`x @ weight.T + bias` of few rows, as in a decode step: reading the weights takes the time.
 
-Each program takes some output features, and where those alone would leave processors idle, one
-share of the inputs: the program that finishes last adds the shares up, in order, so that results
-do not depend on who that is. Many rows are cuBLAS's.
+Each program takes some output features, and where those alone would leave SMs idle, one
+of `SPLIT_K` ranges of the inputs: the program that finishes last adds their sums up, in order, so
+that results do not depend on which one it is. Many rows are cuBLAS's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagewire.kernels._launch import (
     await_predecessor,
     next_power_of_2,
     overlap_options,
-    processor_count,
+    sm_count,
 )
 
 # Above it cuBLAS is quicker, and above half of it for all but large weights.
@@ -29,15 +29,15 @@ _LARGE = 1 << 25  # elements of a weight
 _LEAST_ROWS = 16  # of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
-_MOST_SHARES = 4
-_MOST_TILES = 4096  # that are cut into shares: each has a counter
+_MAX_SPLIT_K = 4
+_MOST_TILES = 4096  # that are split: each has a counter
 
 
 class _Tiling(NamedTuple):
-    """How a product is cut: outputs a program, shares of the inputs, tiles in flight."""
+    """How a product is cut: outputs a program, ranges of the inputs, tiles in flight."""
 
     block_out: int
-    shares: int
+    split_k: int
     stages: int
 
 
@@ -47,8 +47,8 @@ def _linear_kernel(
     weight_ptr,  # [outs, ins] contiguous
     bias_ptr,  # [outs]
     out_ptr,  # [rows, outs] contiguous
-    partial_ptr,  # [shares, rows, outs] float32
-    counters_ptr,  # [tiles] int32: shares that are done; 0 before and after each launch
+    partial_ptr,  # [split_k, rows, outs] float32
+    counters_ptr,  # [tiles] int32: splits that are done; 0 before and after each launch
     rows,
     outs,
     ins,
@@ -56,16 +56,16 @@ def _linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    share = tl.program_id(1)
+    split = tl.program_id(1)
     columns = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = tl.arange(0, BLOCK_ROWS)
-    inputs = share * (ins // SHARES) + tl.arange(0, BLOCK_IN)
+    inputs = split * (ins // SPLIT_K) + tl.arange(0, BLOCK_IN)
     seen = row[None, :] < rows
     weight_tile = weight_ptr + columns.to(tl.int64)[:, None] * ins + inputs[None, :]
     x_tile = x_ptr + row[None, :] * x_stride + inputs[:, None]
@@ -76,21 +76,21 @@ def _linear_kernel(
         await_predecessor(OVERLAPS)
         acc = tl.dot(early, tl.load(x_tile, mask=seen, other=0.0), acc, input_precision="ieee")
         begin = BLOCK_IN
-    for first in tl.range(begin, ins // SHARES, BLOCK_IN, num_stages=STAGES):
+    for first in tl.range(begin, ins // SPLIT_K, BLOCK_IN, num_stages=STAGES):
         # The weights are the left factor: a matrix instruction takes 64 rows of it at least.
         weight = tl.load(weight_tile + first, eviction_policy="evict_first")  # [OUT, IN]
         x = tl.load(x_tile + first, mask=seen, other=0.0)  # [IN, ROWS]
         acc = tl.dot(weight, x, acc, input_precision="ieee")
     offsets = row[None, :] * outs + columns[:, None]
     is_last = True
-    if SHARES > 1:
-        tl.store(partial_ptr + share * rows * outs + offsets, acc, mask=seen)
+    if SPLIT_K > 1:
+        tl.store(partial_ptr + split * rows * outs + offsets, acc, mask=seen)
         tl.debug_barrier()  # all threads have stored before one of them says so
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SHARES - 1
+        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
         if is_last:
             tl.store(counters_ptr + tile, 0)
             acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
-            for other in tl.static_range(SHARES):
+            for other in tl.static_range(SPLIT_K):
                 part = partial_ptr + other * rows * outs + offsets
                 acc += tl.load(part, mask=seen, other=0.0, cache_modifier=".cg")
     if is_last:
@@ -100,34 +100,34 @@ def _linear_kernel(
 
 
 @lru_cache(maxsize=1024)
-def choose_tiling(rows: int, outs: int, ins: int, processors: int) -> _Tiling | None:
+def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
     """Return how to cut a product, None if it is one for cuBLAS.
 
-    Measured on an H200: about one and a half programs a processor are wanted where rows are few,
-    one where more of them make the shares costly to add up; with many rows and outputs, larger
+    Measured on an H200: about one and a half programs an SM are wanted where rows are few,
+    one where more of them make the splits costly to add up; with many rows and outputs, larger
     tiles.
 
     Args:
         rows: of x.
         outs: of the weight.
         ins: likewise.
-        processors: of the device.
+        sms: of the device.
     """
     if not 0 < rows <= MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
         return None
     if rows > MOST_ROWS // 2 and outs * ins < _LARGE:
         return None
     large = 2 * _BLOCK_OUT
-    if rows > MOST_ROWS // 2 and outs % large == 0 and outs // large >= processors:
+    if rows > MOST_ROWS // 2 and outs % large == 0 and outs // large >= sms:
         return _Tiling(large, 1, 3)
     tiles = outs // _BLOCK_OUT
-    wanted = processors * (1.4 if rows <= _LEAST_ROWS else 0.9)
-    shares = 1
-    while tiles * shares < wanted and shares < _MOST_SHARES and tiles <= _MOST_TILES:
-        if ins % (2 * shares * _BLOCK_IN):
+    wanted = sms * (1.4 if rows <= _LEAST_ROWS else 0.9)
+    split_k = 1
+    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K and tiles <= _MOST_TILES:
+        if ins % (2 * split_k * _BLOCK_IN):
             break
-        shares *= 2
-    return _Tiling(_BLOCK_OUT, shares, 4)
+        split_k *= 2
+    return _Tiling(_BLOCK_OUT, split_k, 4)
 
 
 @lru_cache(maxsize=16)
@@ -164,15 +164,15 @@ def linear(
     tiling = None
     is_dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
     if x.element_size() == 2 and x.stride(1) == 1 and is_dense:
-        tiling = choose_tiling(rows, outs, ins, processor_count(x.device))
+        tiling = choose_tiling(rows, outs, ins, sm_count(x.device))
     if tiling is None:
         return _by_cublas(x, weight, bias, out)
     if out is None:
         out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    partial = out  # unused without shares
-    if tiling.shares > 1:
-        partial = torch.empty((tiling.shares, rows, outs), dtype=torch.float32, device=x.device)
-    _linear_kernel[(outs // tiling.block_out, tiling.shares)](
+    partial = out  # unused without a split
+    if tiling.split_k > 1:
+        partial = torch.empty((tiling.split_k, rows, outs), dtype=torch.float32, device=x.device)
+    _linear_kernel[(outs // tiling.block_out, tiling.split_k)](
         x,
         weight,
         weight if bias is None else bias,
@@ -186,7 +186,7 @@ def linear(
         BLOCK_ROWS=max(next_power_of_2(rows), _LEAST_ROWS),
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=_BLOCK_IN,
-        SHARES=tiling.shares,
+        SPLIT_K=tiling.split_k,
         STAGES=tiling.stages,
         HAS_BIAS=bias is not None,
         num_warps=4,

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Paged decode attention: split-KV flash decoding with grouped query heads packed together.
 
-Each program takes one KV head of one sequence, all query heads of its group, and one share of the
-context. Shares are cut on the device from the sequence's actual length, so their number may be
-fixed when a CUDA graph is captured. A second kernel combines the shares.
+Each program takes one KV head of one sequence, all query heads of its group, and one split of the
+context. Splits are cut on the device from the sequence's actual length, so their number may be
+fixed when a CUDA graph is captured. A second kernel combines the splits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagewire.kernels._launch import (
     check_attention_shapes,
     next_power_of_2,
     overlap_options,
-    processor_count,
+    sm_count,
 )
 
 _LOG2_E = 1.4426950408889634
@@ -27,7 +27,7 @@ _LOG2_E = 1.4426950408889634
 _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
 _STAGES = 5
-_PROGRAMS_PER_PROCESSOR = 2
+_CTAS_PER_SM = 2
 _MAX_SPLITS = 128
 _MOST_OVERLAPPING_ROWS = 4  # more programs than that fill the device: see `overlap_options`
 
@@ -39,7 +39,7 @@ def _paged_decode_kernel(
     v_ptr,
     tables_ptr,
     seq_lens_ptr,
-    out_ptr,  # [B, H, D], written if there is a single share
+    out_ptr,  # [B, H, D], written if there is a single split
     partial_ptr,  # [B, H, splits, D] float32
     lse_ptr,  # [B, H, splits] float32, base 2
     splits,
@@ -69,9 +69,9 @@ def _paged_decode_kernel(
     row = tl.program_id(2)
     await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + row)
-    share = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
-    start = split * share
-    stop = tl.minimum(start + share, seq_len)
+    split_len = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
+    start = split * split_len
+    stop = tl.minimum(start + split_len, seq_len)
     if (start >= seq_len) & (not SINGLE):
         return
 
@@ -86,8 +86,8 @@ def _paged_decode_kernel(
     v_base = v_ptr + kv_head.to(tl.int64) * v_stride_head
     table = tables_ptr + row64 * tables_stride
 
-    highest = tl.full([GROUP_PAD], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([GROUP_PAD], dtype=tl.float32)
+    m_i = tl.full([GROUP_PAD], float("-inf"), dtype=tl.float32)
+    l_i = tl.zeros([GROUP_PAD], dtype=tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM], dtype=tl.float32)
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
         tokens = first + tl.arange(0, TILE)
@@ -99,20 +99,20 @@ def _paged_decode_kernel(
         keys = tl.load(k_rows[None, :] + dims[:, None], mask=seen[None, :], other=0.0)  # [D, TILE]
         scores = tl.dot(q, keys, input_precision="ieee")  # [G, TILE]
         scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, axis=1)
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+        p = tl.exp2(scores - m_new[:, None])
+        rescale = tl.exp2(m_i - m_new)
+        l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
         values = tl.load(
             v_rows[:, None] + dims[None, :], mask=seen[:, None], other=0.0
         )  # [TILE, D]
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
-        highest = new_highest
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        m_i = m_new
 
-    # An empty sequence has a total of 0 and yields zeros.
-    safe_total = tl.where(total > 0.0, total, 1.0)
-    result = acc / safe_total[:, None]
+    # An empty sequence has an `l_i` of 0 and yields zeros.
+    safe_l = tl.where(l_i > 0.0, l_i, 1.0)
+    result = acc / safe_l[:, None]
     if SINGLE:
         out_rows = out_ptr + row64 * out_stride_row + heads * out_stride_head
         out = result.to(out_ptr.dtype.element_ty)
@@ -121,7 +121,7 @@ def _paged_decode_kernel(
         slots = (row64 * (tl.num_programs(0) * GROUP) + heads) * splits + split
         out_rows = partial_ptr + slots * DIM
         tl.store(out_rows[:, None] + dims[None, :], result, mask=member_mask[:, None])
-        tl.store(lse_ptr + slots, highest + tl.log2(safe_total), mask=member_mask)
+        tl.store(lse_ptr + slots, m_i + tl.log2(safe_l), mask=member_mask)
 
 
 @triton.jit
@@ -142,9 +142,9 @@ def _combine_splits_kernel(
     row = tl.program_id(1)
     await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + row)
-    share = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
+    split_len = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
     split = tl.arange(0, SPLITS_PAD)
-    used = (split < splits) & (split * share < seq_len)
+    used = (split < splits) & (split * split_len < seq_len)
     dims = tl.arange(0, DIM)
     first = (row.to(tl.int64) * tl.num_programs(0) + head) * splits
     lse = tl.load(lse_ptr + first + split, mask=used, other=float("-inf"))
@@ -154,27 +154,27 @@ def _combine_splits_kernel(
         other=0.0,
     )  # [SPLITS, D]
     # A finite stand-in keeps an empty sequence from -inf minus -inf.
-    highest = tl.maximum(tl.max(lse, axis=0), -1.0e30)
-    weights = tl.exp2(lse - highest)
-    total = tl.sum(weights, axis=0)
-    result = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    m_i = tl.maximum(tl.max(lse, axis=0), -1.0e30)
+    p = tl.exp2(lse - m_i)
+    l_i = tl.sum(p, axis=0)
+    result = tl.sum(partial * p[:, None], axis=0) / tl.where(l_i > 0.0, l_i, 1.0)
     out = out_ptr + row.to(tl.int64) * out_stride_row + head * out_stride_head
     tl.store(out + dims, result.to(out_ptr.dtype.element_ty))
 
 
 @lru_cache(maxsize=4096)
-def choose_splits(programs: int, tiles: int, processors: int) -> int:
-    """Return into how many shares to cut every context.
+def choose_splits(programs: int, tiles: int, sms: int) -> int:
+    """Return into how many splits to cut every context.
 
     Args:
         programs: Programs without a split: batch rows times KV heads.
         tiles: Tiles of the longest context that the block tables can hold.
-        processors: Streaming multiprocessors of the device.
+        sms: Streaming multiprocessors of the device.
 
     The lengths themselves are unknown here. Minimised is an estimate in units of one tile's time:
-    waves of programs, each its share of a context plus a fixed start, plus the combining.
+    waves of programs, each its split of a context plus a fixed start, plus the combining.
     """
-    slots = processors * _PROGRAMS_PER_PROCESSOR
+    slots = sms * _CTAS_PER_SM
     expected = min(tiles, 64)
 
     def cost(splits: int) -> float:
@@ -210,7 +210,7 @@ def paged_decode(
     kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
     tile = min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128)
     tiles = max(1, -(-block_tables.shape[1] * block_size // tile))
-    splits = choose_splits(rows * kv_heads, tiles, processor_count(q.device))
+    splits = choose_splits(rows * kv_heads, tiles, sm_count(q.device))
     partial = lse = out  # unused without a split
     if splits > 1:
         partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)

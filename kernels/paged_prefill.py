@@ -27,8 +27,8 @@ _LOG2_E = 1.4426950408889634
 def _attend_tiles(
     q,
     acc,
-    total,
-    highest,
+    l_i,
+    m_i,
     start,
     stop,
     positions,
@@ -68,14 +68,14 @@ def _attend_tiles(
         if MASKED:
             # A position past the context is past every query too.
             scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, axis=1)
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
+        p = tl.exp2(scores * scale_log2 - m_new[:, None])
+        rescale = tl.exp2(m_i - m_new)
+        l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
-        highest = new_highest
-    return acc, total, highest
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        m_i = m_new
+    return acc, l_i, m_i
 
 
 @triton.jit
@@ -127,24 +127,24 @@ def _paged_prefill_kernel(
     v_base = v_ptr + kv_head * v_stride_head
     table = tables_ptr + sequence.to(tl.int64) * tables_stride
 
-    highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
     first_position = seq_len - query_len + tile_start
     unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
     stop = tl.minimum(first_position + BLOCK_M, seq_len)
-    acc, total, highest = _attend_tiles(
-        q, acc, total, highest, 0, unmasked, positions, seq_len, k_base, v_base, table,
+    acc, l_i, m_i = _attend_tiles(
+        q, acc, l_i, m_i, 0, unmasked, positions, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
         False, DIM, BLOCK_SIZE, BLOCK_N, STAGES,
     )  # fmt: skip
-    acc, total, highest = _attend_tiles(
-        q, acc, total, highest, unmasked, stop, positions, seq_len, k_base, v_base, table,
+    acc, l_i, m_i = _attend_tiles(
+        q, acc, l_i, m_i, unmasked, stop, positions, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
         True, DIM, BLOCK_SIZE, BLOCK_N, STAGES,
     )  # fmt: skip
     out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_rows[:, None] + dims[None, :], out, mask=valid[:, None])
 
 

@@ -27,7 +27,7 @@ _ROWS = gl.constexpr(64)  # of a warp group
 _HALF = gl.constexpr(64)  # elements of a row that one copy takes: the 128 bytes of a swizzle
 _BLOCK_N = gl.constexpr(128)
 _STAGES = gl.constexpr(3)
-_COPIERS = gl.constexpr(2)  # warps that copy keys, and as many that copy values
+_PRODUCER_WARPS = gl.constexpr(2)  # that copy keys, and as many that copy values
 # Names that differ among versions of Triton (3.6 has the older ones).
 _start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -51,15 +51,15 @@ def _as_parts(tiles, desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, SHARE: gl.constexpr):
+def _copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, WARP: gl.constexpr):
     """Copy this warp's half of every tile into the ring; what lies past the sequence is zeros."""
     desc, parts, full, free = ring
     table, tiles, seq_len, num_blocks, block_rows, head_row = source
     SLOTS: gl.constexpr = parts.shape[1]
     PAGES: gl.constexpr = _BLOCK_N // SLOTS
     PARTS: gl.constexpr = parts.shape[0] // _STAGES
-    FIRST: gl.constexpr = SHARE * PARTS // _COPIERS
-    LAST: gl.constexpr = (SHARE + 1) * PARTS // _COPIERS
+    FIRST: gl.constexpr = WARP * PARTS // _PRODUCER_WARPS
+    LAST: gl.constexpr = (WARP + 1) * PARTS // _PRODUCER_WARPS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # a fresh barrier passes for the phase before its first
     for tile in range(tiles):
@@ -80,22 +80,22 @@ def _copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, SHARE: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, positions, first, highest, scale_log2, MASKED: gl.constexpr):
-    """One step of the online softmax: weights, the factor for what came before, new maxima."""
+def _softmax(scores, positions, first, m_i, scale_log2, MASKED: gl.constexpr):
+    """One step of the online softmax: `p`, the factor for what came before, new maxima."""
     if MASKED:
         columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         tokens = first + gl.arange(0, _BLOCK_N, layout=columns)
         # A position past the context is past every query too.
         scores = gl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
-    new_highest = gl.maximum(highest, gl.max(scores, axis=1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - new_highest[:, None])
-    return weights, gl.exp2(highest - new_highest), new_highest
+    m_new = gl.maximum(m_i, gl.max(scores, axis=1) * scale_log2)
+    p = gl.exp2(scores * scale_log2 - m_new[:, None])
+    return p, gl.exp2(m_i - m_new), m_new
 
 
 @gluon.jit
-def _thread_sums(weights):
+def _thread_sums(p):
     """Sum what each thread holds of a row: 2 of 8 columns, 4 threads; they are added up last."""
-    pairs = gl.reshape(weights, [_ROWS, _BLOCK_N // 8, 4, 2])
+    pairs = gl.reshape(p, [_ROWS, _BLOCK_N // 8, 4, 2])
     return gl.sum(gl.sum(pairs, axis=3), axis=1)  # [_ROWS, 4]
 
 
@@ -115,9 +115,9 @@ def _rescaled(acc, factor):
 
 
 @gluon.jit
-def _as_operand(weights, acc, dtype: gl.constexpr):
+def _as_operand(p, acc, dtype: gl.constexpr):
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    return gl.convert_layout(weights.to(dtype), layout)
+    return gl.convert_layout(p.to(dtype), layout)
 
 
 @gluon.jit
@@ -127,10 +127,10 @@ def _attend(
     """Take the tiles from `start` to `stop`: each one's scores, with the values of the last."""
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
-    weights, rescale, acc, highest, total = state
+    p, rescale, acc, m_i, l_i = state
     stage, phase, v_stage, v_phase = ring
     for tile in range(start, stop):
-        operand = _as_operand(weights, acc, q.dtype)
+        operand = _as_operand(p, acc, q.dtype)
         scores = _start_scores(q, k_tiles, stage)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         # Waits for nothing: it keeps the rescaling after the start of the scores, which hide it.
@@ -139,10 +139,8 @@ def _attend(
         acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_free.index(stage), count=1)
-        weights, rescale, highest = _softmax(
-            scores, positions, tile * _BLOCK_N, highest, scale_log2, MASKED
-        )
-        total = _rescaled(total, rescale) + _thread_sums(weights)
+        p, rescale, m_i = _softmax(scores, positions, tile * _BLOCK_N, m_i, scale_log2, MASKED)
+        l_i = _rescaled(l_i, rescale) + _thread_sums(p)
         used = v_stage
         v_stage = stage
         v_phase = phase
@@ -150,9 +148,9 @@ def _attend(
         # The branch of this wait keeps the assembler from moving the softmax after the next wait:
         # the product hides the softmax here.
         mbarrier.wait(k_full.index(stage), phase, pred=tile + 1 < tiles)
-        acc, weights, rescale = warpgroup_mma_wait(0, deps=(acc, weights, rescale))
+        acc, p, rescale = warpgroup_mma_wait(0, deps=(acc, p, rescale))
         mbarrier.arrive(v_free.index(used), count=1)
-    return (weights, rescale, acc, highest, total), (stage, phase, v_stage, v_phase)
+    return (p, rescale, acc, m_i, l_i), (stage, phase, v_stage, v_phase)
 
 
 @gluon.jit
@@ -206,9 +204,9 @@ def _compute(
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_tile, k_tiles, 0),))
     mbarrier.arrive(k_free.index(0), count=1)
     lowest = gl.full([_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    weights, rescale, highest = _softmax(scores, positions, 0, lowest, scale_log2, True)
+    p, rescale, m_i = _softmax(scores, positions, 0, lowest, scale_log2, True)
     acc = gl.zeros([_ROWS, DIM], gl.float32, layout=ACC)
-    state = (weights, rescale, acc, highest, _thread_sums(weights))
+    state = (p, rescale, acc, m_i, _thread_sums(p))
     stage, phase = _advance(gl.to_tensor(0), gl.to_tensor(0))
     ring = (stage, phase, gl.to_tensor(0), gl.to_tensor(0))
     mbarrier.wait(k_full.index(stage), phase, pred=tiles > 1)
@@ -220,9 +218,9 @@ def _compute(
         tiles, True,
     )  # fmt: skip
 
-    weights, rescale, acc, highest, total = state
+    p, rescale, acc, m_i, l_i = state
     stage, phase, v_stage, v_phase = ring
-    operand = _as_operand(weights, acc, q_tile.dtype)
+    operand = _as_operand(p, acc, q_tile.dtype)
     acc = _rescaled(acc, rescale)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     used = seq_len - (tiles - 1) * _BLOCK_N
@@ -230,7 +228,7 @@ def _compute(
         _clear_stale(v_parts, v_stage, used, DIM // _HALF)
     acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    q_tile.store(_rescaled(acc, 1.0 / gl.sum(total, axis=1)).to(q_tile.dtype))
+    q_tile.store(_rescaled(acc, 1.0 / gl.sum(l_i, axis=1)).to(q_tile.dtype))
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [512 // DIM, DIM // 16], [4, 1], [1, 0])
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
     row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED))
@@ -282,8 +280,8 @@ def _hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
     for stage in gl.static_range(_STAGES):
-        mbarrier.init(k_full.index(stage), count=_COPIERS)
-        mbarrier.init(v_full.index(stage), count=_COPIERS)
+        mbarrier.init(k_full.index(stage), count=_PRODUCER_WARPS)
+        mbarrier.init(v_full.index(stage), count=_PRODUCER_WARPS)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
     fence_async_shared()

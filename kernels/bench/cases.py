@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from pagewire.kernels import Ops
 from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case, sampling_inputs
 from pagewire.kernels.bench.peers import flash_attention_3
-from pagewire.kernels.kv_staging import move_order, packed_bytes
+from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-# Words of a block over all 32 layers: 2 MiB. What is moved are its parts, of four layers each.
+# Words of a block over all 32 layers: 2 MiB. What is moved are its groups of four layers each.
 BLOCK_WORDS = 1 << 19
-PARTS = 8
+GROUPS = 8
 DTYPE = torch.bfloat16
 TOKENS = (1, 128, 8192)
 # (out, in) of a layer's projections and of the vocabulary's
@@ -175,27 +175,27 @@ def _token_logprobs(rows: int, top: int) -> BenchCase:
 
 
 def _kv_pack(count: int) -> Iterator[BenchCase]:
-    rows, words = count * PARTS, BLOCK_WORDS // PARTS
-    pool = torch.randint(-(2**31), 2**31 - 1, (640 * PARTS, words), device="cuda").int()
+    rows, words = count * GROUPS, BLOCK_WORDS // GROUPS
+    pool = torch.randint(-(2**31), 2**31 - 1, (640 * GROUPS, words), device="cuda").int()
     ids = torch.randperm(pool.shape[0])[:rows].tolist()
-    order = move_order(ids, seed=1).to("cuda")
+    copy_list = make_copy_list(ids, seed=1).to("cuda")
     size = packed_bytes(rows, words * 4)
     staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
     corrupt = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ops.pack_blocks(pool, order, staging)
+        ops.pack_blocks(pool, copy_list, staging)
         return (staging,)
 
     def unpack(
         ops: Ops, pool: torch.Tensor, staging: torch.Tensor, corrupt: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ops.unpack_blocks(staging, pool, order, corrupt)
+        ops.unpack_blocks(staging, pool, copy_list, corrupt)
         return corrupt, pool
 
     yield BenchCase(
         "pack_blocks",
-        f"{count} x 2 MiB in parts",
+        f"{count} x 2 MiB by layer group",
         lambda ops: pack(ops, staging),
         work=8.0 * count * BLOCK_WORDS,
         check=lambda ops: pack(ops, torch.empty_like(staging)),
@@ -203,7 +203,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     )
     yield BenchCase(
         "unpack_blocks",
-        f"{count} x 2 MiB in parts",
+        f"{count} x 2 MiB by layer group",
         lambda ops: unpack(ops, pool, staging, corrupt),
         work=8.0 * count * BLOCK_WORDS,
         check=lambda ops: unpack(

@@ -31,25 +31,25 @@ def _checksums(blocks: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def pack_blocks(pool: torch.Tensor, order: torch.Tensor, staging: torch.Tensor) -> None:
+def pack_blocks(pool: torch.Tensor, copy_list: torch.Tensor, staging: torch.Tensor) -> None:
     """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
     Shapes and meaning are those of `pagewire.kernels.PackBlocks`.
     """
-    blocks, (block_ids, seed) = as_words(pool), _read(order)
+    blocks, (block_ids, seed) = as_words(pool), _read(copy_list)
     staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
     torch.index_select(blocks, 0, block_ids, out=staged)
     torch.add(_checksums(staged), seed, out=sums)
 
 
 def unpack_blocks(
-    staging: torch.Tensor, pool: torch.Tensor, order: torch.Tensor, corrupt: torch.Tensor
+    staging: torch.Tensor, pool: torch.Tensor, copy_list: torch.Tensor, corrupt: torch.Tensor
 ) -> None:
     """Scatter packed blocks from staging into the pool; report whether one is corrupt.
 
     Shapes and meaning are those of `pagewire.kernels.UnpackBlocks`.
     """
-    blocks, (block_ids, seed) = as_words(pool), _read(order)
+    blocks, (block_ids, seed) = as_words(pool), _read(copy_list)
     staged, sums = staging_views(staging, block_ids.shape[0], blocks.shape[1])
     written = block_ids >= 0
     blocks[block_ids[written]] = staged[written]
@@ -57,7 +57,7 @@ def unpack_blocks(
         corrupt.fill_(1)
 
 
-def _read(order: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the block ids `[N]` and the seed of an order."""
-    count, seed = order[:2].tolist()
-    return order[2 : 2 + count], seed
+def _read(copy_list: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the block ids `[N]` and the seed of a copy list."""
+    count, seed = copy_list[:2].tolist()
+    return copy_list[2 : 2 + count], seed

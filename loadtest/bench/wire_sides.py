@@ -103,14 +103,14 @@ class Engine:
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
         self.thread = EngineThread(self.core, self._on_outputs)
-        slot_bytes = self.runner.mover.parts.packed_bytes(SLOT_BLOCKS)
+        slot_bytes = self.runner.mover.groups.packed_bytes(SLOT_BLOCKS)
         self.staging = make_staging(SLOTS, slot_bytes, self.device)
         self.sockets: KvSockets | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block over all layers."""
-        return self.runner.mover.parts.block_bytes
+        return self.runner.mover.groups.block_bytes
 
     def layout(self) -> BlockLayout:
         """Describe the pool to the other side."""
@@ -144,7 +144,7 @@ class Engine:
             "core": self.core,
             "moves": self.runner,
             "staging": self.staging,
-            "parts": self.runner.mover.parts,
+            "groups": self.runner.mover.groups,
             "carriers": {carrier: opened},
             "timeout_s": TIMEOUT_S,
             "watch": watch,

@@ -154,11 +154,11 @@ class RemoteJobs(Jobs):
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
         counter = self._local_prefills.labels(reason)
 
-        def prefill_here(core: EngineCore) -> None:
+        def recompute_locally(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
-                core.fall_back(sequence, request.first_token)
+                core.recompute_locally(sequence, request.first_token)
                 counter.inc()
 
         # Not at once: the plan that reserves the blocks may be on its way to the device.
-        self._engine.submit(prefill_here, admitted=True)
+        self._engine.submit(recompute_locally, admitted=True)

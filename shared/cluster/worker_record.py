@@ -29,7 +29,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
         running, waiting: requests in the engine.
         queued_prefill_tokens: prompt tokens that are still to be computed.
         free_blocks, cached_blocks, used_blocks, total_blocks: of the KV pool.
-        steps: of the engine so far: stands still if the engine does.
+        iterations: of the engine so far; the number stands still if the engine does.
         max_num_seqs: how many requests can run at once.
     """
 
@@ -40,7 +40,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: Count = 0
     used_blocks: Count = 0
     total_blocks: Count = 0
-    steps: Epoch = 0
+    iterations: Epoch = 0
     max_num_seqs: Count = 0
 
 

@@ -22,7 +22,7 @@ class LoopSocket:
     """Hands each multipart message of a socket to a callback; sends without waiting.
 
     libzmq's file descriptor is edge-triggered and any call on the socket may swallow the edge, so
-    after each send the socket is read once more in the next turn of the loop.
+    after each send the socket is read once more in the loop's next iteration.
 
     Everything is called in the loop's thread. The socket belongs to this object, which closes it.
 
@@ -37,7 +37,7 @@ class LoopSocket:
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._turn: asyncio.Handle | None = None
+        self._scheduled: asyncio.Handle | None = None
         self._closed = False
         self._loop.add_reader(self._fd, self.drain)
         self._wake()
@@ -65,10 +65,10 @@ class LoopSocket:
             self._wake()
 
     def drain(self) -> None:
-        """Handle what has arrived, up to a batch; the rest in the loop's next turn."""
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
+        """Handle what has arrived, up to a batch; the rest in the loop's next iteration."""
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
         for _ in range(_BATCH):
             if self._closed:
                 return
@@ -88,15 +88,15 @@ class LoopSocket:
         if self._closed:
             return
         self._closed = True
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
         self._loop.remove_reader(self._fd)
         self.socket.close(linger=linger_ms)
 
     def _wake(self) -> None:
-        if self._turn is None and not self._closed:
-            self._turn = self._loop.call_soon(self.drain)
+        if self._scheduled is None and not self._closed:
+            self._scheduled = self._loop.call_soon(self.drain)
 
 
 class Ticker:

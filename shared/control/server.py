@@ -220,7 +220,7 @@ class ControlServer:
             self._forgotten.popitem(last=False)
         name = peer.decode()
         logger.info("control client %s is gone: %s", name, reason)
-        # In a turn of its own: `post` may be in the middle of its caller's bookkeeping.
+        # In an iteration of its own: `post` may be in the middle of its caller's bookkeeping.
         asyncio.get_running_loop().call_soon(self._on_peer_lost, name)
 
     def _on_disconnect(self, event: int, value: int) -> None:

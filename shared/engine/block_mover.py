@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
-from pagewire.kernels.kv_staging import empty_order, fill_order, max_blocks
-from pagewire.shared.engine.cuda_graph import GraphPool, Marker
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list, max_blocks
+from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 # Launches a move, given the list of blocks, the slot, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -34,7 +34,7 @@ class PendingMove:
 
     __slots__ = ("end",)
 
-    def __init__(self, end: Marker) -> None:
+    def __init__(self, end: DeviceEvent) -> None:
         self.end = end
 
     def is_done(self) -> bool:
@@ -52,7 +52,7 @@ class PendingCheck(PendingMove):
 
     __slots__ = ("_corrupt",)
 
-    def __init__(self, corrupt: NDArray[np.int64], end: Marker) -> None:
+    def __init__(self, corrupt: NDArray[np.int64], end: DeviceEvent) -> None:
         super().__init__(end)
         self._corrupt = corrupt
 
@@ -83,7 +83,7 @@ class _MoveGraph:
 
     def replay(self, rows: NDArray[np.int64], seed: int, stream: torch.cuda.Stream) -> None:
         """Launch it on a stream."""
-        fill_order(self.words, rows, seed)
+        fill_copy_list(self.words, rows, seed)
         self.corrupt[()] = 0
         before = torch.cuda.current_stream(stream.device)
         # Its context manager looks for other devices, which takes tens of microseconds; here the
@@ -103,23 +103,23 @@ class BlockMover:
     Attributes:
         ops: of the pool's device.
         kv_pool: [NB, L, 2, KH, BS, D].
-        parts: how its blocks are divided.
+        groups: the layer groups of its blocks.
     """
 
     ops: Ops
     kv_pool: torch.Tensor
-    parts: BlockParts = field(init=False)
-    _rows: torch.Tensor = field(init=False)  # the pool, a row a part
+    groups: LayerGroups = field(init=False)
+    _rows: torch.Tensor = field(init=False)  # the pool, a row a layer group
     _stream: torch.cuda.Stream | None = None
     _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the slot's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.parts = BlockParts.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
-        self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.parts.count, -1)
+        self.groups = LayerGroups.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
+        self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.groups.count, -1)
 
-    def mark(self, *, in_graph: bool = False) -> Marker:
-        """Return the present end of the work launched on the current stream.
+    def record_event(self, *, in_graph: bool = False) -> DeviceEvent:
+        """Record an event at the present end of the work launched on the current stream.
 
         Args:
             in_graph: it is being captured: each replay of the graph records the event again.
@@ -131,56 +131,66 @@ class BlockMover:
         return event
 
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: Marker
+        self,
+        block_ids: list[int],
+        groups: range,
+        staging: torch.Tensor,
+        seed: int,
+        after: DeviceEvent,
     ) -> PendingMove:
-        """Gather blocks into a staging buffer, after what had been launched at the marker.
+        """Gather blocks into a staging buffer, after what had been launched at an event.
 
         Args:
             block_ids: rows of the pool.
-            parts: of each of them; they come to lie next to each other.
-            staging: [>= parts.packed_bytes(len(block_ids), len(parts))] uint8, from a slot's
+            groups: layer groups of each of them; they come to lie next to each other.
+            staging: [>= groups.packed_bytes(len(block_ids), len(groups))] uint8, from a slot's
                 beginning; nobody else touches it before the move is done.
             seed: of the checksums, signed 64 bit.
-            after: what `mark` returned.
+            after: what `record_event` returned.
 
         Raises:
             UnsupportedShapeError: staging is too short.
         """
-        rows = self.parts.rows(block_ids, parts)
+        rows = self.groups.rows(block_ids, groups)
         graph = self._packing.get(staging.data_ptr())
         if graph is not None:
-            graph.replay(rows, seed, self._stream_behind(after))
+            graph.replay(rows, seed, self._stream_after(after))
             return PendingMove(graph.end)
         with self._moving(after):
-            self.ops.pack_blocks(self._rows, self._order(rows, seed), staging)
-            return PendingMove(self.mark())
+            self.ops.pack_blocks(self._rows, self._copy_list(rows, seed), staging)
+            return PendingMove(self.record_event())
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: Marker
+        self,
+        staging: torch.Tensor,
+        block_ids: list[int],
+        groups: range,
+        seed: int,
+        after: DeviceEvent,
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, likewise; the seed is that of their packing."""
-        rows = self.parts.rows(block_ids, parts)
+        rows = self.groups.rows(block_ids, groups)
         graph = self._unpacking.get(staging.data_ptr())
         if graph is not None:
-            graph.replay(rows, seed, self._stream_behind(after))
+            graph.replay(rows, seed, self._stream_after(after))
             return PendingCheck(graph.corrupt, graph.end)
         with self._moving(after):
             corrupt = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
-            self.ops.unpack_blocks(staging, self._rows, self._order(rows, seed), corrupt)
-            return PendingCheck(self._to_host(corrupt), self.mark())
+            self.ops.unpack_blocks(staging, self._rows, self._copy_list(rows, seed), corrupt)
+            return PendingCheck(self._to_host(corrupt), self.record_event())
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work after the moves so far; `work` launches it."""
         with self._moving(None):
             work()
-            return PendingMove(self.mark())
+            return PendingMove(self.record_event())
 
     def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
         """Make packing into these staging slots quick to launch; nothing else may be running."""
         self._capture(
             slots,
             self._packing,
-            lambda order, slot, corrupt: self.ops.pack_blocks(self._rows, order, slot),
+            lambda copy_list, slot, corrupt: self.ops.pack_blocks(self._rows, copy_list, slot),
         )
 
     def capture_unpacking(self, slots: Iterable[torch.Tensor]) -> None:
@@ -188,7 +198,9 @@ class BlockMover:
         self._capture(
             slots,
             self._unpacking,
-            lambda order, slot, corrupt: self.ops.unpack_blocks(slot, self._rows, order, corrupt),
+            lambda copy_list, slot, corrupt: self.ops.unpack_blocks(
+                slot, self._rows, copy_list, corrupt
+            ),
         )
 
     @torch.inference_mode()
@@ -202,22 +214,22 @@ class BlockMover:
             graphs[slot.data_ptr()] = self._capture_move(pool, slot, move)
 
     def _capture_move(self, pool: GraphPool, slot: torch.Tensor, move: _Move) -> _MoveGraph:
-        order = empty_order(max_blocks(slot.shape[0], self.parts.nbytes)).pin_memory()
+        copy_list = empty_copy_list(max_blocks(slot.shape[0], self.groups.nbytes)).pin_memory()
         corrupt = torch.zeros((), dtype=torch.int64).pin_memory()
 
         def step() -> torch.Tensor:
-            move(order, slot, corrupt)
+            move(copy_list, slot, corrupt)
             return corrupt
 
         graph, _ = pool.capture(step)
         # The arrays keep the memory.
-        return _MoveGraph(graph, order.numpy(), corrupt.numpy(), torch.cuda.Event())
+        return _MoveGraph(graph, copy_list.numpy(), corrupt.numpy(), torch.cuda.Event())
 
-    def _order(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
-        host = empty_order(len(rows))
+    def _copy_list(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
+        host = empty_copy_list(len(rows))
         if self.kv_pool.is_cuda:
             host = host.pin_memory()
-        fill_order(host.numpy(), rows, seed)
+        fill_copy_list(host.numpy(), rows, seed)
         return host.to(self.kv_pool.device, non_blocking=True)
 
     def _to_host(self, corrupt: torch.Tensor) -> NDArray[np.int64]:
@@ -227,8 +239,8 @@ class BlockMover:
         host = torch.empty((), dtype=torch.int64, pin_memory=True)
         return host.copy_(corrupt, non_blocking=True).numpy()
 
-    def _stream_behind(self, after: Marker) -> torch.cuda.Stream:
-        """Return the stream of the moves, after a marker."""
+    def _stream_after(self, after: DeviceEvent) -> torch.cuda.Stream:
+        """Return the stream of the moves, which waits for an event."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.kv_pool.device, priority=-1)
         if after is not None:
@@ -236,10 +248,10 @@ class BlockMover:
         return self._stream
 
     @contextmanager
-    def _moving(self, after: Marker) -> Iterator[None]:
+    def _moving(self, after: DeviceEvent) -> Iterator[None]:
         with torch.inference_mode():
             if not self.kv_pool.is_cuda:
                 yield
                 return
-            with torch.cuda.stream(self._stream_behind(after)):
+            with torch.cuda.stream(self._stream_after(after)):
                 yield

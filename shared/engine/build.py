@@ -26,7 +26,7 @@ from pagewire.shared.engine.threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
 Progress = Callable[[str], None]
-MemoryBeside = Callable[[BlockParts, int], int]
+OtherMemory = Callable[[LayerGroups, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def build_engine(
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
-    memory_beside: MemoryBeside = lambda _parts, _total_bytes: 0,
+    other_memory: OtherMemory = lambda _groups, _total_bytes: 0,
 ) -> BuiltEngine:
     """Load a model and make an engine of it.
 
@@ -76,8 +76,8 @@ def build_engine(
         listener: hears what enters and leaves the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
         progress: hears what is going on, for people to read.
-        memory_beside: what the caller will allocate on the device as well, in bytes, given the
-            parts of a KV block and the device's bytes.
+        other_memory: what the caller will allocate on the device as well, in bytes, given the
+            layer groups of a KV block and the device's bytes.
 
     Raises:
         ConfigError: what was asked for is not to be had here.
@@ -95,7 +95,7 @@ def build_engine(
     shape = KvShape.of(config, settings.block_size, dtype)
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(
-        settings, model, ops, shape, config, device, full_model_len, memory_beside
+        settings, model, ops, shape, config, device, full_model_len, other_memory
     )
     max_model_len = fit_context(settings, full_model_len, num_blocks)
     _log_pool(shape, num_blocks, device)
@@ -246,15 +246,15 @@ def new_sequence(
     output_token_ids: list[int] | None = None,
 ) -> Sequence:
     """Make a sequence; one without a seed gets one, so that recomputing it gives the same."""
-    resumed = output_token_ids or []
+    replayed = output_token_ids or []
     stops = frozenset(spec.stop_token_ids)
     if spec.seed is None:
         spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
     return Sequence(
         request_id=request_id,
-        token_ids=[*prompt_token_ids, *resumed],
+        token_ids=[*prompt_token_ids, *replayed],
         num_prompt_tokens=len(prompt_token_ids),
-        num_resumed_tokens=len(resumed),
+        num_replayed_tokens=len(replayed),
         spec=spec,
         stop_token_ids=stops if spec.ignore_eos else stops | frozenset(eos_token_ids),
     )
@@ -282,7 +282,7 @@ def _fitting_blocks(
     config: ModelConfig,
     device: torch.device,
     max_model_len: int,
-    memory_beside: MemoryBeside,
+    other_memory: OtherMemory,
 ) -> int:
     """Size the KV pool by what memory is left next to weights, a full step's activations, and more.
 
@@ -300,10 +300,10 @@ def _fitting_blocks(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use_by_others = total - free - torch.cuda.memory_reserved(device)
-    beside = (1 << 30) if settings.cuda_graphs else 0  # for the graphs
-    beside += memory_beside(shape.parts, total)
-    budget = int(total * settings.gpu_memory_utilization) - peak - beside
-    budget = min(budget, total - in_use_by_others - peak - beside)
+    other = (1 << 30) if settings.cuda_graphs else 0  # for the graphs
+    other += other_memory(shape.groups, total)
+    budget = int(total * settings.gpu_memory_utilization) - peak - other
+    budget = min(budget, total - in_use_by_others - peak - other)
     num_blocks = budget // shape.block_bytes
     if num_blocks < 16:
         raise ConfigError(
@@ -345,9 +345,9 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     runner.execute(prefill).wait()
     runner.execute(StepPlan(number=0, decodes=[0])).wait()
     runner.execute(StepPlan(number=0, freed=[0]))
-    parts = runner.mover.parts
-    size = parts.packed_bytes(1)
+    groups = runner.mover.groups
+    size = groups.packed_bytes(1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], parts.whole, staging, 1, after=0)
-    if not runner.unpack(staging, [0], parts.whole, 1, after=0).is_intact():
+    runner.pack([0], groups.whole, staging, 1, after=0)
+    if not runner.unpack(staging, [0], groups.whole, 1, after=0).is_intact():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")

@@ -108,15 +108,15 @@ class EngineCore:
             InvalidRequestError, OverloadedError: see `add`.
         """
         self._check_name(child.request_id)
-        in_flight = (part for launched in self._in_flight for part in launched.schedule.chunks)
-        if any(part.sequence is parent for part in in_flight):
+        in_flight = (chunk for launched in self._in_flight for chunk in launched.schedule.chunks)
+        if any(chunk.sequence is parent for chunk in in_flight):
             self.scheduler.add(child)  # that step may fail yet
         else:
             self.scheduler.fork(parent, child)
         self._enter(child)
 
     def _check_name(self, request_id: str) -> None:
-        if request_id in self._sequences or request_id in self.scheduler.held:
+        if request_id in self._sequences or request_id in self.scheduler.awaiting_send:
             raise InvalidRequestError(f"there is a request {request_id} already", "request_id")
 
     def _enter(self, sequence: Sequence) -> None:
@@ -305,10 +305,10 @@ class EngineCore:
 
     def _deliver_prompts(self, schedule: Schedule, scores: StepScores) -> None:
         for index, scored in scores.prompts.items():
-            part = schedule.chunks[index]
-            for sequence in (part.sequence, *part.sequence.children):
+            chunk = schedule.chunks[index]
+            for sequence in (chunk.sequence, *chunk.sequence.children):
                 if not sequence.is_finished:
-                    self._others += prompt_outputs(sequence, part.start + 1, scored)
+                    self._others += prompt_outputs(sequence, chunk.start + 1, scored)
 
     def _special(
         self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
@@ -336,7 +336,7 @@ class EngineCore:
         self._deliver(sequence, token, logprobs)
 
     def _deliver(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        first = sequence.num_prompt_tokens + sequence.num_resumed_tokens + 1
+        first = sequence.num_prompt_tokens + sequence.num_replayed_tokens + 1
         is_first = len(sequence.token_ids) == first
         status = self._end_of(sequence, token)
         if status is not None:
@@ -373,19 +373,19 @@ class EngineCore:
         self.scheduler.unpin(blocks)
         self._has_news |= pool.counts().used < used
 
-    def fall_back(self, sequence: Sequence, first_token: int | None) -> None:
+    def recompute_locally(self, sequence: Sequence, first_token: int | None) -> None:
         """Compute a reserved sequence's prompt here after all.
 
         Args:
             sequence: reserved for KV that does not come.
             first_token: if it was sampled elsewhere and delivered, generation goes on after it.
         """
-        self.scheduler.fall_back(sequence)
+        self.scheduler.recompute_locally(sequence)
         if first_token is None:
             return
         sequence.token_ids.append(first_token)
         sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
-        sequence.num_resumed_tokens += 1
+        sequence.num_replayed_tokens += 1
         status = self._end_of(sequence, first_token)
         if status is not None:
             self._finish_silently(sequence, status)

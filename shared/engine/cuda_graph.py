@@ -24,12 +24,12 @@ from pagewire.shared.engine.step import PrefillChunk
 LARGEST_PREFILL = {1: 1024, 8: 512}
 # Next to decode rows, which are a graph of their own: above it, to read the weights twice takes
 # the device longer than to launch one step for all takes the host.
-LARGEST_BESIDE_DECODES = 256
+LARGEST_WITH_DECODES = 256
 
 ResultT = TypeVar("ResultT")
 
-# A point in the work that has been launched on a device; None where work runs at once.
-Marker = torch.cuda.Event | None
+# An event in the work that has been launched on a device; None where work runs at once.
+DeviceEvent = torch.cuda.Event | None
 
 
 class Sampled(NamedTuple):
@@ -152,12 +152,12 @@ class PrefillGraphs:
     _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
     _graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
     _sampled: dict[PrefillShape, Sampled] = field(default_factory=dict)
-    _markers: dict[PrefillShape, list[Marker]] = field(default_factory=dict)
+    _events: dict[PrefillShape, list[DeviceEvent]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[PrefillInputs, list[Marker]], Sampled],
+        step: Callable[[PrefillInputs, list[DeviceEvent]], Sampled],
         shapes: list[PrefillShape],
         block_size: int,
         padding_slot: int,
@@ -165,35 +165,35 @@ class PrefillGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
-        """Capture `step(inputs, markers)` at each shape.
+        """Capture `step(inputs, events)` at each shape.
 
-        A step fills `markers` with events that each replay records again.
+        A step fills `events` with events that each replay records again.
         """
         graphs = cls(shapes, block_size, padding_slot)
         for shape in reversed(shapes):
             inputs = graphs._padded([], shape, np.zeros((0, 0), np.int64)).to(device)
-            markers: list[Marker] = []
-            graph, sampled = pool.capture(partial(step, inputs, markers))
-            graphs._inputs[shape], graphs._markers[shape] = inputs, markers
+            events: list[DeviceEvent] = []
+            graph, sampled = pool.capture(partial(step, inputs, events))
+            graphs._inputs[shape], graphs._events[shape] = inputs, events
             graphs._graphs[shape], graphs._sampled[shape] = graph, sampled
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
 
-    def shape_of(self, chunks: list[PrefillChunk], *, beside_decodes: bool) -> PrefillShape | None:
+    def shape_of(self, chunks: list[PrefillChunk], *, with_decodes: bool) -> PrefillShape | None:
         """Return the smallest shape that these chunks fit, None if they had better be launched."""
         if any(chunk.scored for chunk in chunks):
             return None  # a graph keeps no hidden states
         tokens = sum(chunk.length for chunk in chunks)
-        if beside_decodes and tokens > LARGEST_BESIDE_DECODES:
+        if with_decodes and tokens > LARGEST_WITH_DECODES:
             return None
         for shape in self.shapes:
             if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:
                 return shape
         return None
 
-    def markers_of(self, shape: PrefillShape) -> list[Marker]:
+    def events_of(self, shape: PrefillShape) -> list[DeviceEvent]:
         """Return the events that a replay records."""
-        return self._markers[shape]
+        return self._events[shape]
 
     def replay(
         self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables

@@ -50,21 +50,21 @@ class Executor(Protocol):
 class BlockMoves(Protocol):
     """Moves KV blocks between the device's pool and staging, at the same time as steps run."""
 
-    def marks_parts(self, plan: int) -> bool:
-        """Whether it is known where in this plan each part of the exported blocks is final.
+    def has_group_events(self, plan: int) -> bool:
+        """Whether it is known where in this plan each layer group of the exported blocks is final.
 
         Otherwise nothing but the plan's end is known.
         """
         ...
 
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
     ) -> PendingMove:
-        """Gather blocks into staging, once these parts are final in plan `after`.
+        """Gather blocks into staging, once these layer groups are final in plan `after`.
 
         Args:
             block_ids: of the pool; the plan exported them, or an earlier one did.
-            parts: of each of them.
+            groups: layer groups of each of them.
             staging: a slot's bytes; nobody else touches them before the move is done.
             seed: of the checksums, signed 64 bit.
             after: number of a plan.
@@ -72,7 +72,7 @@ class BlockMoves(Protocol):
         ...
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
     ) -> PendingCheck:
         """Scatter staging into blocks and check them, once plan `after` has run, likewise."""
         ...

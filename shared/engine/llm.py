@@ -19,7 +19,7 @@ from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
-from pagewire.shared.text.answer_text import AnswerEnd, TextAssembler
+from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -243,7 +243,7 @@ class _Answer:
     def add(
         self,
         token_ids: list[int],
-        finish_reason: AnswerEnd | None,
+        finish_reason: TextFinishReason | None,
         progress: GenerationProgress,
         prompt_tokens: int = 0,
         logprobs: Logprobs | None = None,
@@ -257,7 +257,7 @@ class _Answer:
             delta = self._assembler.push(token_ids, finish_reason, logprobs)
             result.token_ids.extend(delta.token_ids)
             result.text += delta.text
-            result.finish_reason = delta.end
+            result.finish_reason = delta.finish_reason
             logprobs = delta.logprobs
         if logprobs is not None and result.logprobs is not None:
             result.logprobs += self._readable(logprobs)

@@ -17,8 +17,8 @@ from pagewire.kernels import Ops
 from pagewire.shared.engine.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.engine.cuda_graph import (
     DecodeGraphs,
+    DeviceEvent,
     GraphPool,
-    Marker,
     PrefillGraphs,
     Sampled,
     batch_buckets,
@@ -69,8 +69,8 @@ class ModelRunner:
     scoring: Scoring = field(init=False)
     _logits: torch.Tensor | None = None  # [S, vocab], of all graphs, of which one runs at a time
     _events: PlanEvents = field(default_factory=PlanEvents)
-    _part_markers: list[Marker] = field(default_factory=list)  # of the present plan
-    _marks_parts: bool = False  # the present plan does
+    _group_events: list[DeviceEvent] = field(default_factory=list)  # of the present plan
+    _records_groups: bool = False  # the present plan does
     _awaiting: PendingSupply | None = None
 
     def __post_init__(self) -> None:
@@ -95,16 +95,16 @@ class ModelRunner:
             self._copy_blocks(plan.copies)
         if any(isinstance(work, Expect) for work in plan.kv):
             # A block that is copied from may be one that is expected.
-            self._events.note(plan.number - 1, [self.mover.mark()])
-        self._part_markers = []
-        self._marks_parts = any(isinstance(work, Export) for work in plan.kv)
+            self._events.note(plan.number - 1, [self.mover.record_event()])
+        self._group_events = []
+        self._records_groups = any(isinstance(work, Export) for work in plan.kv)
         self.state.apply(plan)
         self.scoring.apply(plan)
         pending = self._launch(plan)
-        if self._marks_parts:
-            is_complete = len(self._part_markers) == self.mover.parts.count
-            markers = self._part_markers if is_complete else [self.mover.mark()]
-            self._events.note(plan.number, markers)
+        if self._records_groups:
+            is_complete = len(self._group_events) == self.mover.groups.count
+            events = self._group_events if is_complete else [self.mover.record_event()]
+            self._events.note(plan.number, events)
         return pending
 
     @torch.inference_mode()
@@ -165,7 +165,7 @@ class ModelRunner:
             return None
         if chunks:
             if self.prefill_graphs is not None:
-                shape = self.prefill_graphs.shape_of(chunks, beside_decodes=bool(slots))
+                shape = self.prefill_graphs.shape_of(chunks, with_decodes=bool(slots))
             if shape is None:
                 return None
         if slots and self.decode_graphs is not None:
@@ -174,8 +174,8 @@ class ModelRunner:
         if shape is not None and self.prefill_graphs is not None:
             sampled = self.prefill_graphs.replay(chunks, shape, self.state.host_tables)
             tokens.append(self._score(sampled, [], chunks, first=len(slots)))
-            if self._marks_parts:
-                self._part_markers = self.prefill_graphs.markers_of(shape)
+            if self._records_groups:
+                self._group_events = self.prefill_graphs.events_of(shape)
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def _score(
@@ -259,7 +259,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the model; returns hidden states, slots and positions of the rows that sample."""
         state = self.state
-        on_layer_end = self._marking(self._part_markers) if self._marks_parts else None
+        on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
         if not chunks:
             decode_slots = state.upload([slots])[0]
             decodes = self._decode_inputs(decode_slots)
@@ -301,41 +301,41 @@ class ModelRunner:
         state.position.index_copy_(0, slots, positions)
         return Sampled(tokens, logits)
 
-    def _marking(self, markers: list[Marker], *, in_graph: bool = False) -> OnLayerEnd:
-        """Return what notes the ends of the parts in a list as a step is launched."""
-        layers_per_part = self.kv_pool.shape[1] // self.mover.parts.count
+    def _event_recorder(self, events: list[DeviceEvent], *, in_graph: bool = False) -> OnLayerEnd:
+        """Return a callback that appends an event at the end of each layer group of a step."""
+        layers_per_group = self.kv_pool.shape[1] // self.mover.groups.count
 
-        def mark_part_end(layer: int) -> None:
-            if (layer + 1) % layers_per_part == 0:
-                markers.append(self.mover.mark(in_graph=in_graph))
+        def record_group_end(layer: int) -> None:
+            if (layer + 1) % layers_per_group == 0:
+                events.append(self.mover.record_event(in_graph=in_graph))
 
-        return mark_part_end
+        return record_group_end
 
-    def _captured_prefill(self, inputs: PrefillInputs, markers: list[Marker]) -> Sampled:
-        markers.clear()  # a step is run before it is captured
-        return self.prefill(inputs, self._marking(markers, in_graph=True))
+    def _captured_prefill(self, inputs: PrefillInputs, events: list[DeviceEvent]) -> Sampled:
+        events.clear()  # a step is run before it is captured
+        return self.prefill(inputs, self._event_recorder(events, in_graph=True))
 
-    def marks_parts(self, plan: int) -> bool:
-        """Whether it is known where in this plan each part of its blocks is final."""
-        return self._events.has_parts(plan)
+    def has_group_events(self, plan: int) -> bool:
+        """Whether it is known where in this plan each layer group of its blocks is final."""
+        return self._events.has_group_events(plan)
 
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
     ) -> PendingMove:
         """Gather blocks into a staging buffer, as `BlockMoves` says."""
-        event = self._events.find(after, parts[-1])
-        return self.mover.pack(block_ids, parts, staging, seed, event)
+        event = self._events.find(after, groups[-1])
+        return self.mover.pack(block_ids, groups, staging, seed, event)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work on the device after the moves so far."""
         return self.mover.queue(work)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, as `BlockMoves` says."""
-        event = self._events.find(after, parts[-1])
-        return self.mover.unpack(staging, block_ids, parts, seed, event)
+        event = self._events.find(after, groups[-1])
+        return self.mover.unpack(staging, block_ids, groups, seed, event)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.cuda_graph import Marker
+from pagewire.shared.engine.cuda_graph import DeviceEvent
 from pagewire.shared.errors import IntegrityError
 
 
@@ -15,11 +15,11 @@ class PlanEvents:
     An event that has been reached is forgotten when the next is noted: nobody needs to wait for it.
     """
 
-    _events: dict[int, list[Marker]] = field(default_factory=dict)  # ascending by plan
+    _events: dict[int, list[DeviceEvent]] = field(default_factory=dict)  # ascending by plan
     _newest: int = 0
 
-    def note(self, plan: int, events: list[Marker]) -> None:
-        """Note where a plan's work ends, or where each part of the blocks that it writes is final.
+    def note(self, plan: int, events: list[DeviceEvent]) -> None:
+        """Note where a plan's work ends, or where each layer group of its blocks is final.
 
         What was noted of this plan before stays: its last event is late enough.
         """
@@ -30,17 +30,17 @@ class PlanEvents:
         self._events.setdefault(plan, events)
         self._newest = max(self._newest, plan)
 
-    def has_parts(self, plan: int) -> bool:
-        """Whether a plan's parts have events of their own; asked before the next is noted."""
+    def has_group_events(self, plan: int) -> bool:
+        """Whether a plan's layer groups have events each; asked before the next is noted."""
         return len(self._events.get(plan, ())) > 1
 
-    def find(self, plan: int, part: int) -> Marker:
-        """Return the event after which a part is final; None if that has been reached.
+    def find(self, plan: int, group: int) -> DeviceEvent:
+        """Return the event after which a layer group is final; None if that has been reached.
 
         Raises:
             IntegrityError: nothing was noted of the plan.
         """
         if plan > self._newest:
-            raise IntegrityError(f"nothing marks the end of plan {plan}")
+            raise IntegrityError(f"no event was recorded at the end of plan {plan}")
         events = self._events.get(plan, [None])
-        return events[min(part, len(events) - 1)]
+        return events[min(group, len(events) - 1)]

@@ -101,9 +101,9 @@ class Schedule:
     def drop_preempted(self) -> None:
         """Take out what was chosen for sequences that were preempted afterwards."""
         gone = set(self.preempted)
-        self.entries = [part for part in self.entries if part.sequence not in gone]
+        self.entries = [entry for entry in self.entries if entry.sequence not in gone]
         self.last = [sequence for sequence in self.last if sequence not in gone]
-        self.chunks = [part for part in self.chunks if part.sequence not in gone]
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class PlanDraft:
         return StepPlan(
             number=number,
             decodes=decision.rows.slots,
-            chunks=[_chunk_of(part) for part in decision.chunks],
+            chunks=[_chunk_of(chunk) for chunk in decision.chunks],
             freed=self.freed,
             new_slots=self.new_slots,
             blocks=self.blocks,
@@ -196,9 +196,9 @@ class PlanDraft:
         )
 
 
-def _chunk_of(part: ScheduledTokens) -> PrefillChunk:
-    sequence, start, end = part.sequence, part.start, part.end
+def _chunk_of(chunk: ScheduledTokens) -> PrefillChunk:
+    sequence, start, end = chunk.sequence, chunk.start, chunk.end
     tokens, scored = sequence.token_ids[start:end], []
     if sequence.awaits_scores:
         scored = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-    return PrefillChunk(slot_of(sequence), start, tokens, part.samples, scored)
+    return PrefillChunk(slot_of(sequence), start, tokens, chunk.samples, scored)

@@ -66,7 +66,7 @@ class Scheduler(SequenceTable):
         else:
             self._admit_waiting(budget, decision)
         decision.rows = self._decoding.rows
-        self._book(decision, attended)
+        self._account_for(decision, attended)
         decision.plan = self._draft.plan(self._num_plans + 1, decision)
         if decision.plan is not None:
             self._num_plans += 1
@@ -168,18 +168,18 @@ class Scheduler(SequenceTable):
         sequence.block_ids += self.pool.allocate(count)
         self._draft.add_blocks(sequence, len(sequence.block_ids) - count)
 
-    def _book(self, decision: Schedule, attended: list[Sequence]) -> None:
-        """Count what the step computes, and mark when its rows need attention next."""
+    def _account_for(self, decision: Schedule, attended: list[Sequence]) -> None:
+        """Count what the step computes, and note when its rows need attention next."""
         self._decoding.advance()
-        for part in decision.chunks:
-            part.sequence.num_computed_tokens = part.end
-            if part.samples:
-                part.sequence.decodes_from_slot = True
-                if part.end < part.sequence.run_until:
-                    self._decoding.join(part.sequence)
-        parts = [part.sequence for part in (*decision.entries, *decision.chunks)]
-        self._decoding.mark((*attended, *parts))
-        for sequence in parts:
+        for chunk in decision.chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
+            if chunk.samples:
+                chunk.sequence.decodes_from_slot = True
+                if chunk.end < chunk.sequence.run_until:
+                    self._decoding.join(chunk.sequence)
+        scheduled = [each.sequence for each in (*decision.entries, *decision.chunks)]
+        self._decoding.mark((*attended, *scheduled))
+        for sequence in scheduled:
             if sequence.prefill_only:
                 self._draft.export(sequence, self.block_size)
 

@@ -32,7 +32,7 @@ class Sequence:
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
         prefill_only: ends with its first token, and keeps its blocks until `forget`.
-        num_resumed_tokens: outputs that an earlier worker delivered; not delivered again.
+        num_replayed_tokens: outputs that an earlier worker delivered; not delivered again.
         status: moved by `transition` alone.
         block_ids: the block table.
         block_hashes: of the full blocks of `token_ids`.
@@ -55,7 +55,7 @@ class Sequence:
     arrival_s: float = 0.0
     remote_prefill: bool = False
     prefill_only: bool = False
-    num_resumed_tokens: int = 0
+    num_replayed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Sequence:
         """Change the status.
 
         Raises:
-            IllegalTransitionError: the table in `shared.request` has no such way.
+            IllegalTransitionError: the table in `shared.engine.status` has no such transition.
         """
         check_transition(self.status, new)
         self.status = new

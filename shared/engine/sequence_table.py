@@ -1,6 +1,6 @@
 """Every live sequence and what it holds: blocks, a slot, a place in the queue.
 
-    waiting ---admitted---> running | reserved ---> ended, or held: the blocks of a prefill job
+    waiting ---admitted---> running | reserved ---> ended, or awaiting_send: a prefill job's blocks
      ^   ^                     |         |
      |   +------preempted------+         +--- prompt is computed
      |                                                 |
@@ -35,7 +35,7 @@ class SequenceTable:
         running: in the order of their admission.
         reserved: by name; their blocks wait for another worker's KV.
         block_size: tokens of a block.
-        held: by name; finished prefill jobs whose blocks are still being sent.
+        awaiting_send: by name; finished prefill jobs whose blocks are still being sent.
         unforked: children whose parents' prompts are not computed yet.
 
     Raises:
@@ -48,7 +48,7 @@ class SequenceTable:
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     reserved: dict[str, Sequence] = field(default_factory=dict)
-    held: dict[str, Sequence] = field(default_factory=dict)
+    awaiting_send: dict[str, Sequence] = field(default_factory=dict)
     unforked: set[Sequence] = field(default_factory=set)
     block_size: int = field(init=False)
     _free_slots: list[int] = field(init=False)
@@ -101,7 +101,7 @@ class SequenceTable:
         self.unforked.update(children)
 
     def finish(self, sequence: Sequence, status: RequestStatus) -> None:
-        """End a sequence and free what it has, unless its blocks are to be held for sending."""
+        """End a sequence and free what it has, unless its blocks are still to be sent."""
         was = sequence.status
         sequence.transition(status)
         if was is RequestStatus.RUNNING:
@@ -116,13 +116,13 @@ class SequenceTable:
         self._pass_on_children(sequence)
         self._give_up_slot(sequence)
         if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
-            self.held[sequence.request_id] = sequence
+            self.awaiting_send[sequence.request_id] = sequence
         else:
             self._give_up_blocks(sequence)
 
     def forget(self, request_id: str) -> None:
         """Free the blocks of a finished prefill job; unknown ids are fine."""
-        sequence = self.held.pop(request_id, None)
+        sequence = self.awaiting_send.pop(request_id, None)
         if sequence is not None:
             self._give_up_blocks(sequence)
 
@@ -136,7 +136,7 @@ class SequenceTable:
         sequence.token_ids.append(first_token)
         self.running.append(sequence)
 
-    def fall_back(self, sequence: Sequence) -> None:
+    def recompute_locally(self, sequence: Sequence) -> None:
         """Compute a reserved sequence's prompt here after all: first in the queue."""
         sequence.transition(RequestStatus.WAITING)
         del self.reserved[sequence.request_id]
@@ -263,7 +263,7 @@ class SequenceTable:
 
     def holders(self) -> Iterable[Sequence]:
         """All sequences that may hold blocks."""
-        return [*self.running, *self.reserved.values(), *self.held.values(), *self.waiting]
+        return [*self.running, *self.reserved.values(), *self.awaiting_send.values(), *self.waiting]
 
     @property
     def num_waiting(self) -> int:

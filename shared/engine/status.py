@@ -1,4 +1,4 @@
-"""A request in an engine: its status and the legal ways between statuses.
+"""A request in an engine: its status and the legal transitions between statuses.
 
     WAITING ----> RUNNING ----> FINISHED_*          (aggregated, or a prefill job)
       |  ^          |
@@ -61,7 +61,7 @@ def check_transition(current: RequestStatus, new: RequestStatus) -> None:
     """Allow a status change or say why not.
 
     Raises:
-        IllegalTransitionError: the table has no such way.
+        IllegalTransitionError: the table has no such transition.
     """
     if current.is_finished or not (new.is_finished or new in LEGAL_TRANSITIONS[current]):
         raise IllegalTransitionError(f"{current.name} does not lead to {new.name}")

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
-WATCH_S = 0.01  # until a whole turn all the same, which refreshes the snapshot
+WATCH_S = 0.01  # until a whole iteration all the same, which refreshes the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000
 SNAPSHOT_INTERVAL_S = 0.02
@@ -46,7 +46,7 @@ class EngineThread:
     """Runs an engine; commands go in as callables, outputs come out through a callback.
 
     Attributes:
-        turns: grows with every turn of the loop, idle or not: the engine's heartbeat.
+        iterations: grows with each iteration of the loop, idle or not: the engine's heartbeat.
         snapshot: at most a few steps old.
         integrity_errors: times that the block accounting did not add up; always 0.
     """
@@ -59,7 +59,7 @@ class EngineThread:
             on_outputs: called in the engine's thread; must only hand over and return.
         """
         self.core = core
-        self.turns = 0
+        self.iterations = 0
         self.snapshot = self._take_snapshot()
         self.integrity_errors = 0
         self._next_check_s = 0.0
@@ -119,19 +119,19 @@ class EngineThread:
         self._waker.unwatch(fd)
 
     def is_running(self) -> bool:
-        """Whether the loop has begun and not ended; `turns` show whether it hangs."""
+        """Whether the loop has begun and not ended; `iterations` shows whether it hangs."""
         return self._thread.is_alive()
 
     def _loop(self) -> None:
-        _nap_precisely()
+        _set_precise_sleeps()
         try:
             while not self._stopping:
-                self._turn()
+                self._iterate()
         except Exception:
             logger.exception("the engine's loop died")  # and so `is_running` is false from now on
 
-    def _turn(self) -> None:
-        self.turns += 1
+    def _iterate(self) -> None:
+        self.iterations += 1
         self._run_commands()
         outputs, worked = self.core.advance(wait=False)
         if outputs:
@@ -146,9 +146,9 @@ class EngineThread:
             self._idle()
 
     def _watch(self) -> None:
-        """Poll the device, and sleep briefly in between, until it or a command needs a turn.
+        """Poll the device, and sleep briefly in between, until it or a command needs an iteration.
 
-        Whole turns would do, too, but each keeps the interpreter's lock for longer.
+        Whole iterations would do, too, but each keeps the interpreter's lock for longer.
         """
         until = time.monotonic() + WATCH_S
         while not (self._has_news or self.core.is_due() or time.monotonic() > until):
@@ -192,7 +192,7 @@ class EngineThread:
         self._is_woken = False
 
     def _run_commands(self) -> None:
-        for _ in range(len(self._commands)):  # later ones wait for the next turn
+        for _ in range(len(self._commands)):  # later ones wait for the next iteration
             with self._lock:
                 command = self._commands.popleft()
             try:
@@ -201,8 +201,8 @@ class EngineThread:
                 logger.exception("an engine command failed")
 
 
-def _nap_precisely() -> None:
-    """Let this thread's sleeps end in time: Linux adds up to 50 us to each unless asked not to.
+def _set_precise_sleeps() -> None:
+    """Have this thread's sleeps end in time: Linux adds up to 50 us to each unless asked not to.
 
     See prctl(2). Where there is no such call, or it is refused, sleeps are longer.
     """

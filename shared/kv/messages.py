@@ -22,7 +22,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.control.protocol import MAX_FRAME_BYTES, MAX_PARTS, Count, Id, Int64
+from pagewire.shared.control.protocol import MAX_FRAME_BYTES, MAX_LAYER_GROUPS, Count, Id, Int64
 from pagewire.shared.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.kv.job_messages import JobReport, JobRequest
 
@@ -49,7 +49,7 @@ class Segment(_Message, frozen=True):
         credit, use: where the payload lies or is going to.
         job: as `Prefill` named it.
         first, count: positions of the blocks in the sequence; 0 blocks are a test of the carrier.
-        first_part, num_parts: layer groups of each block.
+        first_group, num_groups: layer groups of each block.
         seed: of the checksums after the blocks.
         nbytes: of the payload: blocks and checksums.
     """
@@ -59,8 +59,8 @@ class Segment(_Message, frozen=True):
     job: Id
     first: Count
     count: Count
-    first_part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
-    num_parts: Annotated[int, Meta(ge=0, le=MAX_PARTS)]
+    first_group: Annotated[int, Meta(ge=0, lt=MAX_LAYER_GROUPS)]
+    num_groups: Annotated[int, Meta(ge=0, le=MAX_LAYER_GROUPS)]
     seed: Int64
     nbytes: Count
 
@@ -70,9 +70,9 @@ class Segment(_Message, frozen=True):
         return range(self.first, self.first + self.count)
 
     @property
-    def parts(self) -> range:
+    def groups(self) -> range:
         """Layer groups of each block."""
-        return range(self.first_part, self.first_part + self.num_parts)
+        return range(self.first_group, self.first_group + self.num_groups)
 
 
 class Return(_Message, frozen=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.model.config import ModelConfig
 
 
@@ -37,9 +37,9 @@ class KvShape:
         return elements * self.dtype.itemsize
 
     @property
-    def parts(self) -> BlockParts:
+    def groups(self) -> LayerGroups:
         """How blocks are divided to be moved."""
-        return BlockParts.of(self.num_layers, self.block_bytes)
+        return LayerGroups.of(self.num_layers, self.block_bytes)
 
     def allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Allocate a pool `[NB, L, 2, KH, BS, D]`, zeroed: a masked lane never reads a NaN.

@@ -80,7 +80,7 @@ def read_header(file: Path) -> WeightsFile:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise _damaged(file, "its header is cut off or no safetensors header")
+                raise _corrupt(file, "its header is cut off or no safetensors header")
             header = stream.read(length)
     except FileNotFoundError as exc:
         raise ModelLoadError(f"weights file {file} is missing; download it again") from exc
@@ -89,11 +89,11 @@ def read_header(file: Path) -> WeightsFile:
     tensors = _parse(file, header)
     end = max((entry.end for entry in tensors.values()), default=_LENGTH_BYTES + length)
     if end != size:
-        raise _damaged(file, f"it has {size} bytes, and its header says {end}")
+        raise _corrupt(file, f"it has {size} bytes, and its header says {end}")
     return WeightsFile(file, size, header, tensors)
 
 
-def _damaged(file: Path, what: str) -> ModelLoadError:
+def _corrupt(file: Path, what: str) -> ModelLoadError:
     return ModelLoadError(f"weights file {file} is truncated or corrupt: {what}; download it again")
 
 
@@ -119,7 +119,7 @@ def _parse(file: Path, header: bytes) -> dict[str, TensorEntry]:
         content.pop("__metadata__", None)
         return {name: _entry(raw, base) for name, raw in content.items()}
     except _MALFORMED as exc:
-        raise _damaged(file, "its header cannot be read") from exc
+        raise _corrupt(file, "its header cannot be read") from exc
 
 
 def _entry(raw: Any, base: int) -> TensorEntry:

@@ -14,7 +14,7 @@ from pagewire.shared.logprobs import Logprobs, join
 from pagewire.shared.text.stop_strings import StopMatcher
 from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
-AnswerEnd = Literal["stop", "length"]
+TextFinishReason = Literal["stop", "length"]
 
 
 @dataclass(slots=True)
@@ -23,14 +23,14 @@ class TextDelta:
 
     Attributes:
         text: may be empty.
-        end: why the answer ends here, None if it continues.
+        finish_reason: why the answer ends here, None if it continues.
         token_ids: that came with it; their text may come later.
         logprobs: of these tokens, if they were asked for.
         prompt_logprobs: of the next prompt tokens, before any text.
     """
 
     text: str
-    end: AnswerEnd | None = None
+    finish_reason: TextFinishReason | None = None
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -40,7 +40,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     """Return successive parts of an answer as one."""
     return TextDelta(
         "".join([delta.text for delta in deltas]),
-        deltas[-1].end,
+        deltas[-1].finish_reason,
         tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
         join([delta.logprobs for delta in deltas if delta.logprobs is not None]),
         join([delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]),
@@ -69,24 +69,24 @@ class TextAssembler:
     def push(
         self,
         token_ids: Sequence[int],
-        end: AnswerEnd | None,
+        finish_reason: TextFinishReason | None,
         logprobs: Logprobs | None = None,
     ) -> TextDelta:
-        """Add tokens, the last ones if `end` says why; with their log probabilities, if wanted.
+        """Add tokens, with their log probabilities if wanted; the last ones have a `finish_reason`.
 
         Tokens go one by one, so that the count stops with the one that completes a stop string,
         in whatever groups they come.
         """
-        pieces = []
+        texts = []
         for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
-            pieces.append(self._matcher.push(self._detokenizer.push([token_id])))
+            texts.append(self._matcher.push(self._detokenizer.push([token_id])))
             if self._matcher.matched:
                 known = None if logprobs is None else logprobs.part(0, count)
-                return TextDelta("".join(pieces), "stop", tuple(token_ids[:count]), known)
-        if end is not None:
-            pieces.append(self._matcher.push(self._detokenizer.flush()))
+                return TextDelta("".join(texts), "stop", tuple(token_ids[:count]), known)
+        if finish_reason is not None:
+            texts.append(self._matcher.push(self._detokenizer.flush()))
             if self._matcher.matched:
-                end = "stop"
-            pieces.append(self._matcher.flush())
-        return TextDelta("".join(pieces), end, tuple(token_ids), logprobs)
+                finish_reason = "stop"
+            texts.append(self._matcher.flush())
+        return TextDelta("".join(texts), finish_reason, tuple(token_ids), logprobs)

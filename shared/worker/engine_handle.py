@@ -12,7 +12,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves, StepHook
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.errors import PagewireError, TransferTimeoutError
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 T = TypeVar("T")
 
@@ -41,9 +41,9 @@ class EngineHandle:
     in_loop: Callable[[Callable[..., None]], Callable[..., None]]
 
     @property
-    def parts(self) -> BlockParts:
+    def groups(self) -> LayerGroups:
         """How a block is divided."""
-        return BlockParts.of_layout(self.layout)
+        return LayerGroups.of_layout(self.layout)
 
     def add_hook(self, hook: StepHook) -> None:
         """Have something done between steps. To be called before the engine runs."""

@@ -108,20 +108,20 @@ async def open_endpoint(
             watch.add(fd)
             stack.callback(watch.remove, fd)
         carriers[name] = carrier
-    parts: dict[str, Any] = {
+    common: dict[str, Any] = {
         "core": engine.core,
         "moves": engine.moves,
         "staging": staging,
-        "parts": engine.parts,
+        "groups": engine.groups,
         "carriers": carriers,
         "timeout_s": settings.transfer_timeout_s,
         "watch": watch,
     }
     half: KvSender | KvReceiver
     if role == "prefill":
-        half = KvSender(sockets=sockets, **parts)
+        half = KvSender(sockets=sockets, **common)
     else:
         socket = ReceiverSocket(sockets, settings.host, advertise_host)
-        half = KvReceiver(socket=socket, **parts)
+        half = KvReceiver(socket=socket, **common)
     stack.callback(half.close_all)
     return half

@@ -41,12 +41,12 @@ from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.engine_watch import LOOK_INTERVAL_S, EngineWatch
+from pagewire.shared.worker.engine_watch import POLL_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
@@ -223,22 +223,22 @@ class WorkerRuntime:
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
-            memory_beside=self._staging_bytes,
+            other_memory=self._staging_bytes,
         )
 
-    def _staging_bytes(self, parts: BlockParts, total_bytes: int) -> int:
+    def _staging_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
         """What this worker's staging takes of a device's memory."""
-        return self.settings.staging_slots * self._slot_bytes(parts, total_bytes)
+        return self.settings.staging_slots * self._slot_bytes(groups, total_bytes)
 
-    def _slot_bytes(self, parts: BlockParts, total_bytes: int) -> int:
+    def _slot_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
         settings = self.settings
         share = slot_share(total_bytes, settings.staging_slots)
-        return slot_size(settings.staging_slot_bytes, parts, share)
+        return slot_size(settings.staging_slot_bytes, groups, share)
 
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        parts, device = BlockParts.of_layout(self.built.layout), self.built.device
-        slot_bytes = self._slot_bytes(parts, device_memory(device))
+        groups, device = LayerGroups.of_layout(self.built.layout), self.built.device
+        slot_bytes = self._slot_bytes(groups, device_memory(device))
         self.kv = await open_endpoint(
             stack,
             settings,
@@ -303,23 +303,23 @@ class WorkerRuntime:
             self._service.on_outputs(outputs)
 
     def is_healthy(self) -> bool:
-        """Whether the engine's loop turns and new work is taken."""
-        return not self.is_draining and self._engine_watch.look(ENGINE_SILENCE_S)
+        """Whether the engine's loop runs and new work is taken."""
+        return not self.is_draining and self._engine_watch.poll(ENGINE_SILENCE_S)
 
     async def _serve(self) -> int:
         """Wait for the end; a dead engine ends the process so that it is started again.
 
-        Others look at the engine, too, but only this looks as often as the watch wants.
+        Others poll the engine, too, but only this does so as often as the watch wants.
         """
         while not self._stop.is_set():
-            if not self._engine_watch.look(2 * ENGINE_SILENCE_S):
+            if not self._engine_watch.poll(2 * ENGINE_SILENCE_S):
                 logger.error("the engine's loop has stopped")
                 return 1
             if self._is_worn_out():
                 logger.error("too many KV links ended in mid-transfer for this process")
                 return 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), LOOK_INTERVAL_S)
+                await asyncio.wait_for(self._stop.wait(), POLL_INTERVAL_S)
         return 0
 
     def _is_worn_out(self) -> bool:
@@ -336,7 +336,7 @@ class WorkerRuntime:
                     await asyncio.sleep(DRAIN_POLL_S)
 
     def _has_live_work(self) -> bool:
-        alive = self._engine_watch.look(2 * ENGINE_SILENCE_S)
+        alive = self._engine_watch.poll(2 * ENGINE_SILENCE_S)
         return alive and self._service is not None and self._service.num_active > 0
 
     async def _stop_engine(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from pagewire.shared.control.protocol import MAX_BLOCKS_PER_SLOT
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 # Unless one is asked for, or a single block is larger. A segment costs each side a fraction of a
 # millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots
@@ -30,20 +30,20 @@ def slot_share(total_bytes: int, slots: int) -> int:
     return int(total_bytes * STAGING_SHARE / slots)
 
 
-def slot_size(asked: int | None, parts: BlockParts, share: int = LARGEST_SLOT_BYTES) -> int:
+def slot_size(asked: int | None, groups: LayerGroups, share: int = LARGEST_SLOT_BYTES) -> int:
     """Size staging slots: whole blocks, and their checksums on top.
 
     Args:
         asked: an upper bound of the blocks in bytes. None: large segments keep a link busy, but
             small blocks need no large slots.
-        parts: of a block.
+        groups: layer groups of a block.
         share: what a slot may take of the device's memory, unless one is asked for or a single
             block is larger.
 
     Raises:
         ConfigError: what was asked for holds no block, or more than a slot may.
     """
-    block_bytes = parts.block_bytes
+    block_bytes = groups.block_bytes
     if asked is None:
         largest = min(LARGEST_SLOT_BYTES, share)
         asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
@@ -54,4 +54,4 @@ def slot_size(asked: int | None, parts: BlockParts, share: int = LARGEST_SLOT_BY
             f"holds 1 to {MAX_BLOCKS_PER_SLOT} KV blocks, here {block_bytes} to "
             f"{MAX_BLOCKS_PER_SLOT * block_bytes} bytes"
         )
-    return parts.packed_bytes(blocks)
+    return groups.packed_bytes(blocks)

@@ -11,7 +11,7 @@ import openai
 
 MODEL = "pagewire-demo"
 MAX_TOKENS = 48
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -103,4 +103,4 @@ class Load:
 
     def _client(self) -> openai.AsyncOpenAI:
         """Return a client with its default number of retries."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=PATIENCE_S)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=TIMEOUT_S)

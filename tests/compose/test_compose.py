@@ -24,7 +24,7 @@ from pagewire.tests.compose.cluster import (
     run,
     succeeds,
 )
-from pagewire.tests.compose.load import MAX_TOKENS, MODEL, PATIENCE_S, Load, Outcome
+from pagewire.tests.compose.load import MAX_TOKENS, MODEL, TIMEOUT_S, Load, Outcome
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.documents import ROOT
 from pagewire.tools.demo_model.prompts import standard_prompts
@@ -166,7 +166,7 @@ def _suffer(cluster: ComposeCluster, load: Load, trouble: Callable[[], None]) ->
     """Make trouble under load; afterwards all must be as before."""
     outcome = run_async(load.during(trouble), 500)
     print(outcome)
-    assert outcome.slowest_s < PATIENCE_S
+    assert outcome.slowest_s < TIMEOUT_S
     assert outcome.answered > 20
     cluster.wait_healthy()
     cluster.wait_for_workers(WORKERS, LINKS)
@@ -183,7 +183,7 @@ def test_a_killed_container_costs_no_request(
     epoch = _epoch(cluster, name)
 
     def kill() -> None:
-        # All processes but the init process, which ends with its child: Docker starts it anew.
+        # All processes but the init process, which ends with its child: Docker starts it again.
         succeeds("docker", "exec", name, "sh", "-c", "kill -9 -1")
         deadline = time.monotonic() + 60
         while _epoch(cluster, name) in (None, epoch):

@@ -48,7 +48,7 @@ def prompts(llm: LLM) -> list[list[int]]:
 def truth(prompts: list[list[int]]) -> list[list[int]]:
     """Greedy tokens by Hugging Face's own implementation."""
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # go on behind it, as `ignore_eos` does
+    model.generation_config.eos_token_id = None  # go on after it, as `ignore_eos` does
     tokens = []
     for prompt in prompts:
         output = model.generate(

@@ -80,7 +80,7 @@ def test_a_frozen_prefill_worker_costs_no_request(
     cluster.wait_idle(WORKERS, timeout=30)
 
 
-def test_clients_that_leave_at_random_leave_nothing_behind(
+def test_clients_that_leave_at_random_leave_nothing(
     cluster: LocalCluster, expected: GreedyPrompts
 ) -> None:
     rng = random.Random(5)
@@ -89,9 +89,9 @@ def test_clients_that_leave_at_random_leave_nothing_behind(
         visits = 0
         while time.monotonic() < deadline:
             body = greedy_body(rng.choice(expected.prompts), 200, stream=rng.random() < 0.7)
-            patience = rng.uniform(0.005, 0.6)
+            timeout = rng.uniform(0.005, 0.6)
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(timeout):
                     async with client.stream(
                         "POST", f"{cluster.url}/v1/completions", json=body
                     ) as response:

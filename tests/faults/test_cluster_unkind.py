@@ -45,7 +45,7 @@ class Expectation:
         self.expected = expected
 
     def answers_rightly(self, while_: Callable[[], None] | None = None, in_flight: int = 8) -> int:
-        """Ask everything, with trouble beside it; returns how many prompt tokens were cached."""
+        """Ask everything, with trouble alongside; returns how many prompt tokens were cached."""
         asked = self.expected.ask(self.cluster.url, in_flight, timeout=60, trouble=while_)
         answers = run_async(asked, 90)
         self.cluster.wait_idle(WORKERS, timeout=20)
@@ -116,9 +116,9 @@ def test_half_of_many_choices_cancelled_leaves_the_other_half(asked: Expectation
     order = [0, len(prompts) - 1] * 2
     body = greedy_body([5], MAX_TOKENS, n=3) | {"prompt": [prompts[i] for i in order]}
 
-    async def one(client: httpx.AsyncClient, patience: float) -> list[list[int]] | None:
+    async def one(client: httpx.AsyncClient, timeout: float) -> list[list[int]] | None:
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 response = await client.post(f"{asked.cluster.url}/v1/completions", json=body)
         except TimeoutError:
             return None
@@ -126,7 +126,7 @@ def test_half_of_many_choices_cancelled_leaves_the_other_half(asked: Expectation
 
     async def main() -> list[list[list[int]] | None]:
         async with httpx.AsyncClient(timeout=60) as client:
-            return await asyncio.gather(*(one(client, patience) for patience in (0.1, 60, 0.3, 60)))
+            return await asyncio.gather(*(one(client, timeout) for timeout in (0.1, 60, 0.3, 60)))
 
     for answer in run_async(main(), 90)[1::2]:
         assert answer == [tokens[i] for i in order for _ in range(3)]

@@ -25,7 +25,7 @@ class Side:
         torch.manual_seed(seed)
         self.pool = torch.randn(SHAPE, device=device)
         self.mover = BlockMover(load_ops("auto", device), self.pool)
-        slot_bytes = self.mover.parts.packed_bytes(CAPACITY)
+        slot_bytes = self.mover.groups.packed_bytes(CAPACITY)
         self.staging = make_staging(2, slot_bytes, torch.device(device))
         if captured:
             self.mover.capture_packing(self.staging.buffers)
@@ -33,20 +33,22 @@ class Side:
             # Whatever a graph forgot to keep is overwritten by these.
             self.garbage = [torch.full((64,), 10**9, device=device) for _ in range(256)]
 
-    def payload(self, slot: int, blocks: list[int], parts: range) -> torch.Tensor:
-        nbytes = self.mover.parts.packed_bytes(len(blocks), len(parts))
+    def payload(self, slot: int, blocks: list[int], groups: range) -> torch.Tensor:
+        nbytes = self.mover.groups.packed_bytes(len(blocks), len(groups))
         return self.staging.buffers[slot][:nbytes]
 
-    def pack(self, slot: int, blocks: list[int], seed: int, parts: range = WHOLE) -> torch.Tensor:
-        staging = self.payload(slot, blocks, parts)
-        move = self.mover.pack(blocks, parts, staging, seed, self.mover.mark())
+    def pack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> torch.Tensor:
+        staging = self.payload(slot, blocks, groups)
+        move = self.mover.pack(blocks, groups, staging, seed, self.mover.record_event())
         while not move.is_done():
             pass
         return staging
 
-    def unpack(self, slot: int, blocks: list[int], seed: int, parts: range = WHOLE) -> bool:
-        staging = self.payload(slot, blocks, parts)
-        return self.mover.unpack(staging, blocks, parts, seed, self.mover.mark()).is_intact()
+    def unpack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> bool:
+        staging = self.payload(slot, blocks, groups)
+        return self.mover.unpack(
+            staging, blocks, groups, seed, self.mover.record_event()
+        ).is_intact()
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -65,37 +67,37 @@ def test_blocks_go_from_pool_to_pool_slot_by_slot(device: str, captured: bool) -
 
 @pytest.mark.parametrize("captured", [False, True])
 @each_device
-def test_damage_is_told_of_the_piece_that_has_it(device: str, captured: bool) -> None:
+def test_a_corrupt_segment_is_reported(device: str, captured: bool) -> None:
     side = Side(device, 1, captured=captured)
-    for seed, damaged in enumerate([False, True, False, True]):
+    for seed, corrupt in enumerate([False, True, False, True]):
         packed = side.pack(0, [1, 2], seed)
-        packed[17] ^= damaged
-        assert side.unpack(0, [3, 4], seed) is not damaged
+        packed[17] ^= corrupt
+        assert side.unpack(0, [3, 4], seed) is not corrupt
     side.pack(1, [1, 2], seed=5)
-    assert not side.unpack(1, [3, 4], seed=6)  # those of another piece
+    assert not side.unpack(1, [3, 4], seed=6)  # those of another segment
 
 
 @pytest.mark.parametrize("captured", [False, True])
 @each_device
-def test_parts_of_blocks_go_by_themselves(device: str, captured: bool) -> None:
+def test_layer_groups_are_moved_alone(device: str, captured: bool) -> None:
     source, target = Side(device, 1, captured=captured), Side(device, 2, captured=captured)
-    assert source.mover.parts.whole == WHOLE
+    assert source.mover.groups.whole == WHOLE
     expected = target.pool.clone()
     blocks, into = [7, 3, 11, 0, 9, 2], [4, 1, 2, 8, 3, 0]
-    for seed, parts in enumerate([range(2, 3), range(2), range(3, 4)]):
-        packed = source.pack(0, blocks, seed, parts)
+    for seed, groups in enumerate([range(2, 3), range(2), range(3, 4)]):
+        packed = source.pack(0, blocks, seed, groups)
         target.staging.buffers[0][: len(packed)] = packed
-        assert target.unpack(0, into, seed, parts)
-        layers = slice(2 * parts.start, 2 * parts.stop)
+        assert target.unpack(0, into, seed, groups)
+        layers = slice(2 * groups.start, 2 * groups.stop)
         expected[into, layers] = source.pool[blocks, layers]
         assert torch.equal(target.pool, expected)
 
 
 @pytest.mark.parametrize("captured", [False, True])
 @each_device
-def test_damage_of_one_part_is_told_of(device: str, captured: bool) -> None:
+def test_one_corrupt_layer_group_is_found(device: str, captured: bool) -> None:
     side = Side(device, 1, captured=captured)
     for unit in range(4):
-        packed = side.pack(0, [1, 2], seed=unit, parts=range(1, 3))
-        packed[unit * side.mover.parts.nbytes] ^= 1
-        assert not side.unpack(0, [3, 4], seed=unit, parts=range(1, 3))
+        packed = side.pack(0, [1, 2], seed=unit, groups=range(1, 3))
+        packed[unit * side.mover.groups.nbytes] ^= 1
+        assert not side.unpack(0, [3, 4], seed=unit, groups=range(1, 3))

@@ -41,7 +41,7 @@ def test_messages_cross_both_ways_in_order(loop_factory) -> None:
     run_async(scenario(), loop_factory=loop_factory)
 
 
-def test_connect_tells_who_answers() -> None:
+def test_connect_returns_who_answers() -> None:
     async def scenario() -> None:
         async with serving(epoch=41) as server:
             client = lone_client(server.endpoint)
@@ -97,7 +97,7 @@ def test_several_servers_and_loops_in_one_process() -> None:
     run_async(scenario())
 
 
-def test_nobody_there_is_told_at_once() -> None:
+def test_nobody_there_is_reported_at_once() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
@@ -120,7 +120,7 @@ def test_endpoints_that_make_no_sense_are_refused(endpoint: str) -> None:
         run_async(lone_client(endpoint).connect(WAIT_S))
 
 
-def test_a_cancelled_connect_leaves_nothing_behind() -> None:
+def test_a_cancelled_connect_leaves_nothing() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             client = lone_client(f"tcp://127.0.0.1:{mute.getsockname()[1]}")

@@ -55,7 +55,7 @@ def test_a_failing_handler_is_logged_and_the_next_message_handled(
 def test_a_frozen_server_is_not_taken_for_one_with_another_secret(
     waits_s: float, said_s: str
 ) -> None:
-    """Whether we lose patience with the handshake, or ZeroMQ does."""
+    """Whether the handshake times out here or in ZeroMQ."""
 
     async def scenario() -> None:
         with remote_peer("server", "the cluster's secret", "7") as server:
@@ -174,7 +174,7 @@ def test_a_frozen_server_process_is_noticed_after_the_lease() -> None:
         run_async(scenario(remote.read_line(), remote.freeze))
 
 
-def test_a_frozen_client_process_is_forgotten_and_told_so() -> None:
+def test_a_frozen_client_process_is_forgotten_and_notified() -> None:
     async def scenario() -> None:
         async with serving(lease_s=0.5) as server:
             with remote_peer("client", "the cluster's secret", server.endpoint) as remote:
@@ -187,7 +187,7 @@ def test_a_frozen_client_process_is_forgotten_and_told_so() -> None:
     run_async(scenario())
 
 
-def test_a_forgotten_client_that_goes_on_talking_is_told_and_not_served() -> None:
+def test_a_forgotten_client_that_goes_on_talking_is_notified_and_not_served() -> None:
     async def scenario() -> None:
         async with serving(lease_s=0.3) as server, raw_peer(server.endpoint) as silent:
             silent.send(encode(Cancel(request_id="one")))

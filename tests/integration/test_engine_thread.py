@@ -154,54 +154,54 @@ def test_commands_without_end_do_not_keep_steps_from_running() -> None:
 
 @dataclass
 class Hook:
-    """Busy for some turns; may do something in each."""
+    """Busy for some iterations; may do something in each."""
 
-    busy_turns: int = 0
+    busy_iterations: int = 0
     then: Callable[[], None] = lambda: None
-    turns: int = 0
+    iterations: int = 0
     due: bool = True
 
     def before_launch(self, plan: StepPlan) -> None:
         pass
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        self.turns += 1
+        self.iterations += 1
         self.then()
-        return self.turns < self.busy_turns
+        return self.iterations < self.busy_iterations
 
     def is_due(self) -> bool:
-        return self.due and self.turns < self.busy_turns
+        return self.due and self.iterations < self.busy_iterations
 
 
-def test_busy_hook_keeps_the_loop_turning(sleepy: None) -> None:
+def test_busy_hook_keeps_the_loop_running(sleepy: None) -> None:
     core, _ = make_core()
-    hook = Hook(busy_turns=10)
+    hook = Hook(busy_iterations=10)
     core.hooks.append(hook)
     with started(core):
-        until(lambda: hook.turns == 10)
+        until(lambda: hook.iterations == 10)
         time.sleep(0.05)
-        assert hook.turns == 10
+        assert hook.iterations == 10
 
 
 @pytest.mark.parametrize("news", ["device", "command", "wake"])
-def test_naps_end_with_the_first_news(
+def test_sleeps_end_with_the_first_news(
     news: str, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_module, "WATCH_S", 60.0)
     core, _ = make_core()
-    hook = Hook(busy_turns=10**6, due=False)
+    hook = Hook(busy_iterations=10**6, due=False)
     core.hooks.append(hook)
     with started(core) as engine:
-        until(lambda: hook.turns == 1)
+        until(lambda: hook.iterations == 1)
         time.sleep(0.1)
-        assert hook.turns == 1
+        assert hook.iterations == 1
         if news == "device":
             hook.then, hook.due = lambda: setattr(hook, "due", False), True
         elif news == "command":
             engine.submit(lambda _core: None)
         else:
             engine.wake()
-        until(lambda: hook.turns == 2)
+        until(lambda: hook.iterations == 2)
 
 
 def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
@@ -209,37 +209,37 @@ def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
     hook = Hook()
     core.hooks.append(hook)
     read, write = os.pipe()
-    hook.then = lambda: os.read(read, 1) if hook.turns > 1 else None
+    hook.then = lambda: os.read(read, 1) if hook.iterations > 1 else None
     with started(core) as engine:
         engine.watch(read)
-        until(lambda: hook.turns == 1)
+        until(lambda: hook.iterations == 1)
         time.sleep(0.05)
-        assert hook.turns == 1
-        for turns in (2, 3):
+        assert hook.iterations == 1
+        for iterations in (2, 3):
             os.write(write, b"x")
-            until(lambda turns=turns: hook.turns == turns)
+            until(lambda iterations=iterations: hook.iterations == iterations)
         time.sleep(0.05)
-        assert hook.turns == 3
+        assert hook.iterations == 3
         engine.unwatch(read)
     os.close(read)
     os.close(write)
 
 
-def test_wake_in_the_middle_of_a_turn_is_not_lost(sleepy: None) -> None:
+def test_wake_in_the_middle_of_an_iteration_is_not_lost(sleepy: None) -> None:
     core, _ = make_core()
     hook = Hook()
     core.hooks.append(hook)
     engine = EngineThread(core, Outputs())
 
     def wake_five_times() -> None:
-        if hook.turns <= 5:
+        if hook.iterations <= 5:
             other = threading.Thread(target=engine.wake)
             other.start()
             other.join()
 
     hook.then = wake_five_times
     engine.start()
-    until(lambda: hook.turns == 6)
+    until(lambda: hook.iterations == 6)
     assert engine.stop(5.0)
 
 
@@ -262,8 +262,8 @@ def test_snapshot_follows_the_engine() -> None:
 def test_idle_loop_beats() -> None:
     core, _ = make_core()
     with started(core) as engine:
-        before = engine.turns
-        until(lambda: engine.turns >= before + 3)
+        before = engine.iterations
+        until(lambda: engine.iterations >= before + 3)
         assert engine.is_running()
 
 
@@ -290,23 +290,23 @@ class StuckDevice(FakeDevice):
         return StuckPending(self, super().execute(plan).wait())
 
 
-def test_stalled_loop_does_not_turn_and_does_not_stop_in_time() -> None:
+def test_stalled_loop_does_not_iterate_and_does_not_stop_in_time() -> None:
     core, device = make_core()
     stuck = core.executor = StuckDevice(device.limits, 16, 4)
     engine = EngineThread(core, Outputs())
     engine.start()
     engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))
     assert stuck.reached.wait(5.0)
-    turns = engine.turns
+    iterations = engine.iterations
     time.sleep(0.3)
-    assert engine.turns == turns
+    assert engine.iterations == iterations
     assert engine.is_running()
     assert not engine.stop(0.05)
     stuck.go.set()
     assert engine.stop(5.0)
 
 
-def test_loop_does_not_run_before_start_nor_behind_stop() -> None:
+def test_loop_does_not_run_before_start_nor_after_stop() -> None:
     core, _ = make_core()
     engine = EngineThread(core, Outputs())
     assert not engine.is_running()
@@ -355,20 +355,20 @@ def test_waiting_for_the_device_is_not_idleness(
         engine.submit(lambda core: core.add(make_sequence("a", [1])))
         until(lambda: device.batches)
         engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
-        turns = engine.turns
-        until(lambda: engine.turns > turns + 20)
+        iterations = engine.iterations
+        until(lambda: engine.iterations > iterations + 20)
         assert engine.integrity_errors == 0
         device.has_run = True
         until(lambda: engine.integrity_errors > 0)
 
 
-def test_books_that_do_not_add_up_are_counted(
+def test_accounting_errors_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(thread_module, "INTEGRITY_INTERVAL_S", 0.0)
     core, _ = make_core()
     with started(core) as engine:
-        until(lambda: engine.turns >= 3)
+        until(lambda: engine.iterations >= 3)
         assert engine.integrity_errors == 0
         engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
         until(lambda: engine.integrity_errors > 0)
@@ -377,7 +377,7 @@ def test_books_that_do_not_add_up_are_counted(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a call of Linux")
-def test_naps_of_the_engines_thread_end_in_time() -> None:
+def test_sleeps_of_the_engines_thread_end_in_time() -> None:
     slack_ns: list[int] = []
     core, _ = make_core()
     with started(core) as engine:
@@ -397,7 +397,7 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
             pass
 
         def after_launch(self, plan: StepPlan | None) -> bool:
-            if core.scheduler.waiting and written:  # the scheduler has had its turn
+            if core.scheduler.waiting and written:  # the scheduler has run
                 core.unpin([written.pop() for _ in range(len(written))])
             return False
 

@@ -78,7 +78,7 @@ def assert_idle(llm: LLM) -> None:
 
 @dataclass(frozen=True)
 class Truth:
-    """Prompts and the tokens that Hugging Face generates behind them."""
+    """Prompts and the tokens that Hugging Face generates after them."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]
@@ -160,7 +160,7 @@ def test_greedy_tokens_equal_hugging_faces(
 
 
 @EACH_EXECUTOR
-def test_generation_ends_behind_the_end_of_sequence(truth: Truth, run_on: RunOn) -> None:
+def test_generation_ends_after_the_end_of_sequence(truth: Truth, run_on: RunOn) -> None:
     llm = run_on(make_llm(overlap=True))
     ends = set(llm.engine.config.eos_token_ids)
     expected = []

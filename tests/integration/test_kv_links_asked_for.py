@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import decode_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
 from pagewire.tests.support.kv_services import LAYOUT, Times, decode_worker, prefill_worker
 
-SMALLEST = BlockParts.of_layout(LAYOUT).packed_bytes(1)
+SMALLEST = LayerGroups.of_layout(LAYOUT).packed_bytes(1)
 
 
 @pytest.mark.parametrize(

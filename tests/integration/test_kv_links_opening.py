@@ -147,7 +147,7 @@ def test_where_a_carrier_brings_nothing_the_next_is_taken(
             await d.link_to(p)
             assert [link.carrier for link in p.sender.links] == ["zmq"]
             assert ShakyCarrier.num_tried == 1
-            await asyncio.sleep(4 * d.times.heartbeat_s)  # it is not tried beside the other
+            await asyncio.sleep(4 * d.times.heartbeat_s)  # it is not tried alongside the other
             assert ShakyCarrier.num_tried == 1
 
     run_async(scenario())

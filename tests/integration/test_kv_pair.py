@@ -10,7 +10,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
-from pagewire.tests.support.kv_sides import BLOCK_SIZE, PARTS
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, GROUPS
 
 pytestmark = pytest.mark.timeout(30)
 CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
@@ -20,8 +20,8 @@ LARGE = {"num_blocks": 64, "max_num_batched_tokens": 64}
 
 
 def packed(pair: KvPair) -> list[tuple[int, list[int]]]:
-    """How many blocks were packed each time, and which parts of them."""
-    return [(len(blocks), list(parts)) for blocks, parts, _ in pair.prefill.device.moved]
+    """How many blocks were packed each time, and which layer groups of them."""
+    return [(len(blocks), list(groups)) for blocks, groups, _ in pair.prefill.device.moved]
 
 
 def warm(pair: KvPair, request: str, prompt: list[int]) -> None:
@@ -42,7 +42,7 @@ def test_a_prompt_crosses_and_the_sequence_ends_with_its_tokens(kind: str, overl
         assert pair.decode.receiver.stats.outcomes == {"ok": 3}
         assert pair.decode.device.batches[0] == (1, 1), "the prompt was computed twice"
         nbytes = pair.decode.receiver.stats.bytes["p0", kind]
-        assert nbytes == pair.prefill.sender.stats.bytes["d0", kind] > PARTS.packed_bytes(5)
+        assert nbytes == pair.prefill.sender.stats.bytes["d0", kind] > GROUPS.packed_bytes(5)
 
 
 @CARRIERS
@@ -94,7 +94,7 @@ def test_first_token_and_blocks_come_in_either_order(kind: str, later: bool) -> 
 
 
 @CARRIERS
-def test_the_loop_turns_on_at_once_after_the_last_segment(kind: str) -> None:
+def test_the_loop_goes_on_at_once_after_the_last_segment(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=8, prefill=LARGE) as pair:
         pair.decode.device.has_moved = False
         request = pair.ask(PROMPT)
@@ -129,7 +129,7 @@ def test_a_group_of_more_blocks_than_fit_a_slot_fills_whole_slots(kind: str) -> 
 
 @pytest.mark.parametrize(("bound", "groups"), [(4, [[0], [1]]), (5, [[0, 1]])])
 def test_only_a_last_chunk_above_the_bound_is_divided(bound: int, groups: list[list[int]]) -> None:
-    divided = bound * PARTS.block_bytes
+    divided = bound * GROUPS.block_bytes
     with kv_pair("zmq", blocks_per_slot=8, divided_bytes=divided, prefill=LARGE) as pair:
         pair.ask(PROMPT)
         pair.finish()
@@ -162,7 +162,7 @@ def test_a_long_prompt_crosses_few_slots(
 @CARRIERS
 def test_segments_fit_the_smaller_slots_of_both_sides(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=4, linked=False) as pair:
-        pair.decode.staging.slot_bytes = PARTS.packed_bytes(2) + 7
+        pair.decode.staging.slot_bytes = GROUPS.packed_bytes(2) + 7
         pair.open(pair.prefill, pair.decode)
         pair.ask(PROMPT)
         pair.finish()
@@ -179,7 +179,7 @@ def test_more_jobs_than_slots_and_credits(kind: str) -> None:
 
 
 @CARRIERS
-def test_a_job_that_has_no_slot_does_not_keep_the_loop_awake(kind: str) -> None:
+def test_a_job_that_has_no_slot_does_not_make_the_loop_poll(kind: str) -> None:
     with kv_pair(kind, prefill_slots=1, blocks_per_slot=1) as pair:
         pair.decode.device.has_moved = False
         pair.ask(LONG[:60])
@@ -248,7 +248,7 @@ def test_a_slot_that_is_free_again_is_noticed_at_once() -> None:
 # Preemption
 
 
-def start_beside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
+def start_alongside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
     """Start a job alongside a sequence that is going to take its blocks."""
     pair.starts_jobs = False
     request = pair.ask(PROMPT)
@@ -263,11 +263,11 @@ def start_beside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
 def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 5}
     with kv_pair(kind, prefill=engine) as pair:
-        start_beside(pair, 6, 2)
+        start_alongside(pair, 6, 2)
         pair.finish()
         assert pair.prefill.core.scheduler.num_preemptions == 1
-        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - PARTS.packed_bytes(2)  # the test
-        assert nbytes == PARTS.packed_bytes(5)
+        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - GROUPS.packed_bytes(2)  # the test
+        assert nbytes == GROUPS.packed_bytes(5)
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
 
 
@@ -279,7 +279,7 @@ def test_blocks_that_were_lost_while_they_were_packed_are_packed_again(
     engine = {"num_blocks": 7, "max_num_batched_tokens": 5, "caching": False}
     with kv_pair(kind, prefill=engine, divided_bytes=divided_bytes) as pair:
         pair.prefill.device.has_moved = False
-        start_beside(pair, 6, 2)
+        start_alongside(pair, 6, 2)
         pair.until(lambda: pair.prefill.core.scheduler.num_preemptions)
         assert packed(pair)
         pair.prefill.device.has_moved = True  # the other sequence has written there before
@@ -295,7 +295,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
 ) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 32, "overlap": True}
     with kv_pair(kind, prefill=engine, prefill_slots=1, divided_bytes=0) as pair:
-        sequence = start_beside(pair, 3, 1)
+        sequence = start_alongside(pair, 3, 1)
         pair.step(pair.prefill)  # launched, and not read yet
         pair.until(lambda: pair.prefill.sender.after_launch(None) or len(packed(pair)) >= num_sent,
                    pair.decode)  # fmt: skip
@@ -316,7 +316,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
     overlap=st.booleans(),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     num_cached=st.integers(0, 20),
-    divided_bytes=st.sampled_from([0, 3 * PARTS.block_bytes, DIVIDED_BYTES]),
+    divided_bytes=st.sampled_from([0, 3 * GROUPS.block_bytes, DIVIDED_BYTES]),
 )
 def test_every_block_comes_once_however_scarce_slots_are(
     kind: str,
@@ -343,5 +343,5 @@ def test_every_block_comes_once_however_scarce_slots_are(
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
         assert all(len(request.tried) == 1 for request in requests)
         wanted = sum(len(request.positions) for request in requests)
-        nbytes = pair.decode.receiver.stats.bytes["p0", kind] - PARTS.packed_bytes(blocks_per_slot)
-        assert nbytes == PARTS.packed_bytes(wanted)
+        nbytes = pair.decode.receiver.stats.bytes["p0", kind] - GROUPS.packed_bytes(blocks_per_slot)
+        assert nbytes == GROUPS.packed_bytes(wanted)

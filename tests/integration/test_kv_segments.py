@@ -10,7 +10,7 @@ from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.jobs import Jobs
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
-from pagewire.tests.support.fake_device import NUM_PARTS
+from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
     cells,
     payload,
@@ -36,19 +36,19 @@ pytestmark = pytest.mark.timeout(30)
         ({}, 1),
         ({"count": 0}, 1),
         ({"count": 2**40 - 1}, size(8)),
-        ({"num_parts": 0}, size(3)),
-        ({"num_parts": 1}, size(3)),
-        ({"num_parts": NUM_PARTS + 1}, size(3, NUM_PARTS + 1)),
-        ({"first_part": 1}, size(3)),
-        ({"first_part": NUM_PARTS, "num_parts": 1}, size(3, 1)),
-        ({"first_part": 7, "num_parts": 8, "count": 1}, size(1, 8)),
+        ({"num_groups": 0}, size(3)),
+        ({"num_groups": 1}, size(3)),
+        ({"num_groups": NUM_GROUPS + 1}, size(3, NUM_GROUPS + 1)),
+        ({"first_group": 1}, size(3)),
+        ({"first_group": NUM_GROUPS, "num_groups": 1}, size(3, 1)),
+        ({"first_group": 7, "num_groups": 8, "count": 1}, size(1, 8)),
     ],
     ids=str,
 )
 def test_a_segment_that_is_not_expected_is_dropped(change: dict[str, Any], nbytes: int) -> None:
     with reserved() as (pair, raw, request):
         before = cells(pair)
-        fields = {"job": request.job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        fields = {"job": request.job, "first": 0, "count": 3, "first_group": 0, "num_groups": 2}
         assert raw.send(bytes(nbytes), **fields | change) == "dropped"
         assert cells(pair) == before
         assert raw.send(payload(3), **fields) == "ok"
@@ -56,21 +56,21 @@ def test_a_segment_that_is_not_expected_is_dropped(change: dict[str, Any], nbyte
 
 def test_what_has_arrived_or_is_arriving_is_not_written_over() -> None:
     with reserved() as (pair, raw, request):
-        fields = {"job": request.job, "first_part": 0, "num_parts": NUM_PARTS}
+        fields = {"job": request.job, "first_group": 0, "num_groups": NUM_GROUPS}
         assert raw.send(payload(1), **fields, first=1, count=1) == "ok"
         before = cells(pair)
         assert raw.send(bytes(payload(3)), **fields, first=0, count=3) == "dropped"
         assert raw.send(b"\1" + payload(1)[1:], **fields, first=1, count=1) == "dropped"
-        part = {**fields, "num_parts": 1}
-        assert raw.send(payload(1, 1), **part, first=1, count=1) == "dropped"
+        one_group = {**fields, "num_groups": 1}
+        assert raw.send(payload(1, 1), **one_group, first=1, count=1) == "dropped"
         assert cells(pair) == before
-        assert raw.send(payload(1, 1), **part, first=0, count=1) == "ok"
-        assert raw.send(payload(1, 1), **part, first=0, count=1) == "dropped"
+        assert raw.send(payload(1, 1), **one_group, first=0, count=1) == "ok"
+        assert raw.send(payload(1, 1), **one_group, first=0, count=1) == "dropped"
 
 
 def test_what_arrived_corrupt_is_taken_again() -> None:
     with reserved() as (_pair, raw, request):
-        fields = {"job": request.job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        fields = {"job": request.job, "first": 0, "count": 3, "first_group": 0, "num_groups": 2}
         for spoiled in (b"\1" + payload(3)[1:], payload(3)[:-1] + b"\1"):
             assert raw.send(spoiled, **fields) == "corrupt"
         assert raw.send(payload(3), **fields, seed=1) == "corrupt"  # left from another use
@@ -81,7 +81,7 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
     with reserved() as (pair, raw, request):
         first, old = request.job, request.blocks
         assert old is not None
-        fields = {"first_part": 0, "num_parts": NUM_PARTS}
+        fields = {"first_group": 0, "num_groups": NUM_GROUPS}
         assert raw.send(payload(1), job=first, first=0, count=1, **fields) == "ok"
         receiver = pair.decode.receiver
         new = receiver.expected.retry(old)
@@ -128,7 +128,7 @@ def test_a_segment_for_a_request_that_ended_during_a_step_is_dropped() -> None:
         pair.decode.device.has_run = False
         pair.step(pair.decode)
         pair.abort(request)  # no plan can say so before the step has ended
-        fields = {"job": job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        fields = {"job": job, "first": 0, "count": 3, "first_group": 0, "num_groups": 2}
         assert raw.send(payload(3), **fields) == "dropped"
         assert pair.decode.core.awaits_step
         pair.decode.device.has_run = True
@@ -136,6 +136,6 @@ def test_a_segment_for_a_request_that_ended_during_a_step_is_dropped() -> None:
 
 def test_the_test_of_a_link_may_not_be_anything() -> None:
     with reserved() as (pair, raw, _request):
-        fields = {"job": TEST_JOB, "first": 0, "count": 0, "first_part": 0, "num_parts": 0}
+        fields = {"job": TEST_JOB, "first": 0, "count": 0, "first_group": 0, "num_groups": 0}
         assert raw.send(bytes(100), **fields) == "corrupt"
         assert pair.decode.tested == []

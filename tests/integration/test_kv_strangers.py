@@ -76,7 +76,7 @@ def test_malformed_bytes_of_a_known_sender_are_counted() -> None:
     with reserved() as (pair, raw, request):
         for data in GARBAGE:
             raw.say(data)
-        fields = {"job": request.job, "first": 0, "count": 3, "first_part": 0, "num_parts": 2}
+        fields = {"job": request.job, "first": 0, "count": 3, "first_group": 0, "num_groups": 2}
         assert raw.send(payload(3), **fields) == "ok"
         assert pair.decode.receiver.fault_counts()["malformed"] == len(GARBAGE)
 

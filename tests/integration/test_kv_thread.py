@@ -169,7 +169,7 @@ def test_messages_wake_the_engines_and_nothing_else_has_to(kind: str) -> None:
 def test_an_idle_pair_sleeps(kind: str) -> None:
     with workers(kind) as both:
         threads = [both.prefilling.thread, both.decoding.thread]
-        turns = -1
+        iterations = -1
         until(
             lambda: (
                 not any(
@@ -177,10 +177,12 @@ def test_an_idle_pair_sleeps(kind: str) -> None:
                 )
             )
         )
-        while turns != sum(thread.turns for thread in threads):  # until the last message is read
-            turns = sum(thread.turns for thread in threads)
+        while iterations != sum(
+            thread.iterations for thread in threads
+        ):  # until the last message is read
+            iterations = sum(thread.iterations for thread in threads)
             time.sleep(0.1)
         cpu_s = time.process_time()
         time.sleep(0.3)
-        assert sum(thread.turns for thread in threads) == turns
+        assert sum(thread.iterations for thread in threads) == iterations
         assert time.process_time() - cpu_s < 0.1

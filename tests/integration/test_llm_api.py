@@ -198,7 +198,7 @@ def test_stop_strings_cut_as_the_router_does(llm: LLM) -> None:
         router = TextAssembler(llm.tokenizer, whole.prompt_token_ids, [stop])
         delta = router.push(whole.token_ids, "length")
         assert (offline.text, offline.token_ids) == (delta.text, list(delta.token_ids))
-        assert offline.finish_reason == delta.end == "stop"
+        assert offline.finish_reason == delta.finish_reason == "stop"
 
 
 def test_stop_tokens_end_an_answer(llm: LLM) -> None:

@@ -143,7 +143,7 @@ def test_garbage_in_the_index_is_no_hit_and_is_overwritten(redis_server: RedisSe
     run_async(scenario())
 
 
-def test_a_speculation_counts_here_at_once_and_elsewhere_soon(any_redis_url: str) -> None:
+def test_an_optimistic_entry_counts_here_at_once_and_elsewhere_soon(any_redis_url: str) -> None:
     prompt = blocks(5)
 
     async def scenario() -> None:
@@ -179,7 +179,7 @@ def test_a_burst_of_equal_prompts_sees_the_first_placement(redis_server: RedisSe
     run_async(scenario())
 
 
-def test_a_real_entry_outlives_speculation_and_speculation_does_not_replace_it(
+def test_a_real_entry_outlives_an_optimistic_one_which_does_not_replace_it(
     redis_server: RedisServer,
 ) -> None:
     prompt = blocks(2)
@@ -196,7 +196,7 @@ def test_a_real_entry_outlives_speculation_and_speculation_does_not_replace_it(
     run_async(scenario())
 
 
-def test_speculation_memory_is_bounded() -> None:
+def test_optimistic_memory_is_bounded() -> None:
     async def scenario(url: str) -> None:
         async with index_at(url) as index:
             for number in range(300):

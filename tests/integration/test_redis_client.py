@@ -29,7 +29,7 @@ def test_replies_to_abandoned_calls_reach_nobody_else(redis_server: RedisServer)
     run_async(scenario())
 
 
-def test_a_wrong_or_missing_password_is_told_in_one_line() -> None:
+def test_a_wrong_or_missing_password_is_one_line() -> None:
     with RedisServer(password="right-one") as server:
         for url in (
             server.url.replace("right-one", "wrong-one"),
@@ -52,7 +52,7 @@ def test_a_wrong_or_missing_password_is_told_in_one_line() -> None:
     ["redis://:hidden-pw@127.0.0.1:1/0", "unix://:hidden-pw@/nonexistent/redis.sock"],
     ids=["port", "socket"],
 )
-def test_a_redis_that_is_not_there_is_told_in_one_line(url: str) -> None:
+def test_a_redis_that_is_not_there_is_one_line(url: str) -> None:
     with pytest.raises(RedisSetupError, match="PAGEWIRE_REDIS_URL") as caught:
         run_async(connect_redis(url, 2.0))
     assert "\n" not in str(caught.value)
@@ -62,7 +62,7 @@ def test_a_redis_that_is_not_there_is_told_in_one_line(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:6379", "nonsense", "", "redis://127.0.0.1:port/0", "redis://h:1/db"]
 )
-def test_urls_that_make_no_sense_are_told_in_one_line(url: str) -> None:
+def test_urls_that_make_no_sense_are_one_line(url: str) -> None:
     with pytest.raises(RedisSetupError) as caught:
         run_async(connect_redis(url, 2.0))
     assert "\n" not in str(caught.value)
@@ -76,7 +76,7 @@ def test_a_redis_that_does_not_answer_times_out() -> None:
         assert time.monotonic() - start < 3
 
 
-def test_a_server_that_is_no_redis_is_told() -> None:
+def test_a_server_that_is_not_redis_is_reported() -> None:
     async def scenario() -> None:
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -92,6 +92,6 @@ def test_a_server_that_is_no_redis_is_told() -> None:
     run_async(scenario())
 
 
-def test_cluster_tags_tell_secrets_apart_and_do_not_reveal_them() -> None:
+def test_cluster_tags_distinguish_secrets_and_do_not_reveal_them() -> None:
     assert cluster_tag("a") == cluster_tag("a") != cluster_tag("b")
     assert len(cluster_tag("a")) == 8

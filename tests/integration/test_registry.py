@@ -22,13 +22,13 @@ from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import TAG, client_of, ids, record, registry_at
 
 
-def test_cards_are_listed_as_published_until_withdrawn(any_redis_url: str) -> None:
+def test_records_are_listed_as_published_until_withdrawn(any_redis_url: str) -> None:
     full = record(
         "prefill-0",
         role="prefill",
         state="draining",
         kv_transports=["ucx", "zmq"],
-        load=WorkerLoad(running=3, steps=2**40, total_blocks=100),
+        load=WorkerLoad(running=3, iterations=2**40, total_blocks=100),
         links=[LinkInfo(peer="decode-0", transport="ucx", gbps=350.5)],
     )
 

@@ -1,4 +1,4 @@
-"""What the router answers to good and bad requests, beside the wording of their bodies."""
+"""What the router answers to good and bad requests, besides the wording of their bodies."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def streamed_text(response: Any) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-def test_cached_tokens_are_told_and_counted(redis_url):
+def test_cached_tokens_are_reported_and_counted(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         worker.cached_tokens = 16
         usage = (await router.complete(prompt=[5] * 40)).json()["usage"]
@@ -150,7 +150,7 @@ def test_unbounded_parameters_are_refused_at_once(redis_url):
     with_worker(redis_url, scenario)
 
 
-def test_long_prompts_are_read_beside_the_streams(redis_url):
+def test_long_prompts_are_read_alongside_the_streams(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         response = await router.complete(prompt="word " * 3000, max_tokens=1)
         assert response.status_code == 400

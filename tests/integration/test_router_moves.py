@@ -198,7 +198,7 @@ def test_a_single_worker_that_comes_back_takes_its_requests_up_again(redis_url):
     with_workers(redis_url, 1, scenario)
 
 
-def test_a_request_that_comes_while_connections_are_made_anew_waits_for_them(redis_url):
+def test_a_request_that_comes_while_connections_are_made_again_waits_for_them(redis_url):
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         for link in list(router.service._links):
             link.lose("a stall of this process")

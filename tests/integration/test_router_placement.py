@@ -124,7 +124,7 @@ def test_a_burst_of_different_prompts_spreads(redis):
     with_cluster(redis, scenario)
 
 
-def test_load_on_the_cards_counts(redis):
+def test_load_in_the_records_counts(redis):
     async def scenario(cluster: Cluster) -> None:
         busy, idle = cluster.decodes
         busy.put_record(load=WorkerLoad(used_blocks=60, total_blocks=64))
@@ -145,7 +145,7 @@ def test_round_robin_takes_workers_in_turn(redis):
     with_cluster(redis, scenario, policy="round_robin")
 
 
-def test_without_prefill_workers_the_decode_worker_is_told_of_none(redis):
+def test_without_prefill_workers_the_decode_worker_is_given_none(redis):
     async def scenario(cluster: Cluster) -> None:
         assert (await cluster.ask(LONG))[1] == []
 

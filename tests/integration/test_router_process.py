@@ -175,7 +175,7 @@ def test_a_redis_that_is_not_there_or_refuses_is_one_line():
     assert "wrong" not in line
 
 
-def test_a_model_that_is_not_there_or_damaged_is_one_line(redis_url, tmp_path: Path):
+def test_a_model_that_is_not_there_or_corrupt_is_one_line(redis_url, tmp_path: Path):
     line = refusal(redis_url, free_port(), "--model", str(tmp_path / "nothing"))
     assert str(tmp_path / "nothing") in line
     for name in ("config.json", "tokenizer_config.json"):

@@ -324,7 +324,7 @@ def test_redis_that_refuses_is_one_line_without_its_password(start: StartCluster
     assert cluster.left_over() == []
 
 
-def test_wrong_redis_password_is_told_as_such(start: StartCluster) -> None:
+def test_wrong_redis_password_is_reported_as_such(start: StartCluster) -> None:
     with RedisServer(password="right-one") as server:
         cluster = start(server.url.replace("right-one", "wrong-one"))
         assert cluster.process.wait(20) == 2

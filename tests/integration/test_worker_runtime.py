@@ -18,7 +18,7 @@ from pagewire.shared.control.protocol import MAX_BLOCKS_PER_SLOT, ControlMessage
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.worker import runtime as runtime_module
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 from pagewire.shared.worker.staging_size import slot_share, slot_size
@@ -26,7 +26,7 @@ from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
 
 BLOCK = 2048
-PARTS = BlockParts.of(num_layers=32, block_bytes=BLOCK)
+GROUPS = LayerGroups.of(num_layers=32, block_bytes=BLOCK)
 DRAIN_S = 60.0
 
 
@@ -90,13 +90,13 @@ def die(runtime: WorkerRuntime) -> None:
     ],
 )
 def test_a_slot_holds_whole_blocks(asked: int, blocks: int) -> None:
-    assert slot_size(asked, PARTS) == PARTS.packed_bytes(blocks)
+    assert slot_size(asked, GROUPS) == GROUPS.packed_bytes(blocks)
 
 
 @pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_BLOCKS_PER_SLOT + 1) * BLOCK])
 def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        slot_size(asked, PARTS)
+        slot_size(asked, GROUPS)
     message = str(caught.value)
     assert "PAGEWIRE_STAGING_SLOT_BYTES" in message
     assert f"{BLOCK} to {MAX_BLOCKS_PER_SLOT * BLOCK}" in message
@@ -104,19 +104,19 @@ def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
 
 
 def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
-    assert slot_size(None, PARTS, share=3 * BLOCK + 5) == PARTS.packed_bytes(3)
-    assert slot_size(None, PARTS, share=5) == PARTS.packed_bytes(1)
-    assert slot_size(4 * BLOCK, PARTS, share=5) == PARTS.packed_bytes(4)
+    assert slot_size(None, GROUPS, share=3 * BLOCK + 5) == GROUPS.packed_bytes(3)
+    assert slot_size(None, GROUPS, share=5) == GROUPS.packed_bytes(1)
+    assert slot_size(4 * BLOCK, GROUPS, share=5) == GROUPS.packed_bytes(4)
     assert slot_share(64 * 8 * 1000, slots=8) == 1000
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 32])
 @pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
 def test_the_default_slot_holds_whole_blocks(block_bytes: int, num_layers: int) -> None:
-    parts = BlockParts.of(num_layers, block_bytes)
-    size = slot_size(None, parts)
-    blocks = parts.max_blocks(size)
-    assert size == parts.packed_bytes(blocks)
+    groups = LayerGroups.of(num_layers, block_bytes)
+    size = slot_size(None, groups)
+    blocks = groups.max_blocks(size)
+    assert size == groups.packed_bytes(blocks)
     assert 1 <= blocks <= MAX_BLOCKS_PER_SLOT
 
 
@@ -139,7 +139,7 @@ def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: Red
     run_async(scenario())
 
 
-def test_a_worker_whose_engine_hangs_ends_to_be_started_anew(
+def test_a_worker_whose_engine_hangs_ends_to_be_started_again(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime_module, "ENGINE_SILENCE_S", 0.5)
@@ -200,7 +200,7 @@ def test_background_tasks_end_before_a_slow_engine(
     assert max(beats) < stopping[0]
 
 
-def test_the_loop_turns_while_a_slow_engine_stops(
+def test_the_loop_runs_while_a_slow_engine_stops(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, stopped, beats = EngineThread.stop, [0.0], [0.0]
@@ -250,7 +250,7 @@ def test_what_a_stopping_engine_still_hands_over_leaves_no_task(
 
 @pytest.fixture
 def switch_interval() -> Iterator[None]:
-    """Whatever a test sets is the process's own again behind it."""
+    """Whatever a test sets is the process's own again after it."""
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)

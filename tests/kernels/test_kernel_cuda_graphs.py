@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels.bench.inputs import PagedCase, decode_case, sampling_inputs
-from pagewire.kernels.kv_staging import move_order, packed_bytes
+from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -89,12 +89,12 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
 
 def test_packing_replays_with_other_blocks(kernels, reference):
     pool = torch.randn(32, 4096, device="cuda")
-    order = move_order(range(4), 5).to("cuda")
+    copy_list = make_copy_list(range(4), 5).to("cuda")
     staging = torch.zeros(packed_bytes(4, 4096 * 4), dtype=torch.uint8, device="cuda")
-    graph, _ = _capture(lambda: kernels.pack_blocks(pool, order, staging))
+    graph, _ = _capture(lambda: kernels.pack_blocks(pool, copy_list, staging))
     staging.zero_()
-    order[:5] = move_order([31, 7, 9], 6).to("cuda")
+    copy_list[:5] = make_copy_list([31, 7, 9], 6).to("cuda")
     graph.replay()
     expected = torch.zeros_like(staging)
-    reference.pack_blocks(pool, order, expected)
+    reference.pack_blocks(pool, copy_list, expected)
     assert torch.equal(staging, expected)

@@ -8,7 +8,7 @@ import torch
 from pagewire.kernels import linear as linear_module
 from pagewire.kernels.linear import MOST_ROWS, choose_tiling
 
-H200_PROCESSORS = 132
+H200_SMS = 132
 SHAPES_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 
 
@@ -50,7 +50,7 @@ def test_linear_with_a_bias_that_has_gaps(device, kernels, reference, assert_clo
 
 
 def test_shares_are_added_up_again_and_again(device, kernels):
-    assert choose_tiling(3, 64, 1024, 4).shares > 1
+    assert choose_tiling(3, 64, 1024, 4).split_k > 1
     x, weight = _operands(3, 64, 1024, device, torch.float16)
     first = kernels.linear(x, weight)
     for _ in range(3):
@@ -72,20 +72,20 @@ def test_out_is_written(outs, with_bias, backend, request, device, assert_close)
 def test_tilings_fill_the_processors():
     for rows in (1, 16, 17, 32, 33, 64):
         for outs, ins in SHAPES_8B:
-            tiling = choose_tiling(rows, outs, ins, H200_PROCESSORS)
+            tiling = choose_tiling(rows, outs, ins, H200_SMS)
             if rows > 32 and outs * ins < 1 << 25:
                 assert tiling is None
                 continue
             assert outs % tiling.block_out == 0
-            assert ins % (tiling.shares * 128) == 0
-            assert outs // tiling.block_out * tiling.shares >= 0.9 * H200_PROCESSORS
+            assert ins % (tiling.split_k * 128) == 0
+            assert outs // tiling.block_out * tiling.split_k >= 0.9 * H200_SMS
 
 
 @pytest.mark.parametrize(
     ("rows", "outs", "ins"), [(65, 4096, 4096), (0, 4096, 4096), (1, 100, 128), (1, 64, 100)]
 )
 def test_other_shapes_are_cublas_matter(rows, outs, ins):
-    assert choose_tiling(rows, outs, ins, H200_PROCESSORS) is None
+    assert choose_tiling(rows, outs, ins, H200_SMS) is None
 
 
 @pytest.mark.gpu

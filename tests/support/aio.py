@@ -15,7 +15,7 @@ def run_async(
 ) -> T:
     """Run a coroutine in a loop of its own.
 
-    Fails if it takes too long, leaves tasks behind, or if a callback of the loop raised.
+    Fails if it takes too long, leaves tasks, or if a callback of the loop raised.
     """
     problems: list[dict[str, Any]] = []
 
@@ -24,7 +24,7 @@ def run_async(
         async with asyncio.timeout(timeout):
             result = await coro
         leftover = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not leftover, f"tasks left behind: {leftover}"
+        assert not leftover, f"tasks left: {leftover}"
         return result
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:

@@ -217,5 +217,5 @@ def prefill_record(redis_url: str, secret: str, worker_id: str, **record: Any) -
 
 
 def link(peer: str, gbps: float = 0.0) -> LinkInfo:
-    """A KV way to a peer."""
+    """A KV link to a peer."""
     return LinkInfo(peer=peer, transport="zmq", gbps=gbps)

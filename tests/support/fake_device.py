@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagewire.kernels.kv_staging import move_order
+from pagewire.kernels.kv_staging import make_copy_list
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
 from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.core import EngineCore
@@ -37,11 +37,11 @@ from pagewire.shared.sampling import RequestSpec
 
 VOCAB = 7
 BYTES_PER_TOKEN = 4  # of the fake KV
-NUM_PARTS = 2  # of a block; a part is not some layers here but some of its tokens
+NUM_GROUPS = 2  # of a block; here some of its tokens each, not some of its layers
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
-    """What the fake model samples behind these tokens."""
+    """What the fake model samples after these tokens."""
     return zlib.crc32(bytes([seed, *tokens])) % VOCAB
 
 
@@ -52,7 +52,7 @@ def score(tokens: list[int]) -> Logprobs:
 
 
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
-    """All outputs that a sequence should end with, those it was resumed with included."""
+    """All outputs that a sequence should end with, those that it replays included."""
     tokens, prompt = list(sequence.token_ids), sequence.num_prompt_tokens
     limit = 1 if sequence.prefill_only else sequence.spec.max_tokens
     while len(tokens) - prompt < limit and len(tokens) < max_model_len:
@@ -68,7 +68,7 @@ def make_sequence(
     *,
     max_tokens: int = 4,
     stop: frozenset[int] = frozenset(),
-    resumed: list[int] | None = None,
+    replayed: list[int] | None = None,
     remote_prefill: bool = False,
     prefill_only: bool = False,
     seed: int = 0,
@@ -76,9 +76,9 @@ def make_sequence(
     """A sequence as `new_sequence` makes them."""
     return Sequence(
         request_id=request_id,
-        token_ids=[*prompt, *(resumed or [])],
+        token_ids=[*prompt, *(replayed or [])],
         num_prompt_tokens=len(prompt),
-        num_resumed_tokens=len(resumed or []),
+        num_replayed_tokens=len(replayed or []),
         spec=RequestSpec(max_tokens=max_tokens, seed=seed),
         stop_token_ids=stop,
         remote_prefill=remote_prefill,
@@ -120,8 +120,8 @@ class FakeMove(PendingMove):
 class FakeCheck(PendingCheck):
     """The same, checked."""
 
-    def __init__(self, device: FakeDevice, damaged: torch.Tensor) -> None:
-        super().__init__(damaged, None)
+    def __init__(self, device: FakeDevice, corrupt: torch.Tensor) -> None:
+        super().__init__(corrupt, None)
         self._device = device
 
     def is_done(self) -> bool:
@@ -158,7 +158,7 @@ class FakeDevice:
         prepared: slots that were made known before they ran.
         specs: of each slot that was made known, in order.
         replays: steps are such that nothing but their end is known.
-        moved: blocks, parts of them, and the plan that was waited for, of all that was packed.
+        moved: blocks, layer groups, and the plan that was waited for, of all that was packed.
         has_run: whether the device is done with its steps.
         has_moved: whether it is done with what it packs and unpacks.
         fail_execute, fail_wait: raised by the next step.
@@ -245,29 +245,29 @@ class FakeDevice:
         """What the blocks hold of all that a sequence has computed."""
         return self._content(sequence.block_ids, sequence.num_computed_tokens)
 
-    def marks_parts(self, plan: int) -> bool:
+    def has_group_events(self, plan: int) -> bool:
         is_last = plan == self._plan.number and self._has_launched
         exports = any(isinstance(work, Export) for work in self._plan.kv)
         return is_last and exports and not self.replays
 
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
     ) -> PendingMove:
         self._check_after(block_ids, after)
-        self.moved.append((block_ids, parts, after))
-        pack_blocks(self._pool(), self._order(block_ids, parts, seed), staging)
+        self.moved.append((block_ids, groups, after))
+        pack_blocks(self._pool(), self._copy_list(block_ids, groups, seed), staging)
         return FakeMove(self)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
     ) -> PendingCheck:
         self._check_after(block_ids, after)
         pool = self._pool()
-        damaged = torch.zeros((), dtype=torch.int64)
-        unpack_blocks(staging, pool, self._order(block_ids, parts, seed), damaged)
+        corrupt = torch.zeros((), dtype=torch.int64)
+        unpack_blocks(staging, pool, self._copy_list(block_ids, groups, seed), corrupt)
         for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
             self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
-        return FakeCheck(self, damaged)
+        return FakeCheck(self, corrupt)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         work()
@@ -277,14 +277,14 @@ class FakeDevice:
         """A move waits for every step that has written to its blocks."""
         assert all(self._written.get(block, 0) <= after for block in block_ids), "moved too early"
 
-    def _order(self, block_ids: list[int], parts: range, seed: int) -> torch.Tensor:
-        rows = [block * NUM_PARTS + part for block in block_ids for part in parts]
-        return move_order(rows, seed)
+    def _copy_list(self, block_ids: list[int], groups: range, seed: int) -> torch.Tensor:
+        rows = [block * NUM_GROUPS + group for block in block_ids for group in groups]
+        return make_copy_list(rows, seed)
 
     def _pool(self) -> torch.Tensor:
-        """The cells as a pool of the real operations, a row a part; -1 was never written."""
+        """The cells as a pool of the real operations, a row a layer group; -1 was never written."""
         rows = [[-1 if cell is None else cell for cell in block] for block in self.cells]
-        return torch.tensor(rows, dtype=torch.int32).view(self.num_blocks * NUM_PARTS, -1)
+        return torch.tensor(rows, dtype=torch.int32).view(self.num_blocks * NUM_GROUPS, -1)
 
     def _check_rows(self, plan: StepPlan) -> None:
         slots = [*plan.decodes, *(chunk.slot for chunk in plan.chunks)]

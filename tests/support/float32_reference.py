@@ -47,7 +47,7 @@ def random_prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]
 def compare_with_float32(
     directory: Path, prompts: list[list[int]], outputs: list[list[int]], device: str
 ) -> Closeness:
-    """Compare greedy tokens of a bfloat16 engine with the reference's choices behind them."""
+    """Compare greedy tokens of a bfloat16 engine with the reference's choices after them."""
     exact = _logits(directory, prompts, outputs, device, torch.float32)
     coarse = _logits(directory, prompts, outputs, device, torch.bfloat16)
     error = max((a - b).abs().max().item() for a, b in zip(exact, coarse, strict=True))

@@ -41,7 +41,7 @@ class GreedyPrompts:
 
         Args:
             timeout: of each request, in seconds.
-            trouble: called beside it, in a thread, when `after_s` have passed.
+            trouble: called meanwhile, in a thread, when `after_s` have passed.
         """
 
         async def make(trouble: Callable[[], None]) -> None:

@@ -136,8 +136,8 @@ class KvLinkByHand:
             job=TEST_JOB,
             first=0,
             count=0,
-            first_part=0,
-            num_parts=0,
+            first_group=0,
+            num_groups=0,
             seed=0,
             nbytes=len(payload),
         )

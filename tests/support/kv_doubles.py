@@ -24,8 +24,8 @@ class LateMove(PendingCheck):
     """A move that is made when it is found to be done, in the order of launching."""
 
     def __init__(self, device: LateDevice, work: Callable[[], object]) -> None:
-        self.damaged = torch.zeros((), dtype=torch.int64)
-        super().__init__(self.damaged, None)
+        self.corrupt = torch.zeros((), dtype=torch.int64)
+        super().__init__(self.corrupt, None)
         self.device, self.work = device, work
         self.has_run = False
 
@@ -47,22 +47,22 @@ class LateDevice(FakeDevice):
     moves: deque[LateMove] = field(default_factory=deque)
 
     def pack(
-        self, block_ids: list[int], parts: range, staging: torch.Tensor, seed: int, after: int
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
     ) -> LateMove:
         self._start(block_ids, after)
-        self.moved.append((block_ids, parts, after))
-        order = self._order(block_ids, parts, seed)
-        return self.queue(lambda: pack_blocks(self._pool(), order, staging))
+        self.moved.append((block_ids, groups, after))
+        copy_list = self._copy_list(block_ids, groups, seed)
+        return self.queue(lambda: pack_blocks(self._pool(), copy_list, staging))
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], parts: range, seed: int, after: int
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
     ) -> LateMove:
         self._start(block_ids, after)
-        order = self._order(block_ids, parts, seed)
+        copy_list = self._copy_list(block_ids, groups, seed)
 
         def write() -> None:
             pool = self._pool()
-            unpack_blocks(staging, pool, order, move.damaged)
+            unpack_blocks(staging, pool, copy_list, move.corrupt)
             rows = pool.view(self.num_blocks, -1)[block_ids].tolist()
             for block, row in zip(block_ids, rows, strict=True):
                 self.cells[block] = [None if cell == -1 else cell for cell in row]

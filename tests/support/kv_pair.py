@@ -231,7 +231,7 @@ class KvPair:
                 return
         sequence = request.sequence
         if sequence.status is RequestStatus.RESERVED:
-            request.decode.core.fall_back(sequence, next(iter(request.tokens), None))
+            request.decode.core.recompute_locally(sequence, next(iter(request.tokens), None))
 
     def on_reserved(self, expected: Expected) -> None:
         """Ask for a request's blocks."""

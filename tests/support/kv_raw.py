@@ -23,14 +23,14 @@ from pagewire.shared.kv.messages import (
     decode_for_sender,
     encode,
 )
-from pagewire.tests.support.fake_device import NUM_PARTS
+from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import LAYOUT, PARTS, DecodeSide, PrefillSide
+from pagewire.tests.support.kv_sides import GROUPS, LAYOUT, DecodeSide, PrefillSide
 
 _TOKEN = b"0123456789abcdef"
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
 SEGMENT = Segment(
-    credit=0, use=1, job="job", first=0, count=1, first_part=0, num_parts=2, seed=0, nbytes=32
+    credit=0, use=1, job="job", first=0, count=1, first_group=0, num_groups=2, seed=0, nbytes=32
 )
 
 
@@ -163,14 +163,14 @@ def cells(pair: KvPair) -> list[list[int | None]]:
     return [list(block) for block in pair.decode.device.cells]
 
 
-def size(count: int, num_parts: int = NUM_PARTS) -> int:
+def size(count: int, num_groups: int = NUM_GROUPS) -> int:
     """Bytes of a payload."""
-    return PARTS.packed_bytes(count, num_parts)
+    return GROUPS.packed_bytes(count, num_groups)
 
 
-def payload(count: int, num_parts: int = NUM_PARTS) -> bytes:
+def payload(count: int, num_groups: int = NUM_GROUPS) -> bytes:
     """What is intact: words and sums of zero, for seed 0."""
-    return bytes(size(count, num_parts))
+    return bytes(size(count, num_groups))
 
 
 def segment_with(**fields: object) -> Segment:

@@ -40,7 +40,7 @@ from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.job_messages import JobRequest
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
@@ -271,7 +271,7 @@ class DecodeWorker(Worker):
 
 
 def _staging(layout: BlockLayout, slots: int) -> Staging:
-    size = BlockParts.of_layout(layout).packed_bytes(BLOCKS_PER_SLOT)
+    size = LayerGroups.of_layout(layout).packed_bytes(BLOCKS_PER_SLOT)
     return make_staging(slots, size, torch.device("cpu"))
 
 
@@ -332,7 +332,7 @@ async def prefill_worker(
             core=core,
             moves=device,
             staging=worker.staging,
-            parts=worker.engine.parts,
+            groups=worker.engine.groups,
             sockets=sockets,
             carriers=opened,
             timeout_s=times.transfer_s,
@@ -373,7 +373,7 @@ async def decode_worker(
             core=core,
             moves=device,
             staging=worker.staging,
-            parts=worker.engine.parts,
+            groups=worker.engine.groups,
             socket=ReceiverSocket(sockets, HOST, HOST),
             carriers=opened,
             timeout_s=times.transfer_s,

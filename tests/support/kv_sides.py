@@ -18,11 +18,11 @@ from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.endpoint.waking import FdWatch
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging, make_staging
 from pagewire.tests.support.fake_device import (
     BYTES_PER_TOKEN,
-    NUM_PARTS,
+    NUM_GROUPS,
     make_core,
     make_sequence,
 )
@@ -30,7 +30,7 @@ from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
 from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 BLOCK_SIZE = 4
-PARTS = BlockParts.of(NUM_PARTS, BLOCK_SIZE * BYTES_PER_TOKEN)
+GROUPS = LayerGroups.of(NUM_GROUPS, BLOCK_SIZE * BYTES_PER_TOKEN)
 TIMEOUT_S = 5.0  # of endpoints, by the test's clock
 _LOOPBACK = "127.0.0.1"
 _CARRIERS = {"loopback": LoopbackCarrier, "zmq": ZmqCarrier}
@@ -38,10 +38,10 @@ LAYOUT = BlockLayout(
     fingerprint="fake",
     dtype="int32",
     block_size=BLOCK_SIZE,
-    num_layers=NUM_PARTS,
+    num_layers=NUM_GROUPS,
     num_kv_heads=1,
     head_dim=1,
-    block_bytes=PARTS.block_bytes,
+    block_bytes=GROUPS.block_bytes,
 )
 
 
@@ -82,7 +82,7 @@ class Side:
         self.core, device = make_core(block_size=BLOCK_SIZE, **self.engine)
         self.device = LateDevice(device.limits, device.num_blocks, device.block_size)
         self.core.executor = self.device
-        slot_bytes = PARTS.packed_bytes(self.blocks_per_slot)
+        slot_bytes = GROUPS.packed_bytes(self.blocks_per_slot)
         self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
         self.carriers = {kind: self._open(_CARRIERS[kind]) for kind in self.kinds}
         self.sockets = KvSockets(None, slot_bytes)
@@ -142,7 +142,7 @@ class PrefillSide(Side):
             core=self.core,
             moves=self.device,
             staging=self.staging,
-            parts=PARTS,
+            groups=GROUPS,
             sockets=self.sockets,
             carriers=self.carriers,
             timeout_s=TIMEOUT_S,
@@ -185,7 +185,7 @@ class DecodeSide(Side):
             core=self.core,
             moves=self.device,
             staging=self.staging,
-            parts=PARTS,
+            groups=GROUPS,
             socket=ReceiverSocket(self.sockets, _LOOPBACK, _LOOPBACK),
             carriers=self.carriers,
             timeout_s=TIMEOUT_S,

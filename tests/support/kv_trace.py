@@ -15,7 +15,7 @@ from pagewire.shared.kv.messages import Ack, Segment
 from pagewire.tests.support.kv_pair import kv_pair
 
 _ROOT = Path(kv.__file__).parent
-_PROPERTIES = {"Segment.positions", "Segment.parts"}
+_PROPERTIES = {"Segment.positions", "Segment.groups"}
 _IDLE_STEPS = 200
 _PROMPT = [1, 2, 3, 4, 5, 6, 0, 1]  # two blocks: one segment
 

@@ -13,8 +13,8 @@ from pagewire.shared.engine.step import Expect, Export, StepPlan, Withdraw
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
-Fate = Literal["arrives", "falls back", "falls back behind its first token"]
-FATES: tuple[Fate, ...] = ("arrives", "falls back", "falls back behind its first token")
+Outcome = Literal["arrives", "is recomputed", "is recomputed after its first token"]
+OUTCOMES: tuple[Outcome, ...] = ("arrives", "is recomputed", "is recomputed after its first token")
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Arrival:
     max_tokens: int
     stop: frozenset[int]
     seed: int
-    resumed: int
+    replayed: int
     kind: Literal["local", "remote", "prefill only"]
-    fate: Fate
+    outcome: Outcome
     delay: int
     abort_after: int | None
     fork_after: int | None
@@ -48,7 +48,7 @@ class World:
     max_model_len: int
     caching: bool
     overlap: bool
-    turns_a_step: int  # that the device takes
+    iterations_a_step: int  # that the device takes
     arrivals: list[Arrival]
 
 
@@ -68,7 +68,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_model_len=draw(st.sampled_from([1024, 1024, 13])),
         caching=draw(st.booleans()),
         overlap=draw(st.booleans()),
-        turns_a_step=draw(st.integers(1, 3)),
+        iterations_a_step=draw(st.integers(1, 3)),
         arrivals=draw(st.lists(arrivals(capacity), min_size=3, max_size=9)),
     )
 
@@ -81,9 +81,9 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
         max_tokens=draw(st.integers(1, 30)),
         stop=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({3})])),
         seed=draw(st.integers(0, 1)),
-        resumed=draw(st.sampled_from([0, 0, 0, 1, 4])),
+        replayed=draw(st.sampled_from([0, 0, 0, 1, 4])),
         kind=draw(st.sampled_from(["local", "local", "local", "remote", "remote", "prefill only"])),
-        fate=draw(st.sampled_from(FATES)),
+        outcome=draw(st.sampled_from(OUTCOMES)),
         delay=draw(st.integers(0, 6)),
         abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
         fork_after=draw(st.sampled_from([None] * 6 + [1, 2, 4, 7])),
@@ -119,7 +119,7 @@ class Life:
 
 
 class Simulation:
-    """Turns an engine's loop and plays everybody around it."""
+    """Runs an engine's loop and plays everybody around it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -142,26 +142,26 @@ class Simulation:
 
     def run(self) -> None:
         while self.to_come or not all(life.is_over for life in self.lives.values()):
-            self.turn()
+            self.iterate()
             assert self.now < 4000, "no end in sight"
         for _ in range(12):  # held blocks are forgotten, steps in flight are read
-            self.turn()
+            self.iterate()
 
-    def turn(self) -> None:
+    def iterate(self) -> None:
         self.let_arrive()
         for life in list(self.lives.values()):
             self.tend(life)
-        self.device.has_run = self.now % self.world.turns_a_step == 0
+        self.device.has_run = self.now % self.world.iterations_a_step == 0
         outputs, _worked = self.core.step(wait=False)
         for output in outputs:
             life = self.lives[output.request_id]
-            assert not life.is_over, "an output behind the last one"
+            assert not life.is_over, "an output after the last one"
             life.got.extend(output.token_ids)
             life.finish_reason = output.finish_reason
             assert len(output.token_ids) <= 1
         self.core.scheduler.check_integrity()
         self.check_slots()
-        for sequence in self.core.scheduler.held.values():
+        for sequence in self.core.scheduler.awaiting_send.values():
             assert self.device.content(sequence) == sequence.token_ids[:-1]
         self.now += 1
 
@@ -183,13 +183,13 @@ class Simulation:
 
     def begin(self, arrival: Arrival, sequence: Sequence) -> Life:
         limit = self.core.scheduler.limits.max_model_len
-        return Life(arrival, sequence, generate(sequence, limit)[sequence.num_resumed_tokens :])
+        return Life(arrival, sequence, generate(sequence, limit)[sequence.num_replayed_tokens :])
 
     def make_child(self, parent: Sequence, index: int) -> Sequence:
         return make_sequence(
             f"{parent.request_id}-child{index}",
             parent.token_ids[: parent.num_prompt_tokens],
-            resumed=parent.token_ids[parent.num_prompt_tokens :],
+            replayed=parent.token_ids[parent.num_prompt_tokens :],
             max_tokens=parent.spec.max_tokens,
             stop=parent.stop_token_ids,
             seed=2 + index,
@@ -210,9 +210,9 @@ class Simulation:
             return plain
         # What another worker delivered before it died: never all that there is.
         outputs = generate(plain, self.core.scheduler.limits.max_model_len)
-        resumed = outputs[: min(arrival.resumed, len(outputs) - 1)] if outputs else []
-        plain.token_ids.extend(resumed)
-        plain.num_resumed_tokens = len(resumed)
+        replayed = outputs[: min(arrival.replayed, len(outputs) - 1)] if outputs else []
+        plain.token_ids.extend(replayed)
+        plain.num_replayed_tokens = len(replayed)
         return plain
 
     def is_due(self) -> bool:
@@ -284,7 +284,7 @@ class Simulation:
         child = make_sequence(
             f"{parent.request_id}-fork",
             parent.token_ids[: parent.num_prompt_tokens],
-            resumed=parent.token_ids[parent.num_prompt_tokens :],
+            replayed=parent.token_ids[parent.num_prompt_tokens :],
             max_tokens=arrival.max_tokens,
             stop=arrival.stop,
             seed=1 - arrival.seed,
@@ -293,17 +293,17 @@ class Simulation:
         self.lives[child.request_id] = self.begin(arrival, child)
 
     def end_reservation(self, life: Life) -> None:
-        sequence, fate = life.sequence, life.arrival.fate
+        sequence, outcome = life.sequence, life.arrival.outcome
         first = life.expected[0]
-        if fate == "falls back":
-            self.core.fall_back(sequence, None)
+        if outcome == "is recomputed":
+            self.core.recompute_locally(sequence, None)
             return
         life.got.append(first)  # delivered by whoever computed it
-        if fate == "arrives":
+        if outcome == "arrives":
             self.device.write_prompt(sequence)
             self.core.activate(sequence, first)
         else:
-            self.core.fall_back(sequence, first)
+            self.core.recompute_locally(sequence, first)
 
     def check_slots(self) -> None:
         scheduler = self.core.scheduler

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 RELAY_HOST, REAL_HOST = "127.0.0.2", "127.0.0.1"
 RELAYED_ENV = {"PAGEWIRE_ADVERTISE_HOST": RELAY_HOST}
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _CHUNK = 1 << 16
 _BYTES_KEPT = 1 << 15  # of each direction of a connection
 _STREAMS_KEPT = 40  # a port
@@ -41,7 +41,7 @@ class Recorder:
                 for port in set(await asyncio.to_thread(ports)) - set(self._servers):
                     self._servers[port] = await self._relay(port)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), _LOOK_S)
+                    await asyncio.wait_for(stop.wait(), _POLL_S)
         finally:
             for server in self._servers.values():
                 server.close()

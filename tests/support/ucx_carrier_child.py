@@ -7,7 +7,7 @@ is a command, each line of its output an event; numbers name link, credit, use a
     inbound LINK                      -> open LINK
     outbound LINK HEX                 -> open LINK, or refused LINK REASON
     send LINK CREDIT USE NBYTES       -> begun LINK USE, then sent LINK USE
-    receive LINK CREDIT USE NBYTES    -> begun LINK USE, then intact or damaged LINK USE
+    receive LINK CREDIT USE NBYTES    -> begun LINK USE, then intact or corrupt LINK USE
                                       either may end as failed LINK USE REASON instead
     after MS COMMAND                  carries it out later, and polls meanwhile
     rest MS                           polls nothing meanwhile
@@ -143,7 +143,7 @@ class _Half:
             return "sent"
         here = self._staging.buffers[segment.credit][: segment.nbytes]
         expected = payload(link, segment.use, segment.nbytes)
-        return "intact" if torch.equal(here, expected) else "damaged"
+        return "intact" if torch.equal(here, expected) else "corrupt"
 
     def end(self) -> None:
         """Close everything."""

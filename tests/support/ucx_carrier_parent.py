@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 MIB = 1 << 20
 _START_S = 60.0  # a process imports torch, on a busy machine
-_PATIENCE_S = 20.0
+_TIMEOUT_S = 20.0
 
 
 class Half:
@@ -45,7 +45,7 @@ class Half:
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
 
-    def wait(self, *words: object, timeout: float = _PATIENCE_S) -> list[str]:
+    def wait(self, *words: object, timeout: float = _TIMEOUT_S) -> list[str]:
         """Return the next event that begins with these words; others wait for their turn."""
         wanted, deadline = [str(word) for word in words], time.monotonic() + timeout
         while True:
@@ -67,14 +67,14 @@ class Half:
         """Let it end by itself; returns its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(_PATIENCE_S)
+        return self.process.wait(_TIMEOUT_S)
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(_PATIENCE_S)
-        self._reader.join(_PATIENCE_S)
+            self.process.wait(_TIMEOUT_S)
+        self._reader.join(_TIMEOUT_S)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             stream.close()

@@ -79,7 +79,7 @@ def test_tokens_count_by_their_ids() -> None:
     assert reply.cached_tokens is None
 
 
-def test_text_behind_the_last_token_is_no_token() -> None:
+def test_text_after_the_last_token_is_no_token() -> None:
     reply = replied((0.5, text_chunk("a", [1])), (0.6, text_chunk("held back", None, "stop")))
     assert reply.num_tokens == 1
     assert reply.tokens_per_s is None

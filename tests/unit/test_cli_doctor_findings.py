@@ -70,7 +70,7 @@ def test_torch() -> None:
         (torch_probe(), 1, "warn", "driver"),
         ({"error": "no torch"}, 0, "ok", "CPU"),
     ],
-    ids=["no-gpu", "gpus", "cpu-build-beside-gpus", "broken-driver", "no-torch"],
+    ids=["no-gpu", "gpus", "cpu-build-with-gpus", "broken-driver", "no-torch"],
 )
 def test_cuda(probe: dict[str, Any], installed: int, level: str, part: str) -> None:
     assert_finding(judge_cuda(probe, installed), level, part)

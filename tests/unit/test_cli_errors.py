@@ -147,7 +147,9 @@ def test_version_names_its_parts() -> None:
     assert "torch " in done.stdout
 
 
-def test_exit_code_tells_settings_from_other_failures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_distinguishes_settings_from_other_failures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise ConfigError("wrong\nhere")
     with pytest.raises(SystemExit, match="1"), one_line_errors():

@@ -105,7 +105,7 @@ def test_a_context_that_was_cut_is_announced() -> None:
     assert "context" not in shown(snapshot())
 
 
-def test_two_snapshots_tell_a_speed() -> None:
+def test_two_snapshots_give_a_speed() -> None:
     text = shown(snapshot(prompt=1600, at=3.0), before=snapshot())
     assert "now 300 prompt and 0 generated tokens/s" in text
 

@@ -84,7 +84,7 @@ BAD_VALUES = [
 @pytest.mark.parametrize(
     ("name", "value"), BAD_VALUES, ids=[f"{name}={value!r:.12}" for name, value in BAD_VALUES]
 )
-def test_a_wrong_value_is_told_in_one_line_that_names_it(name: str, value: Any) -> None:
+def test_a_wrong_value_is_one_line_that_names_it(name: str, value: Any) -> None:
     kind = RouterSettings if name in RouterSettings.model_fields else WorkerSettings
     with pytest.raises(ConfigError, match=f"PAGEWIRE_{name.upper()}") as caught:
         load_settings(kind, {name: value})

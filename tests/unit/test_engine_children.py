@@ -10,7 +10,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.logprobs import Logprobs, join
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,

@@ -9,7 +9,14 @@ import pytest
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
-from pagewire.tests.support.engine_turns import BOTH, LIMIT, assert_idle, drain, ends_of, tokens_of
+from pagewire.tests.support.engine_iterations import (
+    BOTH,
+    LIMIT,
+    assert_idle,
+    drain,
+    ends_of,
+    tokens_of,
+)
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.shared.control.protocol import FinishReason
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,
@@ -41,7 +41,7 @@ def test_first_token_of_another_worker_may_be_the_last(
     if arrived:
         core.activate(sequence, 3)
     else:
-        core.fall_back(sequence, 3)
+        core.recompute_locally(sequence, 3)
     assert core.has_work
     assert drain(core) == [StepOutput("remote", [], reason)]
     assert_idle(core)
@@ -74,14 +74,14 @@ def test_blocks_that_arrived_are_found_by_the_next_request() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("knows_first", [True, False], ids=["behind-first-token", "from-scratch"])
+@pytest.mark.parametrize("knows_first", [True, False], ids=["after-first-token", "from-scratch"])
 def test_fallen_back_sequence_delivers_what_was_not_delivered(
     overlap: bool, knows_first: bool
 ) -> None:
     core, _ = make_core(overlap=overlap)
     sequence = reserve(core)
     expected = generate(sequence, LIMIT)
-    core.fall_back(sequence, expected[0] if knows_first else None)
+    core.recompute_locally(sequence, expected[0] if knows_first else None)
     outputs = drain(core)
     assert tokens_of(outputs, "remote") == expected[int(knows_first) :]
     assert [o.cached_tokens for o in outputs] == [0] + [None] * (len(outputs) - 1)
@@ -92,7 +92,7 @@ def test_fallen_back_sequence_is_next_in_line() -> None:
     core, _ = make_core(num_blocks=16, max_num_seqs=1)
     sequence = reserve(core)
     core.add(make_sequence("queues", [0] * 3))
-    core.fall_back(sequence, None)
+    core.recompute_locally(sequence, None)
     core.step()
     assert core.scheduler.running == [sequence]
     drain(core)
@@ -110,7 +110,7 @@ class Clock:
 
 
 @BOTH
-def test_first_output_alone_tells_of_cache_and_times(overlap: bool) -> None:
+def test_first_output_alone_has_cache_and_times(overlap: bool) -> None:
     core, _ = make_core(max_num_batched_tokens=4, overlap=overlap)
     clock = core.clock = Clock()
     core.add(make_sequence("warms", [1] * 9))
@@ -155,11 +155,11 @@ def test_outputs_that_were_handed_out_do_not_change() -> None:
     assert all(list(outputs) == then for outputs, then in kept)
 
 
-def test_resumed_sequence_delivers_only_what_is_new() -> None:
+def test_replayed_sequence_delivers_only_what_is_new() -> None:
     core, _ = make_core()
     plain = make_sequence("a", [1] * 5, max_tokens=6)
     tokens = generate(plain, LIMIT)
-    core.add(make_sequence("a", [1] * 5, resumed=tokens[:4], max_tokens=6))
+    core.add(make_sequence("a", [1] * 5, replayed=tokens[:4], max_tokens=6))
     outputs = drain(core)
     assert [(o.token_ids, o.cached_tokens) for o in outputs] == [
         ([tokens[4]], 0),
@@ -173,7 +173,7 @@ def test_cached_tokens_are_of_the_prompt_only() -> None:
     tokens = generate(plain, LIMIT)
     core.add(plain)
     drain(core)
-    core.add(make_sequence("b", [1] * 5, resumed=tokens[:10], max_tokens=12))
+    core.add(make_sequence("b", [1] * 5, replayed=tokens[:10], max_tokens=12))
     outputs = drain(core)
     assert outputs[0].cached_tokens == 5
     assert tokens_of(outputs, "b") == tokens[10:]

@@ -11,7 +11,7 @@ from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
 from pagewire.shared.engine.executor import Executor, PendingStep
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,
@@ -50,7 +50,7 @@ def test_failed_step_fails_its_requests_and_no_others(
     assert_idle(core)
 
 
-def test_failed_result_spares_those_of_the_step_behind_it(
+def test_failed_result_spares_those_of_the_step_after_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     core, device = make_core(overlap=True)
@@ -140,8 +140,8 @@ def test_failed_launch_spares_a_fork_that_it_prepared(
     core.add(parent)
     for _ in range(3):
         core.step()
-    child = make_sequence("child", [1] * 2, resumed=parent.token_ids[2:], seed=1)
-    expected = generate(child, LIMIT)[child.num_resumed_tokens :]
+    child = make_sequence("child", [1] * 2, replayed=parent.token_ids[2:], seed=1)
+    expected = generate(child, LIMIT)[child.num_replayed_tokens :]
     core.fork(parent, child)
     core.executor = LosesOne(core.executor, 4, applied)
     outputs = drain(core)
@@ -203,7 +203,7 @@ def abort_fallen_back(core: EngineCore) -> None:
     abort_reserved(core)
     sequence = core.get("a")
     assert sequence is not None
-    core.fall_back(sequence, 3)
+    core.recompute_locally(sequence, 3)
 
 
 def abort_held(core: EngineCore) -> None:

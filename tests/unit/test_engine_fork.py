@@ -17,7 +17,7 @@ from pagewire.shared.engine.step import (
 )
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,
@@ -51,8 +51,8 @@ class Plans:
 
 def child_of(parent: Sequence, seed: int = 1, max_tokens: int = 12) -> Sequence:
     prompt = parent.token_ids[: parent.num_prompt_tokens]
-    resumed = parent.token_ids[parent.num_prompt_tokens :]
-    return make_sequence("child", prompt, resumed=resumed, seed=seed, max_tokens=max_tokens)
+    replayed = parent.token_ids[parent.num_prompt_tokens :]
+    return make_sequence("child", prompt, replayed=replayed, seed=seed, max_tokens=max_tokens)
 
 
 @BOTH
@@ -66,7 +66,7 @@ def test_fork_shares_full_blocks_and_copies_the_last(overlap: bool, length: int)
     core.step()
     core.step()
     child = child_of(parent)
-    wanted = generate(child, LIMIT)[child.num_resumed_tokens :]
+    wanted = generate(child, LIMIT)[child.num_replayed_tokens :]
     known, used = len(parent.token_ids) - 1, core.scheduler.pool.counts().used
     core.fork(parent, child)
     core.scheduler.check_integrity()
@@ -119,7 +119,7 @@ def test_fork_of_a_fork_copies_from_the_first() -> None:
     core.step()
     child, other = child_of(parent), child_of(parent, seed=0)
     other.request_id = "other"
-    wanted = [generate(s, LIMIT)[s.num_resumed_tokens :] for s in (child, other)]
+    wanted = [generate(s, LIMIT)[s.num_replayed_tokens :] for s in (child, other)]
     core.fork(parent, child)
     core.fork(child, other)
     outputs = drain(core)
@@ -147,7 +147,7 @@ def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
     core.add(parent)
     core.step()
     child = child_of(parent, max_tokens=3)
-    wanted = generate(child, core.scheduler.limits.max_model_len)[child.num_resumed_tokens :]
+    wanted = generate(child, core.scheduler.limits.max_model_len)[child.num_replayed_tokens :]
     core.fork(parent, child)
     core.abort("parent")
     remote = make_sequence("remote", [0] * 8, remote_prefill=True)

@@ -41,7 +41,7 @@ def test_tables_round_and_leave_out_what_is_not_there() -> None:
     ]
 
 
-def test_results_stand_beside_the_peers() -> None:
+def test_results_stand_next_to_the_peers() -> None:
     ours = [{"what": "throughput", "inp": 1024, "out": out, "out_tok_s": 200.0} for out in (1, 2)]
     theirs = [{"what": "throughput", "inp": 1024, "out": 2, "out_tok_s": 100.0}]
     first, second = compare("throughput", ours, theirs).splitlines()[2:]

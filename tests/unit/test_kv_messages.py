@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.control.protocol import MAX_PARTS
+from pagewire.shared.control.protocol import MAX_LAYER_GROUPS
 from pagewire.shared.errors import ProtocolError
 from pagewire.shared.kv.job_messages import JobReport, JobRequest
 from pagewire.shared.kv.messages import (
@@ -53,8 +53,8 @@ to_receiver = st.one_of(
         job=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64),
         first=counts,
         count=counts,
-        first_part=st.integers(0, MAX_PARTS - 1),
-        num_parts=st.integers(0, MAX_PARTS),
+        first_group=st.integers(0, MAX_LAYER_GROUPS - 1),
+        num_groups=st.integers(0, MAX_LAYER_GROUPS),
         seed=st.integers(-(2**63), 2**63 - 1),
         nbytes=counts,
     ),
@@ -72,8 +72,8 @@ LARGEST_SEGMENT = Segment(
     job="\U0010ffff" * 64,
     first=MAX_COUNT,
     count=MAX_COUNT,
-    first_part=MAX_PARTS - 1,
-    num_parts=MAX_PARTS,
+    first_group=MAX_LAYER_GROUPS - 1,
+    num_groups=MAX_LAYER_GROUPS,
     seed=-(2**63),
     nbytes=MAX_COUNT,
 )
@@ -106,15 +106,17 @@ def test_the_largest_messages_fit() -> None:
 
 
 def test_a_segment_has_its_blocks_and_layer_groups() -> None:
-    segment = msgspec.structs.replace(LARGEST_SEGMENT, first=5, count=3, first_part=2, num_parts=4)
+    segment = msgspec.structs.replace(
+        LARGEST_SEGMENT, first=5, count=3, first_group=2, num_groups=4
+    )
     assert segment.positions == range(5, 8)
-    assert segment.parts == range(2, 6)
+    assert segment.groups == range(2, 6)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, -1) for name in ("credit", "use", "first", "count", "first_part", "nbytes")],
+        *[(name, -1) for name in ("credit", "use", "first", "count", "first_group", "nbytes")],
         ("credit", MAX_CREDITS),
         ("credit", "0"),
         ("credit", 0.5),
@@ -123,9 +125,9 @@ def test_a_segment_has_its_blocks_and_layer_groups() -> None:
         ("job", ""),
         ("job", "j" * 65),
         ("job", 7),
-        ("first_part", MAX_PARTS),
-        ("num_parts", MAX_PARTS + 1),
-        ("num_parts", -1),
+        ("first_group", MAX_LAYER_GROUPS),
+        ("num_groups", MAX_LAYER_GROUPS + 1),
+        ("num_groups", -1),
         ("seed", 2**63),
         ("more", 0),
         ("type", "Grant"),
@@ -167,7 +169,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 
 @settings(max_examples=300)
 @given(message=st.one_of(to_receiver, to_sender), data=st.data())
-def test_a_damaged_message_is_a_message_or_an_error(
+def test_a_corrupt_message_is_a_message_or_an_error(
     message: ToReceiver | ToSender, data: st.DataObject
 ) -> None:
     encoded = bytearray(encode(message))

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.kv.endpoint.segments import Coverage, Cut, ExportQueue
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 Unit = tuple[int, int]  # position, layer group
 
 
-def units_of(positions: range, parts: range) -> set[Unit]:
-    return {(position, part) for position in positions for part in parts}
+def units_of(positions: range, groups: range) -> set[Unit]:
+    return {(position, group) for position in positions for group in groups}
 
 
 @dataclass
@@ -32,16 +32,16 @@ class Job:
 
     def __post_init__(self) -> None:
         wanted = range(self.first, max(self.first, self.num_blocks))
-        self.expected.update(units_of(wanted, self.queue.parts.whole))
+        self.expected.update(units_of(wanted, self.queue.groups.whole))
 
-    def export(self, most: int, *, by_part: bool) -> None:
+    def export(self, most: int, *, by_layer_group: bool) -> None:
         num_before = len(self.blocks)
         self.plan += 1
         num = min(most, self.num_blocks - num_before)
         block_ids = [1000 * self.plan + n for n in range(num)]
         num_new = max(0, num_before + num - max(self.was_exported, self.first))
         assert self.queue.num_new(block_ids) == num_new
-        self.queue.add(block_ids, self.plan, by_part=by_part)
+        self.queue.add(block_ids, self.plan, by_layer_group=by_layer_group)
         self.blocks += block_ids
         self.final[self.plan] = len(self.blocks)
         self.was_exported = max(self.was_exported, len(self.blocks))
@@ -57,10 +57,10 @@ class Job:
         if ready is None:
             return False
         cut, blocks, plan = ready
-        parts = self.queue.parts
-        nbytes = parts.packed_bytes(len(cut.positions), len(cut.parts))
+        groups = self.queue.groups
+        nbytes = groups.packed_bytes(len(cut.positions), len(cut.groups))
         assert 0 < nbytes <= self.queue.slot_bytes
-        assert cut.num_units == len(cut.positions) * len(cut.parts) > 0
+        assert cut.num_units == len(cut.positions) * len(cut.groups) > 0
         assert self.first <= cut.positions.start
         assert blocks == self.blocks[cut.positions.start : cut.positions.stop]
         assert len(blocks) == len(cut.positions)
@@ -73,14 +73,14 @@ class Job:
 
     def again(self, cut: Cut) -> None:
         self.queue.again(cut)
-        self.expected.update(units_of(cut.positions, cut.parts))
+        self.expected.update(units_of(cut.positions, cut.groups))
 
 
 @st.composite
 def queues(draw: st.DrawFn) -> ExportQueue:
-    parts = BlockParts(draw(st.integers(1, 8)), draw(st.sampled_from([8, 24])))
-    slot_bytes = parts.packed_bytes(draw(st.integers(1, 7))) + draw(st.integers(0, 40))
-    return ExportQueue(parts, slot_bytes, planned=draw(st.integers(0, 12)))
+    groups = LayerGroups(draw(st.integers(1, 8)), draw(st.sampled_from([8, 24])))
+    slot_bytes = groups.packed_bytes(draw(st.integers(1, 7))) + draw(st.integers(0, 40))
+    return ExportQueue(groups, slot_bytes, planned=draw(st.integers(0, 12)))
 
 
 @settings(max_examples=300)
@@ -92,27 +92,27 @@ def test_what_is_wanted_is_cut_once_and_once_more_if_asked(
     steps = st.sampled_from(["export", "export", "pack", "pack", "lose", "again"])
     for step in data.draw(st.lists(steps, max_size=20)):
         if step == "export":
-            job.export(data.draw(st.integers(0, 12)), by_part=data.draw(st.booleans()))
+            job.export(data.draw(st.integers(0, 12)), by_layer_group=data.draw(st.booleans()))
         elif step == "pack":
             job.pack()
         elif step == "lose":
             job.lose_blocks()
         elif job.taken:
             job.again(data.draw(st.sampled_from(job.taken)))
-    job.export(num_blocks, by_part=data.draw(st.booleans()))  # all that is left
+    job.export(num_blocks, by_layer_group=data.draw(st.booleans()))  # all that is left
     while job.pack():
         pass
     cut = Counter[Unit]()
     for taken in job.taken:
-        cut.update(units_of(taken.positions, taken.parts))
+        cut.update(units_of(taken.positions, taken.groups))
     assert cut == job.expected
 
 
 def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> None:
-    parts = BlockParts(4, 8)
-    queue = ExportQueue(parts, parts.packed_bytes(2), planned=1)
-    queue.add([10, 11], 5, by_part=False)
-    queue.add([12, 13, 14], 6, by_part=True)
+    groups = LayerGroups(4, 8)
+    queue = ExportQueue(groups, groups.packed_bytes(2), planned=1)
+    queue.add([10, 11], 5, by_layer_group=False)
+    queue.add([12, 13, 14], 6, by_layer_group=True)
     seen = []
     while ready := queue.next():
         queue.take()
@@ -126,23 +126,23 @@ def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> N
 
 
 def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:
-    parts = BlockParts(2, 8)
-    queue = ExportQueue(parts, parts.packed_bytes(4), planned=0)
-    queue.add([1, 2, 3], 1, by_part=False)
+    groups = LayerGroups(2, 8)
+    queue = ExportQueue(groups, groups.packed_bytes(4), planned=0)
+    queue.add([1, 2, 3], 1, by_layer_group=False)
     queue.lose_blocks()
     assert queue.next() is None
-    queue.add([7, 8], 4, by_part=False)
+    queue.add([7, 8], 4, by_layer_group=False)
     assert queue.next() is None
-    queue.add([9, 6], 5, by_part=False)
+    queue.add([9, 6], 5, by_layer_group=False)
     assert queue.next() == (Cut(range(3), range(2)), [7, 8, 9], 5)
     queue.take()
     assert queue.next() == (Cut(range(3, 4), range(2)), [6], 5)
 
 
 def test_what_is_packed_again_leaves_before_all_else() -> None:
-    parts = BlockParts(1, 8)
-    queue = ExportQueue(parts, parts.packed_bytes(1), planned=0)
-    queue.add([5, 6], 1, by_part=False)
+    groups = LayerGroups(1, 8)
+    queue = ExportQueue(groups, groups.packed_bytes(1), planned=0)
+    queue.add([5, 6], 1, by_layer_group=False)
     cut, _, _ = queue.next()
     queue.take()
     queue.again(cut)
@@ -151,39 +151,39 @@ def test_what_is_packed_again_leaves_before_all_else() -> None:
 
 @st.composite
 def segments(draw: st.DrawFn) -> tuple[range, range]:
-    first, first_part = draw(st.integers(0, 12)), draw(st.integers(0, 5))
-    count, num_parts = draw(st.integers(0, 6)), draw(st.integers(0, 5))
-    return range(first, first + count), range(first_part, first_part + num_parts)
+    first, first_group = draw(st.integers(0, 12)), draw(st.integers(0, 5))
+    count, num_groups = draw(st.integers(0, 6)), draw(st.integers(0, 5))
+    return range(first, first + count), range(first_group, first_group + num_groups)
 
 
 @settings(max_examples=300)
 @given(
     first=st.integers(0, 6),
     count=st.integers(0, 6),
-    num_parts=st.integers(1, 4),
+    num_groups=st.integers(1, 4),
     coming=st.lists(st.tuples(segments(), st.booleans()), max_size=40),
 )
 def test_coverage_is_full_once_each_layer_group_has_arrived_once(
-    first: int, count: int, num_parts: int, coming: list[tuple[tuple[range, range], bool]]
+    first: int, count: int, num_groups: int, coming: list[tuple[tuple[range, range], bool]]
 ) -> None:
-    coverage = Coverage(range(first, first + count), range(num_parts))
-    wanted = units_of(coverage.positions, coverage.parts)
+    coverage = Coverage(range(first, first + count), range(num_groups))
+    wanted = units_of(coverage.positions, coverage.groups)
     arrived: set[Unit] = set()
-    for (positions, parts), is_intact in coming:
-        units = units_of(positions, parts)
+    for (positions, groups), is_intact in coming:
+        units = units_of(positions, groups)
         is_allowed = bool(units) and units <= wanted - arrived
-        assert coverage.allows(positions, parts) == is_allowed
+        assert coverage.allows(positions, groups) == is_allowed
         if is_allowed:
-            coverage.add(positions, parts)
-            assert not coverage.allows(positions, parts)
+            coverage.add(positions, groups)
+            assert not coverage.allows(positions, groups)
             if is_intact:
                 arrived |= units
             else:
-                coverage.remove(positions, parts)
+                coverage.remove(positions, groups)
         assert coverage.is_full() == (arrived == wanted)
-    for position, part in sorted(wanted - arrived):
+    for position, group in sorted(wanted - arrived):
         assert not coverage.is_full()
-        one = range(position, position + 1), range(part, part + 1)
+        one = range(position, position + 1), range(group, group + 1)
         assert coverage.allows(*one)
         coverage.add(*one)
     assert coverage.is_full()
@@ -202,7 +202,7 @@ def test_only_what_arrived_corrupt_may_arrive_again() -> None:
 
 def test_a_segment_far_outside_is_refused_at_once() -> None:
     coverage = Coverage(range(2, 5), range(4))
-    for positions, parts in [
+    for positions, groups in [
         (range(2, 2**40), range(4)),
         (range(2**41), range(4)),
         (range(2, 5), range(7, 15)),
@@ -211,5 +211,5 @@ def test_a_segment_far_outside_is_refused_at_once() -> None:
         (range(3, 3), range(4)),
         (range(2, 5), range(2, 2)),
     ]:
-        assert not coverage.allows(positions, parts)
+        assert not coverage.allows(positions, groups)
     assert coverage.allows(range(2, 5), range(4))

@@ -156,7 +156,7 @@ def test_a_client_that_has_enough_hangs_up() -> None:
         pytest.param((b"data: 1\n\n",), 200, "not OpenAI's", id="no-object"),
     ],
 )
-def test_errors_are_told_in_the_record(pieces: tuple[bytes, ...], status: int, error: str) -> None:
+def test_errors_are_in_the_record(pieces: tuple[bytes, ...], status: int, error: str) -> None:
     with scripted(*pieces, status=status) as (_, client):
         record, text = asked(client)
     assert (record.outcome, text) == ("error", "")

@@ -45,7 +45,7 @@ def test_a_question_without_an_answer_is_forgotten() -> None:
     assert [message["role"] for message in again.messages] == ["user"]
 
 
-def test_a_conversation_begins_anew_after_its_last_turn() -> None:
+def test_a_conversation_begins_again_after_its_last_turn() -> None:
     conversation = Conversation(random.Random(1))
     lengths = []
     for _ in range(MAX_TURNS + 2):

@@ -235,7 +235,7 @@ def test_directory_without_config(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_damaged_generation_config_is_named(tmp_path: Path) -> None:
+def test_corrupt_generation_config_is_named(tmp_path: Path) -> None:
     _write(_write(tmp_path, _llama()), "{", "generation_config.json")
     with pytest.raises(ModelLoadError, match=r"generation_config\.json is not valid JSON"):
         load_config(tmp_path)

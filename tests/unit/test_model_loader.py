@@ -157,12 +157,12 @@ def _header_length(data: bytes) -> int:
     return int.from_bytes(data[:8], "little")
 
 
-DAMAGED = {
+CORRUPTED = {
     "empty": lambda data: b"",
     "cut-in-the-length": lambda data: data[:5],
     "cut-in-the-header": lambda data: data[:60],
     "cut-in-the-last-tensor": lambda data: data[:-1],
-    "cut-behind-the-header": lambda data: data[: 8 + _header_length(data)],
+    "cut-after-the-header": lambda data: data[: 8 + _header_length(data)],
     "bytes-too-many": lambda data: data + b"\0",
     "header-is-no-json": lambda data: data[:8] + b"x" * _header_length(data),
     "header-is-a-list": lambda data: (2).to_bytes(8, "little") + b"[]",
@@ -171,11 +171,11 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_file(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", CORRUPTED)
+def test_corrupt_file(tmp_path: Path, damage: str) -> None:
     _save(tmp_path)
     data = (tmp_path / WEIGHTS).read_bytes()
-    (tmp_path / WEIGHTS).write_bytes(DAMAGED[damage](data))
+    (tmp_path / WEIGHTS).write_bytes(CORRUPTED[damage](data))
     _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} is truncated or corrupt")
 
 
@@ -223,7 +223,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     ],
     ids=["cut-off", "nested-too-deep", "without-a-map", "path-out-of-the-directory"],
 )
-def test_damaged_index(tmp_path: Path, content: str, message: str) -> None:
+def test_corrupt_index(tmp_path: Path, content: str, message: str) -> None:
     _save(tmp_path, max_shard_size="4KB")
     (tmp_path / INDEX).write_text(content)
     _assert_refused(tmp_path, message)

@@ -98,7 +98,7 @@ def test_wheel_has_the_demo_model(wheel: zipfile.ZipFile) -> None:
     assert "pagewire/py.typed" in wheel.namelist()
 
 
-def test_wheel_has_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_nothing_besides_the_package(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert tops == {"pagewire", f"pagewire-{pagewire.__version__}.dist-info"}
 

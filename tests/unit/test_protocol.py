@@ -183,7 +183,7 @@ def test_a_setting_that_this_side_does_not_know_is_refused() -> None:
         decode(VERSION + PACK({**message, "spec": {"top_q": 2}}))
 
 
-def test_another_version_is_told_apart() -> None:
+def test_another_version_is_recognised() -> None:
     with pytest.raises(VersionMismatchError, match=f"version {PROTOCOL_VERSION + 1}"):
         decode(bytes([PROTOCOL_VERSION + 1]) + encode(Ping())[1:])
 

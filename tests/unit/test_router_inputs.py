@@ -238,7 +238,7 @@ def test_every_parameter_reaches_the_worker():
     assert (asked.stops, asked.n) == (("END",), 3)
 
 
-def test_chat_takes_the_rest_of_the_context_unless_told_otherwise():
+def test_chat_takes_the_rest_of_the_context_unless_asked_otherwise():
     prompt = chat().prompts[0]
     assert len(prompt.token_ids) + prompt.spec.max_tokens == CONTEXT
     assert chat(max_tokens=7).prompts[0].spec.max_tokens == 7

@@ -37,7 +37,7 @@ def events(raw: bytes) -> list[dict]:
 
 def test_a_completion_is_what_openais_client_reads():
     form = CompletionFormat("m", ["", "Echo"], Extras())
-    raw = form.whole([TextDelta("one", "stop"), TextDelta(" two", "length")], USAGE)
+    raw = form.full_response([TextDelta("one", "stop"), TextDelta(" two", "length")], USAGE)
     parsed = Completion.model_validate_json(raw, strict=True)
     assert [c.text for c in parsed.choices] == ["one", "Echo two"]
     assert [c.finish_reason for c in parsed.choices] == ["stop", "length"]
@@ -47,7 +47,7 @@ def test_a_completion_is_what_openais_client_reads():
 
 
 def test_a_chat_answer_is_what_openais_client_reads():
-    raw = ChatFormat("m", 1, Extras()).whole([TextDelta("Hello", "stop")], USAGE)
+    raw = ChatFormat("m", 1, Extras()).full_response([TextDelta("Hello", "stop")], USAGE)
     parsed = ChatCompletion.model_validate_json(raw, strict=True)
     assert parsed.choices[0].message.content == "Hello"
     assert parsed.choices[0].message.role == "assistant"
@@ -57,7 +57,9 @@ def test_a_chat_answer_is_what_openais_client_reads():
 def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
     form = ChatFormat("m", 2, Extras())
     deltas = [(0, TextDelta("A")), (1, TextDelta("")), (0, TextDelta("", "stop"))]
-    chunks = [ChatCompletionChunk.model_validate(e) for d in deltas for e in events(form.chunk(*d))]
+    chunks = [
+        ChatCompletionChunk.model_validate(e) for d in deltas for e in events(form.stream_chunk(*d))
+    ]
     assert [c.choices[0].delta.role for c in chunks] == ["assistant", "assistant", None]
     assert [c.choices[0].delta.content for c in chunks] == ["A", "", None]
     assert [c.choices[0].finish_reason for c in chunks] == [None, None, "stop"]
@@ -65,23 +67,23 @@ def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
     assert form.last(USAGE) == DONE
 
 
-def test_a_piece_without_text_is_no_event():
+def test_a_chunk_without_text_is_no_event():
     chat, completion = ChatFormat("m", 1, Extras()), CompletionFormat("m", [""], Extras())
-    chat.chunk(0, TextDelta("x"))
-    assert chat.chunk(0, TextDelta("")) == b""
-    assert completion.chunk(0, TextDelta("")) == b""
+    chat.stream_chunk(0, TextDelta("x"))
+    assert chat.stream_chunk(0, TextDelta("")) == b""
+    assert completion.stream_chunk(0, TextDelta("")) == b""
 
 
 def test_an_echo_comes_once_and_first():
     form = CompletionFormat("m", ["Echo", ""], Extras())
     deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]
-    texts = [e["choices"][0]["text"] for d in deltas for e in events(form.chunk(*d))]
+    texts = [e["choices"][0]["text"] for d in deltas for e in events(form.stream_chunk(*d))]
     assert texts == ["Echo", " a", "b"]
 
 
 def test_usage_is_null_until_the_last_chunk():
     form = ChatFormat("m", 1, Extras(usage=True))
-    (chunk,) = events(form.chunk(0, TextDelta("x")))
+    (chunk,) = events(form.stream_chunk(0, TextDelta("x")))
     (last,) = events(form.last(USAGE))
     assert chunk["usage"] is None
     assert last["choices"] == []
@@ -123,7 +125,7 @@ def test_every_exception_has_openais_error_object(error, status, kind, code):
 @pytest.mark.parametrize(
     "error_type", [RequestFailedError, NoWorkerError, OverloadedError, ChannelError, ValueError]
 )
-def test_what_happened_inside_is_not_told(error_type):
+def test_what_happened_inside_is_not_shown(error_type):
     secret = "tcp://10.0.0.1:4000 /root/model.py line 5"
     assert secret not in describe(error_type(secret)).body().decode()
 

@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.router.dispatch.output_buffer import MAX_TAKEN_TOKENS, Lost, OutputBuffer
+from pagewire.services.router.dispatch.output_buffer import (
+    MAX_TAKEN_TOKENS,
+    OutputBuffer,
+    WorkerLost,
+)
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.shared.control.protocol import Refused, TokenOutput
 from pagewire.shared.errors import RequestFailedError
@@ -36,8 +40,8 @@ class ScriptedSource:
         except StopIteration:
             raise StopAsyncIteration from None
 
-    def close(self, ending: str = "abort") -> None:
-        self.closed.append(ending)
+    def close(self, reason: str = "abort") -> None:
+        self.closed.append(reason)
 
 
 def output(*token_ids: int, **fields: object) -> TokenOutput:
@@ -87,7 +91,7 @@ def test_the_grouping_of_tokens_changes_neither_text_nor_count(data):
             at += size
             last = at >= len(token_ids)
             delta = assembler.push(token_ids[at - size : at], "length" if last else None)
-            text, end = text + delta.text, delta.end
+            text, end = text + delta.text, delta.finish_reason
             if end is not None:
                 break
         return text, end, assembler.num_tokens
@@ -105,7 +109,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request():
     answer = answer_of(source, "ee four")
     found = run_async(deltas(answer))
     assert "".join(delta.text for delta in found) == " One two thr"
-    assert [delta.end for delta in found if delta.end] == ["stop"]
+    assert [delta.finish_reason for delta in found if delta.finish_reason] == ["stop"]
     assert source.closed == ["stop"]
     assert answer.num_tokens < len(token_ids)
 
@@ -113,14 +117,14 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request():
 def test_a_stop_string_at_the_very_end_wins_over_length():
     source = ScriptedSource(output(*ids(" red. STOP"), finish_reason="length"))
     found = run_async(deltas(answer_of(source, "STOP")))
-    assert [(delta.text, delta.end) for delta in found] == [(" red. ", "stop")]
+    assert [(delta.text, delta.finish_reason) for delta in found] == [(" red. ", "stop")]
 
 
 def test_what_only_seemed_to_begin_a_stop_string_comes_in_the_end():
     source = ScriptedSource(output(*ids(" red. STO")), output(finish_reason="stop"))
     found = run_async(deltas(answer_of(source, "STOP")))
     assert "".join(delta.text for delta in found) == " red. STO"
-    assert found[-1].end == "stop"
+    assert found[-1].finish_reason == "stop"
 
 
 def test_an_unfinished_character_at_the_end_is_shown_as_such():
@@ -146,7 +150,7 @@ def test_a_worker_that_gives_up_fails_the_answer(reason):
         run_async(deltas(answer_of(source)))
 
 
-def test_a_mailbox_joins_what_a_slow_reader_has_not_taken():
+def test_an_output_buffer_joins_what_a_slow_reader_has_not_taken():
     async def scenario() -> None:
         buffer = OutputBuffer()
         buffer.put_output(output(1, cached_tokens=16))
@@ -158,7 +162,7 @@ def test_a_mailbox_joins_what_a_slow_reader_has_not_taken():
     run_async(scenario())
 
 
-def test_a_mailbox_hands_out_a_long_backlog_in_parts():
+def test_an_output_buffer_hands_out_a_long_backlog_in_parts():
     async def scenario() -> None:
         buffer = OutputBuffer()
         tokens = list(range(MAX_TAKEN_TOKENS + 10))
@@ -172,7 +176,7 @@ def test_a_mailbox_hands_out_a_long_backlog_in_parts():
     run_async(scenario())
 
 
-def test_a_mailbox_keeps_log_probabilities_with_their_tokens():
+def test_an_output_buffer_keeps_log_probabilities_with_their_tokens():
     async def scenario() -> None:
         buffer = OutputBuffer()
         part = PromptLogprobs(1, columns(8, 9))
@@ -204,15 +208,20 @@ def test_log_probabilities_of_the_prompt_come_first_and_without_text():
         output(prompt_logprobs=PromptLogprobs(1, part)), output(7, finish_reason="length")
     )
     first, last = run_async(deltas(answer_of(source)))
-    assert (first.text, first.end, first.prompt_logprobs) == ("", None, part)
-    assert (last.end, last.prompt_logprobs) == ("length", None)
+    assert (first.text, first.finish_reason, first.prompt_logprobs) == ("", None, part)
+    assert (last.finish_reason, last.prompt_logprobs) == ("length", None)
 
 
 def test_an_answer_that_is_not_wanted_ends_without_tokens():
     source = ScriptedSource(output(7), output(8, finish_reason="stop"))
     answer = AnswerStream(source, TextAssembler(TOKENIZER, PROMPT, []), generates=False)
     (only,) = run_async(deltas(answer))
-    assert (only.text, only.end, only.token_ids, answer.num_tokens) == ("", "length", (), 0)
+    assert (only.text, only.finish_reason, only.token_ids, answer.num_tokens) == (
+        "",
+        "length",
+        (),
+        0,
+    )
     assert source.closed == ["length"]
 
 
@@ -220,15 +229,15 @@ def test_a_loss_comes_after_the_tokens_before_it_and_the_first_end_counts():
     async def scenario() -> None:
         buffer = OutputBuffer()
         buffer.put_output(output(1))
-        buffer.put_end(Lost("died"))
+        buffer.put_end(WorkerLost("died"))
         buffer.put_end(Refused(request_id="r", reason="draining", message="late"))
         assert await buffer.take(1) == output(1)
-        assert await buffer.take(1) == Lost("died")
+        assert await buffer.take(1) == WorkerLost("died")
 
     run_async(scenario())
 
 
-def test_an_empty_mailbox_times_out_and_wakes_its_reader():
+def test_an_empty_output_buffer_times_out_and_wakes_its_reader():
     async def scenario() -> None:
         buffer = OutputBuffer()
         with pytest.raises(TimeoutError):

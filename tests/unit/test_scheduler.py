@@ -17,17 +17,17 @@ from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
 
-def drain(core: EngineCore, turns: int = 400) -> dict[str, list[int]]:
-    """Turn the loop until nothing is left to do; returns all tokens by request."""
+def drain(core: EngineCore, iterations: int = 400) -> dict[str, list[int]]:
+    """Run the loop until nothing is left to do; returns all tokens by request."""
     tokens: dict[str, list[int]] = {}
-    for _ in range(turns):
+    for _ in range(iterations):
         outputs, worked = core.step()
         core.scheduler.check_integrity()
         for output in outputs:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if not worked and not core.has_work:
             return tokens
-    pytest.fail(f"not done within {turns} steps")
+    pytest.fail(f"not done within {iterations} steps")
 
 
 def step(core: EngineCore, times: int = 1) -> None:
@@ -125,7 +125,7 @@ def test_decode_rows_come_before_chunks_and_chunks_take_what_is_left() -> None:
     assert device.batches == [(3, 1), (8, 2), (8, 2), (7, 2)]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 4, 5], ids=["at-once", "at-border", "behind-border"])
+@pytest.mark.parametrize("max_tokens", [1, 4, 5], ids=["at-once", "at-border", "after-border"])
 @BOTH
 def test_blocks_are_taken_only_when_a_token_needs_them(overlap: bool, max_tokens: int) -> None:
     core, device = make_core(overlap=overlap)
@@ -210,7 +210,7 @@ def test_reservations_that_hold_everything_only_delay_those_running(overlap: boo
     assert local.token_ids[4:] == expected
 
 
-def test_prefill_job_preempted_behind_its_step_does_not_end_without_blocks() -> None:
+def test_prefill_job_preempted_after_its_step_does_not_end_without_blocks() -> None:
     core, device = make_core(num_blocks=6, block_size=4, overlap=True, caching=False)
     core.add(make_sequence("talks", [1] * 7, max_tokens=4))
     step(core)

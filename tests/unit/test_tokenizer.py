@@ -59,7 +59,7 @@ def hf_tokenizer() -> Any:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A copy of the demo model's small files, to be damaged."""
+    """A copy of the demo model's small files, to be corrupted."""
     for file in demo_model_path().iterdir():
         if file.suffix in (".json", ".jinja"):
             shutil.copyfile(file, tmp_path / file.name)

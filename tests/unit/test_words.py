@@ -44,6 +44,7 @@ DENIED = {
     r"who (?:asks|gives|sends)": "the requester, the giver, the sender",
     r"books": "the block accounting",
     r"cards?": "worker record",
+    r"copiers?": "producer warps",
     r"damaged?": "corrupt, checksum mismatch",
     r"f[ae]lls? back|fallen back": "recompute locally, requeue",
     r"fates?": "outcome",
@@ -54,10 +55,12 @@ DENIED = {
     r"load ledger": "in-flight load",
     r"mailbox(?:es)?": "output buffer",
     r"naps?": "poll interval",
+    r"parts? of (?:a|each|its|the|these|which) blocks?": "layer group",
     r"patience": "timeout",
     r"pieces?": "KV segment; part, chunk",
     r"placer": "worker selector",
     r"speculations?": "optimistic entry",
+    r"turns? of (?:a|the) (?:engine|loop)": "iteration",
     r"vigils?": "busy-poll",
 }
 PATTERNS = {

@@ -7,7 +7,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-# The fastest first: a way for bulk data is named even where another one carries the messages.
+# The fastest first: a lane for bulk data is named even where another one carries the messages.
 _LANES = ("cuda_ipc", "cma", "rc_mlx5", "dc_mlx5", "rc_verbs", "sysv", "posix", "tcp")
 _LIBRARY = "libucp.so.0"  # found by this name since ucxx has loaded it
 

@@ -151,7 +151,7 @@ async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -
         show_ready_box(context.console, health, context.url, store.description, context.log_dir)
         with _announced(context, health):
             while True:
-                await _look(supervisor, context, store, client)
+                await _poll(supervisor, context, store, client)
                 await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
 
 
@@ -192,14 +192,14 @@ async def _wait_until_ready(
 ) -> Health:
     """Wait until the router, which knows which workers to expect, says that all are ready."""
     while True:
-        health = await _look(supervisor, context, store, client)
+        health = await _poll(supervisor, context, store, client)
         progress.update([] if health is None else health.waiting_for)
         if health is not None and health.ok:
             return health
         await asyncio.sleep(STARTING_POLL_S)
 
 
-async def _look(
+async def _poll(
     supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
 ) -> Health | None:
     """Ask the router which workers are there, and notify the supervisor."""

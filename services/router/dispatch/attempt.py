@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from pagewire.services.router.dispatch.output_buffer import Lost, OutputBuffer
+from pagewire.services.router.dispatch.output_buffer import OutputBuffer, WorkerLost
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
 from pagewire.services.router.workers.decode_links import DecodeLink
 from pagewire.shared.control.protocol import Cancel, Generate, Refused, TokenOutput
@@ -65,7 +65,7 @@ class Attempt:
 
     def on_lost(self, reason: str) -> None:
         """The worker is gone."""
-        self.buffer.put_end(Lost(reason))
+        self.buffer.put_end(WorkerLost(reason))
 
     def end(self, cancel: bool) -> None:
         """Stop listening, and make the worker stop if it has not."""

@@ -1,10 +1,10 @@
-"""Requests on their way: sent to a decode worker, moved to another if that one dies.
+"""Requests on their way: sent to a decode worker, migrated to another if that one dies.
 
     open --> placed --Generate--> waiting --tokens--> running --finish reason--> ended
                ^                     |                   |
                +------refused--------+-------lost--------+        (prompt + tokens so far)
 
-A move is invisible in the tokens: the request keeps its seed, and the tokens so far go along.
+A migration is invisible in the tokens: the request keeps its seed, and the tokens so far go along.
 
 The answers to one prompt go to their first worker in one `Generate`, so that the prompt is computed
 once. From then on each is a request like others.
@@ -21,14 +21,14 @@ from collections.abc import Iterable
 import msgspec
 
 from pagewire.services.router.dispatch.attempt import Attempt
-from pagewire.services.router.dispatch.output_buffer import Lost
-from pagewire.services.router.metrics.requests import Ending, RouterMetrics
+from pagewire.services.router.dispatch.output_buffer import WorkerLost
+from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.workers.decode_links import DecodeLink, DecodeLinks
-from pagewire.shared.control.protocol import Fork, Generate, Refused, TokenOutput
+from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
 from pagewire.shared.errors import (
     ChannelError,
     InvalidRequestError,
@@ -105,14 +105,14 @@ class TokenStream:
             raise
         raise StopAsyncIteration
 
-    def close(self, ending: Ending = "abort") -> None:
+    def close(self, reason: FinishReason = "abort") -> None:
         """Stop, wherever it runs. Idempotent; after a finish reason there is nothing to do."""
         if self._ended:
             return
         self._ended = True
         self._has_started.set()
         self._end_attempt(cancel=True)
-        self._meter.end(ending)
+        self._meter.end(reason)
         self._place.leave()
 
     def _on_arrival(self, output: TokenOutput) -> None:
@@ -137,9 +137,9 @@ class TokenStream:
         if isinstance(event, Refused):
             self._on_refused(attempt.link.worker_id, event)
             return None
-        return self._on_lost(event)
+        return self._on_worker_lost(event)
 
-    async def _next_event(self, attempt: Attempt) -> TokenOutput | Refused | Lost:
+    async def _next_event(self, attempt: Attempt) -> TokenOutput | Refused | WorkerLost:
         timeout = self._dispatcher.request_timeout_s
         try:
             event = await attempt.buffer.take(timeout)
@@ -148,7 +148,7 @@ class TokenStream:
                 f"no token from {attempt.link.worker_id} within {timeout:g} s"
             ) from exc
         if isinstance(event, TokenOutput) and event.finish_reason == "abort":
-            return Lost("the worker aborted the request")
+            return WorkerLost("the worker aborted the request")
         return event
 
     def _take(self, output: TokenOutput) -> TokenOutput | None:
@@ -170,8 +170,8 @@ class TokenStream:
         self._refused_by.add(worker_id)
         self._overloaded = self._overloaded or refused.reason == "overloaded"
 
-    def _on_lost(self, lost: Lost) -> TokenOutput | None:
-        """Prepare a move, unless the answer is complete as it is."""
+    def _on_worker_lost(self, lost: WorkerLost) -> TokenOutput | None:
+        """Prepare a migration, unless the answer is complete as it is."""
         self._migrations += 1
         self._wait_until = None
         logger.warning(

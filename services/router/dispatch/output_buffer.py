@@ -13,7 +13,7 @@ MAX_TAKEN_TOKENS = 256  # at once: a reader's backlog must not hold up the event
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     """The worker is gone, and the request with it."""
 
     reason: str
@@ -33,7 +33,7 @@ class OutputBuffer:
         self._logprobs: list[Logprobs] = []
         self._last: TokenOutput | None = None
         self._cached_tokens: int | None = None
-        self._end: Refused | Lost | None = None
+        self._end: Refused | WorkerLost | None = None
         self._arrived = asyncio.Event()
 
     def put_output(self, output: TokenOutput) -> None:
@@ -50,13 +50,13 @@ class OutputBuffer:
             self._cached_tokens = output.cached_tokens
         self._arrived.set()
 
-    def put_end(self, end: Refused | Lost) -> None:
+    def put_end(self, end: Refused | WorkerLost) -> None:
         """End the attempt without a finish reason."""
         if self._end is None:
             self._end = end
             self._arrived.set()
 
-    async def take(self, timeout: float) -> TokenOutput | Refused | Lost:
+    async def take(self, timeout: float) -> TokenOutput | Refused | WorkerLost:
         """Return what has arrived; wait for it if there is nothing.
 
         Raises:

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from pagewire.services.router.http.answers import AnswerSet
-from pagewire.services.router.http.http_io import EventStream, received_body, unless_disconnected
+from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect, received_body
 from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
 from pagewire.services.router.http.logprobs import CompletionLogprobs
 from pagewire.services.router.http.responses import (
@@ -99,17 +99,17 @@ async def _generate(
     answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
         if not asked.stream:
-            whole = await unless_disconnected(request, answers.collect())
+            full = await cancel_on_disconnect(request, answers.collect())
             answers.close()
-            if any(answer.prompt_logprobs is not None for answer in whole):
+            if any(answer.prompt_logprobs is not None for answer in full):
                 # A long prompt's take a while: the other answers go on meanwhile.
-                body = await asyncio.to_thread(form.whole, whole, answers.usage)
+                body = await asyncio.to_thread(form.full_response, full, answers.usage)
             else:
-                body = form.whole(whole, answers.usage)
+                body = form.full_response(full, answers.usage)
             return Response(body, media_type="application/json")
         # The status line waits for the first token, so that a refusal has a status of its own.
         rest = answers.deltas()
-        first = await unless_disconnected(request, _first(rest))
+        first = await cancel_on_disconnect(request, _first(rest))
     except BaseException:
         answers.close()
         raise
@@ -120,7 +120,7 @@ async def _read(request: Request, reader: InputReader, raw: bytes) -> Generation
     service = _service(request)
     if len(raw) <= INLINE_BODY_BYTES:
         return service.read_now(reader, raw)
-    return await unless_disconnected(request, service.read_in_thread(reader, raw))
+    return await cancel_on_disconnect(request, service.read_in_thread(reader, raw))
 
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

@@ -99,7 +99,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
         raise ClientGoneError("the client left while it sent its request") from exc
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await something for a client; cancel it as soon as the client leaves.
 
     Raises:
@@ -167,9 +167,9 @@ class EventStream(Response):
         await send(start)
         try:
             async with aclosing(self._rest) as rest:
-                await self._send_chunk(send, self._form.chunk(*self._first))
+                await self._send_chunk(send, self._form.stream_chunk(*self._first))
                 async for index, delta in rest:
-                    await self._send_chunk(send, self._form.chunk(index, delta))
+                    await self._send_chunk(send, self._form.stream_chunk(index, delta))
             await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
         except ClientGoneError as exc:
             logger.info("a stream ended early: %s", exc)

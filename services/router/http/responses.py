@@ -1,4 +1,4 @@
-"""OpenAI's response objects, whole and in chunks, as JSON."""
+"""OpenAI's response objects, full responses and stream chunks, as JSON."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CompletionFormat:
         self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
         self._head = _head("cmpl-", "text_completion", model)
 
-    def whole(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
         choices = [
             {
@@ -77,12 +77,12 @@ class CompletionFormat:
         ]
         return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
+    def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
         echo, self._echoes[index] = self._echoes[index], ""
         text = echo + delta.text
         choice = self._choice(index, text, delta)
-        if not text and delta.end is None and not _has_tokens(choice):
+        if not text and delta.finish_reason is None and not _has_tokens(choice):
             return b""
         return _event(self._head, [choice], self._extras.usage)
 
@@ -91,7 +91,7 @@ class CompletionFormat:
             "index": index,
             "text": text,
             "logprobs": self._logprobs[index].of(delta) if self._logprobs else None,
-            "finish_reason": delta.end,
+            "finish_reason": delta.finish_reason,
             **_tokens(delta, self._extras.token_ids),
         }
 
@@ -109,14 +109,14 @@ class ChatFormat:
         self._head = _head("chatcmpl-", "chat.completion", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
 
-    def whole(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
         choices = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": answer.text, "refusal": None},
                 "logprobs": self._logprobs(answer),
-                "finish_reason": answer.end,
+                "finish_reason": answer.finish_reason,
                 **_tokens(answer, self._extras.token_ids),
             }
             for index, answer in enumerate(answers)
@@ -124,7 +124,7 @@ class ChatFormat:
         head = {**self._head, **self._extras.prompt(answers[0])}
         return _encode({**head, "choices": choices, "usage": _usage(usage)})
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
+    def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
         content: dict[str, str] = {"content": delta.text} if delta.text else {}
         if index in self._unbegun:
@@ -134,10 +134,10 @@ class ChatFormat:
             "index": index,
             "delta": content,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.end,
+            "finish_reason": delta.finish_reason,
             **_tokens(delta, self._extras.token_ids),
         }
-        if not content and delta.end is None and not _has_tokens(choice):
+        if not content and delta.finish_reason is None and not _has_tokens(choice):
             return b""
         return _event(self._chunk_head, [choice], self._extras.usage)
 

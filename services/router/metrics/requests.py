@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from pagewire.shared.control.protocol import TokenOutput
+from pagewire.shared.control.protocol import FinishReason, TokenOutput
 
-Ending = Literal["stop", "length", "abort", "error"]
-ENDINGS: tuple[Ending, ...] = ("stop", "length", "abort", "error")
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 # fmt: off
 FIRST_TOKEN_BUCKETS = (
@@ -63,11 +62,11 @@ class RouterMetrics:
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were cached")
         success = Counter(
             "vllm:request_success",
-            "Answers by the way they ended",
+            "Answers by finish reason",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.endings = {ending: success.labels(model_name, ending) for ending in ENDINGS}
+        self.finished = {why: success.labels(model_name, why) for why in FINISH_REASONS}
         self.transfer_time = Histogram(
             "pagewire_request_transfer_seconds",
             "Time from the first token to the arrival of the last KV block",
@@ -121,13 +120,13 @@ class RequestMeter:
         if output.finish_reason is not None and output.finish_reason != "abort":
             self.end(output.finish_reason)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, reason: FinishReason) -> None:
         """Count the end. Idempotent: the first one counts."""
         if self._ended:
             return
         self._ended = True
-        self._metrics.endings[ending].inc()
-        if ending in ("stop", "length"):
+        self._metrics.finished[reason].inc()
+        if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)
 
     def _count_tokens(self, count: int, cached_tokens: int) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pagewire.services.router.metrics.requests import Ending
-from pagewire.shared.control.protocol import TokenOutput
+from pagewire.shared.control.protocol import FinishReason, TokenOutput
 from pagewire.shared.errors import RequestFailedError
-from pagewire.shared.text.answer_text import AnswerEnd, TextAssembler, TextDelta
+from pagewire.shared.text.answer_text import TextAssembler, TextDelta, TextFinishReason
 
 
 class TokenSource(Protocol):
@@ -17,7 +16,7 @@ class TokenSource(Protocol):
         """Return what the workers sent, until a finish reason."""
         ...
 
-    def close(self, ending: Ending = "abort") -> None:
+    def close(self, reason: FinishReason = "abort") -> None:
         """Stop the sequence, if it runs yet, and free what it holds everywhere."""
         ...
 
@@ -48,7 +47,7 @@ class AnswerStream:
         return self
 
     async def __anext__(self) -> TextDelta:
-        """Return the next delta, one per arrival of tokens; the last one has an `end`.
+        """Return the next delta, one per arrival of tokens; the last one has a `finish_reason`.
 
         Raises:
             PagewireError: it failed.
@@ -58,17 +57,17 @@ class AnswerStream:
         output = await self._source.__anext__()
         if output.prompt_logprobs is not None:
             return TextDelta("", prompt_logprobs=output.prompt_logprobs.tokens)
-        if self.cached_tokens is None:  # what a move found cached is the answer itself
+        if self.cached_tokens is None:  # what a migration finds cached is the answer itself
             self.cached_tokens = output.cached_tokens
-        end = _end(output)
+        finish_reason = _finish_reason(output)
         if self._generates:
-            delta = self._assembler.push(output.token_ids, end, output.logprobs)
+            delta = self._assembler.push(output.token_ids, finish_reason, output.logprobs)
         else:
             delta = TextDelta("", "length")
-        if delta.end is not None:
+        if delta.finish_reason is not None:
             self._ended = True
             # At a stop string, which only the router knows, the worker goes on until cancelled.
-            self._source.close(delta.end)
+            self._source.close(delta.finish_reason)
         return delta
 
     def close(self) -> None:
@@ -76,7 +75,7 @@ class AnswerStream:
         self._source.close()
 
 
-def _end(output: TokenOutput) -> AnswerEnd | None:
+def _finish_reason(output: TokenOutput) -> TextFinishReason | None:
     reason = output.finish_reason
     if reason is None or reason == "stop" or reason == "length":
         return reason

@@ -69,7 +69,7 @@ class UcxCarrier(Carrier):
         self._offered: dict[int, UcxWorker] = {}  # by link
         self._epoll = select.epoll()  # readable when an armed worker has something to do
         self._by_fd: dict[int, UcxWorker] = {}  # that may be progressed
-        self._awake: dict[UcxWorker, None] = {}  # of these, those that are not armed
+        self._unarmed: dict[UcxWorker, None] = {}  # of these, those that are not armed
         self._next_tick_s = 0.0
         logger.warning(
             "UCX listens %s: anyone who reaches its TCP port there can end this worker, and KV "
@@ -138,7 +138,7 @@ class UcxCarrier(Carrier):
 
     def wake(self, worker: UcxWorker) -> None:
         """Something is under way on a worker."""
-        self._awake[worker] = None
+        self._unarmed[worker] = None
 
     def end(self, worker: UcxWorker) -> bool:
         """Free a worker, or abandon it; returns whether it was freed."""
@@ -149,7 +149,7 @@ class UcxCarrier(Carrier):
         """Progress a worker no more."""
         if self._by_fd.pop(worker.fd, None) is not None:
             self._epoll.unregister(worker.fd)
-        self._awake.pop(worker, None)
+        self._unarmed.pop(worker, None)
 
     def fds(self) -> list[int]:
         """One for all workers."""
@@ -160,12 +160,12 @@ class UcxCarrier(Carrier):
         now = time.monotonic()
         if now >= self._next_tick_s:
             self._next_tick_s = now + TICK_S
-            self._awake.update(dict.fromkeys(self._by_fd.values()))
+            self._unarmed.update(dict.fromkeys(self._by_fd.values()))
         else:
             for fd, _ in self._epoll.poll(0):
-                self._awake[self._by_fd[fd]] = None
+                self._unarmed[self._by_fd[fd]] = None
         has_happened = False
-        for worker in list(self._awake):
+        for worker in list(self._unarmed):
             has_happened |= self._poll(worker)
         return has_happened
 
@@ -173,7 +173,7 @@ class UcxCarrier(Carrier):
         has_happened = worker.poll()
         if worker.is_usable and not worker.is_busy:
             if worker.arm():
-                del self._awake[worker]
+                del self._unarmed[worker]
             else:
                 has_happened = True  # to be polled once more before the thread sleeps
         if not worker.is_usable:

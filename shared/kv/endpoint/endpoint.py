@@ -13,7 +13,7 @@ from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.endpoint.waking import FdWatch
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging
 
 DEADLINE_INTERVAL_S = 0.1
@@ -46,7 +46,7 @@ class KvHalf(ABC):
         core: its sequences are looked up, and run on or are freed.
         moves: of its blocks.
         staging: slots that payloads leave from, or come into.
-        parts: of a block.
+        groups: layer groups of a block.
         carriers: that are open in this process, by name, the preferred one first.
         timeout_s: for a payload or its acknowledgement; after it the link is lost.
         watch: for whose file descriptors the engine's thread wakes up.
@@ -55,7 +55,7 @@ class KvHalf(ABC):
     core: EngineCore
     moves: BlockMoves
     staging: Staging
-    parts: BlockParts
+    groups: LayerGroups
     carriers: Mapping[str, Carrier]
     timeout_s: float
     watch: FdWatch = field(default_factory=FdWatch)

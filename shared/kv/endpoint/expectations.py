@@ -11,7 +11,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import Expect
 from pagewire.shared.kv.endpoint.segments import Coverage
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +46,12 @@ class Expectations:
 
     Attributes:
         core: its sequences are looked up and activated.
-        parts: of a block.
+        groups: layer groups of a block.
         clock: in seconds.
     """
 
     core: EngineCore
-    parts: BlockParts
+    groups: LayerGroups
     clock: Callable[[], float]
     _by_request: dict[str, Expected] = field(default_factory=dict)
     _by_job: dict[str, Expected] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Expectations:
         self, request_id: str, block_ids: list[int], after: int, positions: range, attempt: int
     ) -> Expected:
         job = f"{self._name}.{request_id}.{attempt}"
-        coverage = Coverage(positions, self.parts.whole)
+        coverage = Coverage(positions, self.groups.whole)
         made = Expected(request_id, block_ids, after, job, coverage, self.clock(), attempt)
         self._by_request[request_id] = self._by_job[job] = made
         return made

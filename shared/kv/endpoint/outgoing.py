@@ -95,8 +95,8 @@ class Outgoing:
             job=job,
             first=cut.positions.start,
             count=len(cut.positions),
-            first_part=cut.parts.start,
-            num_parts=len(cut.parts),
+            first_group=cut.groups.start,
+            num_groups=len(cut.groups),
             seed=secrets.randbits(64) - 2**63,
             nbytes=nbytes,
         )

@@ -83,7 +83,7 @@ class KvReceiver(KvHalf):
     def __post_init__(self) -> None:
         num_slots = self.staging.num_slots
         self.credits = ReceiverCredits(num_slots, num_slots // MIN_CREDITS)
-        self.expected = Expectations(self.core, self.parts, self.clock)
+        self.expected = Expectations(self.core, self.groups, self.clock)
         self.watch.add(self.socket.fd)
 
     # Verbs
@@ -272,19 +272,19 @@ class KvReceiver(KvHalf):
             self._unpacking.append(_Unpacking(link, segment, None, [], check))
             return
         expected = self.expected.hear_of(segment.job)
-        positions, parts = segment.positions, segment.parts
-        is_wanted = segment.nbytes == self.parts.packed_bytes(segment.count, segment.num_parts)
-        if expected is None or not is_wanted or not expected.coverage.allows(positions, parts):
+        positions, groups = segment.positions, segment.groups
+        is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, segment.num_groups)
+        if expected is None or not is_wanted or not expected.coverage.allows(positions, groups):
             self._acknowledge(link, segment, "dropped")
             return
         blocks = expected.block_ids[positions.start : positions.stop]
         try:
-            unpacked = self.moves.unpack(payload, blocks, parts, segment.seed, expected.after)
+            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, expected.after)
         except Exception:
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
-        expected.coverage.add(positions, parts)
+        expected.coverage.add(positions, groups)
         expected.num_unpacking += 1
         self.core.scheduler.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))
@@ -297,7 +297,7 @@ class KvReceiver(KvHalf):
             expected.num_unpacking -= 1
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)
-                expected.coverage.remove(segment.positions, segment.parts)
+                expected.coverage.remove(segment.positions, segment.groups)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from pagewire.shared.kv.parts import BlockParts
+from pagewire.shared.kv.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +14,16 @@ class Cut:
 
     Attributes:
         positions: of its blocks in the sequence.
-        parts: layer groups of each block.
+        groups: layer groups of each block.
     """
 
     positions: range
-    parts: range
+    groups: range
 
     @property
     def num_units(self) -> int:
         """Layer groups of blocks that it has."""
-        return len(self.positions) * len(self.parts)
+        return len(self.positions) * len(self.groups)
 
 
 @dataclass(slots=True)
@@ -31,36 +31,36 @@ class ExportQueue:
     """What of one job is still to be packed, in order.
 
     Whole blocks leave in the order of the prompt. Blocks that leave by layer group do so one group
-    of all of them after the other (`BlockParts.halvings`), as a step finishes them. A sequence that
-    loses its blocks keeps its place here: what has left needs not leave again.
+    of all of them after the other (`LayerGroups.halvings`), as a step finishes them. A sequence
+    that loses its blocks keeps its place here: what has left needs not leave again.
 
     Attributes:
-        parts: of a block.
+        groups: of a block.
         slot_bytes: a segment fits them, and a block does.
         planned: blocks before this position have been cut, or are not wanted.
     """
 
-    parts: BlockParts
+    groups: LayerGroups
     slot_bytes: int
     planned: int
     _cuts: deque[Cut] = field(default_factory=deque)
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
 
-    def add(self, block_ids: list[int], plan: int, *, by_part: bool) -> None:
+    def add(self, block_ids: list[int], plan: int, *, by_layer_group: bool) -> None:
         """Note blocks that a plan makes final.
 
         Args:
             block_ids: they follow those exported before.
             plan: its number.
-            by_part: they leave by layer group.
+            by_layer_group: they leave by layer group.
         """
         self._blocks += block_ids
         final = len(self._blocks)
         self._plans.append((final, plan))
-        groups = self.parts.halvings() if by_part else [self.parts.whole]
+        groups = self.groups.halvings() if by_layer_group else [self.groups.whole]
         for group in groups:
-            most = self.parts.max_blocks(self.slot_bytes, len(group))
+            most = self.groups.max_blocks(self.slot_bytes, len(group))
             for first in range(self.planned, final, most):
                 self._cuts.append(Cut(range(first, min(first + most, final)), group))
         self.planned = max(self.planned, final)
@@ -100,45 +100,45 @@ class Coverage:
 
     Attributes:
         positions: of the blocks that are expected.
-        parts: layer groups of each.
+        groups: layer groups of each.
     """
 
     positions: range
-    parts: range
+    groups: range
     _arrived: dict[int, int] = field(default_factory=dict)  # position -> a bit a layer group
     _num_units: int = 0  # layer groups that have arrived
 
-    def allows(self, positions: range, parts: range) -> bool:
+    def allows(self, positions: range, groups: range) -> bool:
         """Whether a segment lies within what is expected, and nothing of it has arrived."""
         inside = (
             len(positions) > 0
-            and len(parts) > 0
+            and len(groups) > 0
             and self.positions.start <= positions.start
             and positions.stop <= self.positions.stop
-            and self.parts.start <= parts.start
-            and parts.stop <= self.parts.stop
+            and self.groups.start <= groups.start
+            and groups.stop <= self.groups.stop
         )
-        bits = _bits(parts)
+        bits = _bits(groups)
         return inside and not any(self._arrived.get(p, 0) & bits for p in positions)
 
-    def add(self, positions: range, parts: range) -> None:
+    def add(self, positions: range, groups: range) -> None:
         """Note what has arrived; `allows` said that none of it had."""
-        bits = _bits(parts)
+        bits = _bits(groups)
         for position in positions:
             self._arrived[position] = self._arrived.get(position, 0) | bits
-        self._num_units += len(positions) * len(parts)
+        self._num_units += len(positions) * len(groups)
 
-    def remove(self, positions: range, parts: range) -> None:
+    def remove(self, positions: range, groups: range) -> None:
         """Note that something that was added has not arrived after all."""
-        bits = _bits(parts)
+        bits = _bits(groups)
         for position in positions:
             self._arrived[position] &= ~bits
-        self._num_units -= len(positions) * len(parts)
+        self._num_units -= len(positions) * len(groups)
 
     def is_full(self) -> bool:
         """Whether everything has arrived."""
-        return self._num_units == len(self.positions) * len(self.parts)
+        return self._num_units == len(self.positions) * len(self.groups)
 
 
-def _bits(parts: range) -> int:
-    return sum(1 << part for part in parts)
+def _bits(groups: range) -> int:
+    return sum(1 << group for group in groups)

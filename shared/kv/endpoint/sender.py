@@ -96,7 +96,7 @@ class KvSender(KvHalf):
             TransferError: no block fits the receiver's slots, or no carrier of both sides works
                 between them; says why each does not.
         """
-        smallest = self.parts.packed_bytes(1)
+        smallest = self.groups.packed_bytes(1)
         if hello.slot_bytes < smallest:
             raise TransferError(
                 f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
@@ -142,8 +142,8 @@ class KvSender(KvHalf):
         if link not in self.links:
             raise TransferError("the KV link is gone")
         slot_bytes = min(self.staging.slot_bytes, link.slot_bytes)
-        units = max(0, num_blocks - first_block) * self.parts.count
-        queue = ExportQueue(self.parts, slot_bytes, first_block)
+        units = max(0, num_blocks - first_block) * self.groups.count
+        queue = ExportQueue(self.groups, slot_bytes, first_block)
         self._jobs[job] = _Job(job, link, queue, units)
         if not units:
             self._end(self._jobs[job])
@@ -204,10 +204,10 @@ class KvSender(KvHalf):
                 continue
             self._may_pack = True
             if isinstance(work, Export):
-                num_bytes = job.queue.num_new(work.block_ids) * self.parts.block_bytes
+                num_bytes = job.queue.num_new(work.block_ids) * self.groups.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
-                by_part = is_large and self.moves.marks_parts(plan.number)
-                job.queue.add(work.block_ids, plan.number, by_part=by_part)
+                by_layer_group = is_large and self.moves.has_group_events(plan.number)
+                job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)
             elif isinstance(work, Withdraw):
                 job.queue.lose_blocks()
                 job.life += 1
@@ -267,11 +267,11 @@ class KvSender(KvHalf):
         if ready is None:
             return False
         cut, blocks, plan = ready
-        nbytes = self.parts.packed_bytes(len(cut.positions), len(cut.parts))
+        nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
         job.queue.take()
 
         def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
-            return self.moves.pack(blocks, cut.parts, buffer, seed, plan)
+            return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
 
         try:
             self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, pack)

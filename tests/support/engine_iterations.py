@@ -1,4 +1,4 @@
-"""Turns of an engine over a fake device, and what came of them."""
+"""Iterations of an engine over a fake device, and what came of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 64  # tokens of the default pool, and so of a sequence
 
 
 def drain(core: EngineCore) -> list[StepOutput]:
-    """Turn the loop until nothing is left to do."""
+    """Run the loop until nothing is left to do."""
     outputs: list[StepOutput] = []
     for _ in range(300):
         more, worked = core.step()

@@ -1,4 +1,4 @@
-"""Where in a step each part of its blocks is final."""
+"""Where in a step each layer group of its blocks is final."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
 from pagewire.shared.engine.block_mover import BlockMover
 from pagewire.shared.engine.build import new_sequence
-from pagewire.shared.engine.cuda_graph import GraphPool, Marker
+from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import StepPlan
@@ -22,7 +22,7 @@ from pagewire.shared.model.llama import LlamaForCausalLM
 from pagewire.shared.sampling import RequestSpec
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
-LAYERS = 4  # of the demo model; each is a part
+LAYERS = 4  # of the demo model; each is a layer group
 
 
 class Plans:
@@ -71,20 +71,20 @@ def cpu() -> LLM:
     return LLM("demo", device="cpu", num_blocks=128)
 
 
-def test_steps_mark_the_parts_of_what_they_export(cpu: LLM) -> None:
+def test_steps_record_the_ends_of_the_layer_groups_that_they_export(cpu: LLM) -> None:
     runner, plans = cpu.engine.runner, Plans()
     cpu.engine.core.hooks.append(plans)
     launch(cpu, PROMPT[:50])
-    assert not runner.marks_parts(plans.last)
+    assert not runner.has_group_events(plans.last)
     sequence = launch(cpu, PROMPT[:60], prefill_only=True)  # next to a decode row
-    assert runner.marks_parts(plans.last)
+    assert runner.has_group_events(plans.last)
     while not sequence.is_finished:
         cpu.engine.core.step()
     launch(cpu, PROMPT[:40])
-    assert not runner.marks_parts(plans.last)  # nothing is exported
+    assert not runner.has_group_events(plans.last)  # nothing is exported
 
 
-def test_a_step_that_failed_to_launch_marks_nothing(
+def test_a_step_that_failed_to_launch_records_no_group_events(
     cpu: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -94,7 +94,7 @@ def test_a_step_that_failed_to_launch_marks_nothing(
     Hooked(cpu, 2, fail)
     sequence = launch(cpu, PROMPT[:60], prefill_only=True)
     assert sequence.is_finished
-    assert not any(cpu.engine.runner.marks_parts(plan) for plan in range(4))
+    assert not any(cpu.engine.runner.has_group_events(plan) for plan in range(4))
 
 
 @pytest.fixture
@@ -116,32 +116,32 @@ def on_gpu(*, cuda_graphs: bool = True) -> LLM:
 
 
 class Packed:
-    """Staging for the prompt's blocks, a part at a time, made before the step is launched."""
+    """Staging for the prompt's blocks, by layer group, made before the step is launched."""
 
     def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
-        self._runner, self._parts = runner, runner.mover.parts
-        size = self._parts.packed_bytes(num_blocks, 1)
+        self._runner, self._groups = runner, runner.mover.groups
+        size = self._groups.packed_bytes(num_blocks, 1)
         self._staging = torch.zeros((LAYERS, size), dtype=torch.uint8, device="cuda")
         self.pack(list(range(num_blocks)), 0, 0)  # compiles, allocates
 
-    def pack(self, blocks: list[int], part: int, after: int) -> None:
-        parts = range(part, part + 1)
-        move = self._runner.pack(blocks, parts, self._staging[part], 1, after)
+    def pack(self, blocks: list[int], group: int, after: int) -> None:
+        groups = range(group, group + 1)
+        move = self._runner.pack(blocks, groups, self._staging[group], 1, after)
         deadline = time.monotonic() + 30
         while not move.is_done():
             assert time.monotonic() < deadline
 
-    def assert_holds(self, blocks: list[int], part: int) -> None:
+    def assert_holds(self, blocks: list[int], group: int) -> None:
         pool = self._runner.kv_pool
-        expected = pool[blocks, part]  # [N, 2, KH, BS, D]
-        data = self._staging[part, : len(blocks) * self._parts.nbytes].view(pool.dtype)
+        expected = pool[blocks, group]  # [N, 2, KH, BS, D]
+        data = self._staging[group, : len(blocks) * self._groups.nbytes].view(pool.dtype)
         assert expected.any()
         assert torch.equal(data.view_as(expected), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("clean_gpu")
-def test_a_part_is_packed_while_later_layers_compute() -> None:
+def test_a_layer_group_is_packed_while_later_layers_compute() -> None:
     llm = on_gpu(cuda_graphs=False)  # a replayed step does not call the hooked layer
     runner, plans = llm.engine.runner, Plans()
     llm.engine.core.hooks.append(plans)
@@ -150,20 +150,20 @@ def test_a_part_is_packed_while_later_layers_compute() -> None:
     Hooked(llm, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
     sequence = launch(llm, PROMPT, prefill_only=True)
     blocks = sequence.block_ids[: len(PROMPT) // runner.block_size]
-    assert runner.marks_parts(plans.last)
-    for part in range(2):
-        packed.pack(blocks, part, plans.last)
+    assert runner.has_group_events(plans.last)
+    for group in range(2):
+        packed.pack(blocks, group, plans.last)
     assert not torch.cuda.current_stream().query()  # the step goes on
-    for part in range(2, LAYERS):
-        packed.pack(blocks, part, plans.last)
+    for group in range(2, LAYERS):
+        packed.pack(blocks, group, plans.last)
     torch.cuda.synchronize()
-    for part in range(LAYERS):
-        packed.assert_holds(blocks, part)
+    for group in range(LAYERS):
+        packed.assert_holds(blocks, group)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("clean_gpu")
-def test_replayed_steps_mark_parts_too() -> None:
+def test_replayed_steps_record_group_events_too() -> None:
     llm = on_gpu()
     runner, plans = llm.engine.runner, Plans()
     llm.engine.core.hooks.append(plans)
@@ -172,38 +172,40 @@ def test_replayed_steps_mark_parts_too() -> None:
     for start, length in (0, 100), (300, 105):
         sequence = launch(llm, PROMPT[start : start + length], prefill_only=True)
         blocks = sequence.block_ids[: 100 // runner.block_size]
-        assert runner.marks_parts(plans.last)
-        for part in range(LAYERS):
-            packed.pack(blocks, part, plans.last)
+        assert runner.has_group_events(plans.last)
+        for group in range(LAYERS):
+            packed.pack(blocks, group, plans.last)
         torch.cuda.synchronize()
-        for part in range(LAYERS):
-            packed.assert_holds(blocks, part)
+        for group in range(LAYERS):
+            packed.assert_holds(blocks, group)
 
 
 @pytest.mark.gpu
-def test_a_mark_in_a_graph_is_passed_anew_by_each_replay() -> None:
+def test_an_event_in_a_graph_is_recorded_again_by_each_replay() -> None:
     device = torch.device("cuda")
     pool = torch.zeros(4, LAYERS, 2, 2, 16, 16, device=device)
     mover = BlockMover(load_ops("auto", "cuda"), pool)
     value = torch.zeros((), device=device)
-    markers: list[Marker] = []
+    events: list[DeviceEvent] = []
 
     def step() -> torch.Tensor:
-        markers.clear()
+        events.clear()
         torch.cuda._sleep(100_000_000)
         pool.copy_(value)
-        markers.append(mover.mark(in_graph=True))
+        events.append(mover.record_event(in_graph=True))
         torch.cuda._sleep(1_000_000_000)  # half a second
         return pool
 
     graph, _ = GraphPool(device).capture(step)
-    staging = torch.zeros(mover.parts.packed_bytes(4), dtype=torch.uint8, device=device)
-    mover.pack([0, 1, 2, 3], mover.parts.whole, staging, 1, mover.mark())  # compiles, allocates
+    staging = torch.zeros(mover.groups.packed_bytes(4), dtype=torch.uint8, device=device)
+    mover.pack(
+        [0, 1, 2, 3], mover.groups.whole, staging, 1, mover.record_event()
+    )  # compiles, allocates
     torch.cuda.synchronize()
     for number in (5.0, 6.0):
         value.fill_(number)
         graph.replay()
-        move = mover.pack([0, 1, 2, 3], mover.parts.whole, staging, 1, markers[0])
+        move = mover.pack([0, 1, 2, 3], mover.groups.whole, staging, 1, events[0])
         deadline = time.monotonic() + 30
         while not move.is_done():
             assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""The order of a turn, turns that do not wait, and what runs as a decode row."""
+"""The order of an iteration, iterations that do not wait, and what runs as a decode row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.tests.support.engine_turns import (
+from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
     assert_idle,
@@ -19,7 +19,7 @@ from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, 
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
-# The order of a turn
+# The order of an iteration
 
 
 @dataclass
@@ -61,7 +61,7 @@ def test_hooks_see_a_plan_before_it_is_launched_and_outputs_do_not_wait_for_them
         assert hook.seen[-1] == (number, number - overlap)
 
 
-def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:
+def test_hooks_run_without_a_step_and_keep_the_loop_polling() -> None:
     core, device = make_core()
     idle, busy = Hook(device, core), Hook(device, core, busy=True)
     core.hooks.extend([busy, idle])
@@ -72,18 +72,18 @@ def test_hooks_run_without_a_step_and_keep_the_loop_awake() -> None:
     assert not core.hooks_busy
 
 
-# Turns that do not wait
+# Iterations that do not wait
 
 
-def turn(core: EngineCore) -> bool:
-    """A turn as the engine's thread makes it."""
+def iterate(core: EngineCore) -> bool:
+    """An iteration as the engine's thread makes it."""
     _outputs, worked = core.step(wait=False)
     core.scheduler.check_integrity()
     return worked
 
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])
-def test_turns_go_on_while_the_device_runs_but_launch_no_more_steps(
+def test_iterations_go_on_while_the_device_runs_but_launch_no_more_steps(
     overlap: bool, depth: int
 ) -> None:
     core, device = make_core(overlap=overlap)
@@ -93,27 +93,27 @@ def test_turns_go_on_while_the_device_runs_but_launch_no_more_steps(
     expected = generate(sequence, LIMIT)
     core.add(sequence)
     device.has_run = False
-    worked = [turn(core) for _ in range(6)]
+    worked = [iterate(core) for _ in range(6)]
     assert worked == [True] * depth + [False] * (6 - depth)
     assert len(device.batches) == depth
     assert (core.awaits_step, len(hook.seen)) == (True, 6)
     assert sequence.token_ids == [1] * 5
     device.has_run = True
     while core.has_work:
-        assert turn(core)
+        assert iterate(core)
     assert sequence.token_ids[5:] == expected
     assert not core.awaits_step
 
 
 @BOTH
-def test_a_turn_is_due_when_the_device_has_done_what_is_waited_for(overlap: bool) -> None:
+def test_an_iteration_is_due_when_the_device_has_done_what_is_waited_for(overlap: bool) -> None:
     core, device = make_core(overlap=overlap)
     hook = Hook(device, core)
     core.hooks.append(hook)
     assert not core.is_due()
     core.add(make_sequence("a", [1] * 5))
     device.has_run = False
-    turn(core)
+    iterate(core)
     assert not core.is_due()
     hook.due = True
     assert core.is_due()
@@ -130,7 +130,7 @@ def test_chunks_that_sample_nothing_do_not_run_ahead_of_the_device(
     core.add(make_sequence("a", [1] * 40))
     device.has_run = False
     for _ in range(6):
-        turn(core)
+        iterate(core)
     assert len(device.batches) == depth
 
 
@@ -140,17 +140,17 @@ def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: b
     core.add(make_sequence("a", [1] * 5))
     device.has_run = False
     for _ in range(3):
-        turn(core)
+        iterate(core)
     core.abort("a")
     assert core.scheduler.pool.counts().used == 0
-    turn(core)
+    iterate(core)
     device.has_run = True
     assert drain(core) == []
     assert_idle(core)
 
 
 @BOTH
-def test_last_token_behind_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
+def test_last_token_after_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
     core, device = make_core(overlap=overlap)
     prompt = [1] * 9  # two full blocks and one token
     core.add(make_sequence("first", prompt, max_tokens=1))
