@@ -68,7 +68,7 @@ def check_columns(
     first = len(token_ids) - len(logprobs["tokens"])
     columns = (logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
     for position, (token, logprob, top) in enumerate(zip(*columns, strict=True), start=first):
-        assert token == TOKENIZER.token_bytes.text(token_ids[position])
+        assert token == TOKENIZER.token_bytes.name(token_ids[position])
         if position == 0:
             assert logprob is None and top is None
             continue
