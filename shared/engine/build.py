@@ -310,7 +310,6 @@ def _fitting_blocks(
             f"the model leaves no memory for KV blocks on {torch.cuda.get_device_name(device)}: "
             "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
         )
-    logger.info("KV pool: %d blocks, %.1f GiB", num_blocks, budget / 2**30)
     return num_blocks
 
 

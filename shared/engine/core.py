@@ -89,40 +89,15 @@ class EngineCore:
             InvalidRequestError: a name is in use, or see `Scheduler.add`.
             OverloadedError: see `Scheduler.add`.
         """
-        for each in (sequence, *children):
-            self._check_name(each.request_id)
+        named = {each.request_id: each for each in (sequence, *children)}
+        for name in named:
+            if name in self._sequences or name in self.scheduler.awaiting_send:
+                raise InvalidRequestError(f"there is a request {name} already", "request_id")
         self.scheduler.add(sequence, children)
-        for each in (sequence, *children):
-            self._enter(each)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence continue a live one's tokens: all that are known, or the first ones.
-
-        While a step that runs the live one's prompt is on the device, the new one queues.
-
-        Args:
-            parent: a live sequence.
-            child: with these tokens, and parameters of its own.
-
-        Raises:
-            InvalidRequestError, OverloadedError: see `add`.
-        """
-        self._check_name(child.request_id)
-        in_flight = (chunk for launched in self._in_flight for chunk in launched.schedule.chunks)
-        if any(chunk.sequence is parent for chunk in in_flight):
-            self.scheduler.add(child)  # that step may fail yet
-        else:
-            self.scheduler.fork(parent, child)
-        self._enter(child)
-
-    def _check_name(self, request_id: str) -> None:
-        if request_id in self._sequences or request_id in self.scheduler.awaiting_send:
-            raise InvalidRequestError(f"there is a request {request_id} already", "request_id")
-
-    def _enter(self, sequence: Sequence) -> None:
-        sequence.arrival_s = self.clock()
-        self._sequences[sequence.request_id] = sequence
-        self._has_news = True  # a hook may have brought it
+        for each in named.values():
+            each.arrival_s = self.clock()
+        self._sequences |= named
+        self._has_news = True  # a hook may have brought them
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""
@@ -333,9 +308,6 @@ class EngineCore:
                 self.stats.tokens_generated -= 1
                 return
         sequence.token_ids.append(token)
-        self._deliver(sequence, token, logprobs)
-
-    def _deliver(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         first = sequence.num_prompt_tokens + sequence.num_replayed_tokens + 1
         is_first = len(sequence.token_ids) == first
         status = self._end_of(sequence, token)
@@ -362,9 +334,7 @@ class EngineCore:
         sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
         self.scheduler.fork_children(sequence)
         self._has_news = True
-        status = self._end_of(sequence, first_token)
-        if status is not None:
-            self._finish_silently(sequence, status)
+        self._end_silently(sequence, first_token)
 
     def unpin(self, blocks: list[int]) -> None:
         """Nothing writes to these blocks any more; those of an ended sequence go to who waits."""
@@ -386,14 +356,14 @@ class EngineCore:
         sequence.token_ids.append(first_token)
         sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
         sequence.num_replayed_tokens += 1
-        status = self._end_of(sequence, first_token)
-        if status is not None:
-            self._finish_silently(sequence, status)
+        self._end_silently(sequence, first_token)
 
-    def _finish_silently(self, sequence: Sequence, status: RequestStatus) -> None:
-        """End a sequence whose last token was delivered by somebody else."""
-        self._end(sequence, status)
-        self._others.append(StepOutput(sequence.request_id, [], status.finish_reason))
+    def _end_silently(self, sequence: Sequence, token: int) -> None:
+        """End a sequence if this token, which somebody else has delivered, is its last."""
+        status = self._end_of(sequence, token)
+        if status is not None:
+            self._end(sequence, status)
+            self._others.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     def _end(self, sequence: Sequence, status: RequestStatus) -> None:
         if not sequence.is_finished:  # otherwise an error came in the middle of this

@@ -38,7 +38,7 @@ class Executor(Protocol):
 
         Raises:
             Exception: the plan failed to launch, and may not have been applied: the next one
-                repeats its changes, except for those of sequences that have ended by then.
+                frees its slots again. All that it computes or prepares ends.
         """
         ...
 

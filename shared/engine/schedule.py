@@ -131,11 +131,6 @@ class PlanDraft:
         token = sequence.token_ids[position]
         self.inputs.append(SlotInput(slot_of(sequence), token, position))
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Note that a block gets the content of another."""
-        # All sources are read before a target is written: a copy of a copy is one of the first.
-        self.copies[target] = self.copies.get(source, source)
-
     def drop_copies(self, blocks: list[int]) -> None:
         """Note that these blocks belong to nobody any more."""
         for block in blocks if self.copies else ():
@@ -171,12 +166,10 @@ class PlanDraft:
     def take_back(self, plan: StepPlan) -> None:
         """Repeat in the next plan what one that failed to launch had to report.
 
-        To be called before anything else is noted. The rows' sequences end, and that drops what
-        is theirs; a fork without a row lives on.
+        To be called before anything else is noted. That is what ended before: all that the plan
+        computes or prepares ends with it.
         """
-        self.freed, self.new_slots = plan.freed, plan.new_slots
-        self.blocks, self.inputs = plan.blocks, plan.inputs
-        self.copies = {target: source for source, target in plan.copies}
+        self.freed = plan.freed
         self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
 
     def plan(self, number: int, decision: Schedule) -> StepPlan | None:

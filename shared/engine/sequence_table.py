@@ -146,27 +146,10 @@ class SequenceTable:
         self._give_up_blocks(sequence)
         self.waiting.appendleft(sequence)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a second sequence continue a first one's tokens: all that are known, or the first.
-
-        It shares the full blocks; the last one, if it is partial, is copied by the next plan. If
-        the first one's KV is not there yet, or if there is no room, the second one queues.
-
-        Args:
-            parent: a live sequence.
-            child: a new one with the same tokens, or the first of them.
-
-        Raises:
-            InvalidRequestError, OverloadedError: see `add`.
-        """
-        self.add(child)
-        if self._can_fork(parent, child):
-            self.waiting.remove(child)
-            self._run_fork(parent, child)
-
     def fork_children(self, parent: Sequence) -> None:
         """Let the children of a sequence run, whose prompt has been computed.
 
+        They share its full blocks; the last one, if it is partial, is copied by the next plan.
         Those that find no room wait at the front of the queue.
         """
         queued = []
@@ -174,7 +157,8 @@ class SequenceTable:
             if child not in self.unforked:
                 continue  # it has ended
             child.scored_until = max(child.scored_until, parent.scored_until)
-            if self._can_fork(parent, child):
+            # One that awaits scores needs the logits of all its prompt.
+            if self._free_slots and self.pool.num_available and not child.awaits_scores:
                 self._run_fork(parent, child)
             else:
                 queued.append(child)
@@ -192,21 +176,13 @@ class SequenceTable:
             self.unforked.remove(heir)
             self.waiting.appendleft(heir)
 
-    def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        if not self._free_slots or self.pool.num_available == 0:
-            return False
-        if child.awaits_scores:
-            return False  # it needs the logits of all its prompt
-        known = len(child.token_ids) - 1
-        return parent.status is RequestStatus.RUNNING and 0 < known <= parent.num_computed_tokens
-
     def _run_fork(self, parent: Sequence, child: Sequence) -> None:
         known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
+        num_shared = known // self.block_size
         blocks = parent.block_ids[: self._blocks_for(known)]
-        child.block_ids, own = self.pool.fork(blocks, known // self.block_size)
-        for source, target in zip(blocks[-len(own) :], own, strict=True) if own else ():
-            self._draft.copy_block(source, target)
-        child.block_hashes = parent.block_hashes[: known // self.block_size]
+        child.block_ids, own = self.pool.fork(blocks, num_shared)
+        self._draft.copies.update(zip(own, blocks[num_shared:], strict=True))
+        child.block_hashes = parent.block_hashes[:num_shared]
         child.num_computed_tokens = child.num_cached_tokens = known
         child.remote_prefill = False  # if it is preempted, it is computed again here
         child.slot = self._free_slots.pop()

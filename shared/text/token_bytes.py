@@ -61,6 +61,14 @@ class TokenBytes:
         """Return a token's text; U+FFFD for a part of a character."""
         return self.of(token_id).decode(errors="replace")
 
+    def name(self, token_id: int) -> str:
+        r"""Return a token's text, or `bytes:\xe2\x80` for a part of a character, as OpenAI does."""
+        raw = self.of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + repr(raw)[2:-1]
+
 
 def _is_byte_level(decoder: Any) -> bool:
     if decoder is None:

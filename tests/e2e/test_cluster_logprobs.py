@@ -16,6 +16,7 @@ from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
+from pagewire.tests.support.sse import events_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -67,7 +68,7 @@ def check_columns(
     first = len(token_ids) - len(logprobs["tokens"])
     columns = (logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
     for position, (token, logprob, top) in enumerate(zip(*columns, strict=True), start=first):
-        assert token == TOKENIZER.token_bytes.text(token_ids[position])
+        assert token == TOKENIZER.token_bytes.name(token_ids[position])
         if position == 0:
             assert logprob is None and top is None
             continue
@@ -85,13 +86,10 @@ def streamed(cluster: LocalCluster, on_event: Any = None, **body: Any) -> dict[s
     url = f"{cluster.url}/v1/completions"
     with httpx.stream("POST", url, json={**asked, "stream": True}, timeout=60) as response:
         assert response.status_code == 200
-        lines = (line for line in response.iter_lines() if line)
-        for count, line in enumerate(lines):
+        for count, event in enumerate(events_of(response.iter_bytes())):
             if on_event is not None:
                 on_event(count)
-            if line == "data: [DONE]":
-                break
-            choice = httpx.Response(200, text=line.removeprefix("data: ")).json()["choices"][0]
+            (choice,) = event["choices"]
             text, end = text + choice["text"], choice["finish_reason"]
             token_ids += choice.get("token_ids", [])
             for name, values in (choice["logprobs"] or {}).items():

@@ -122,19 +122,17 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     assert awaiting.wait().tokens == [free[0], 77]
 
 
-def test_forked_sequence_goes_on_as_its_parent_would() -> None:
+def test_child_goes_on_as_its_parent_does() -> None:
     llm = make_llm()
     core = llm.engine.core
-    parent = new_sequence("parent", PROMPTS[3][:37], GREEDY, ())
-    core.add(parent)
-    while len(parent.token_ids) < 40:
+    parent, child = (new_sequence(name, PROMPTS[3][:37], GREEDY, ()) for name in ("p", "c"))
+    core.add(parent, (child,))
+    while core.scheduler.unforked:
         core.step()
-    prompt, outputs = parent.token_ids[:37], parent.token_ids[37:]
-    child = new_sequence("child", prompt, GREEDY, (), outputs)
-    core.fork(parent, child)
     assert child.status is RequestStatus.RUNNING
     while core.has_work:
         core.step()
+    assert core.stats.prompt_tokens_computed == 37 + 1
     assert child.token_ids == parent.token_ids
     assert len(child.token_ids) == 37 + 20
     core.scheduler.check_integrity()

@@ -1,7 +1,6 @@
 """What the router answers to good and bad requests, besides the wording of their bodies."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, LiveRouter, with_worker
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.sse import arriving_events, events_of
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +52,14 @@ def test_a_stop_string_ends_the_answer_and_cancels_the_rest(redis_url):
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["usage"]["completion_tokens"] < len(ANSWER)
         streamed = await router.complete(**asked, stream=True)
-        assert streamed_text(streamed) == " The café by the river — "
+        events = events_of([streamed.content])
+        text = "".join(event["choices"][0]["text"] for event in events)
+        assert text == " The café by the river — "
         await eventually(lambda: len(worker.cancelled) == 2)
         labels = f'finished_reason="stop",model_name="{MODEL}"'
         assert await router.metric(f"vllm:request_success_total{{{labels}}}") == 2
 
     with_worker(redis_url, scenario)
-
-
-def streamed_text(response: Any) -> str:
-    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert events.pop() == "[DONE]"
-    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
 def test_cached_tokens_are_reported_and_counted(redis_url):
@@ -193,13 +189,12 @@ def test_a_failure_in_mid_stream_is_an_event(redis_url):
         body = {"model": MODEL, "prompt": "Hi", "stream": True}
         async with router.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
-            lines = response.aiter_lines()
-            await anext(lines)
+            events = arriving_events(response)
+            await anext(events)
             worker.error = "/secret"
-            rest = [line async for line in lines if line]
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "server_error"
-        assert rest[-1] == "data: [DONE]"
-        assert "secret" not in "".join(rest)
+            rest = [event async for event in events]
+        assert rest[-1]["error"]["type"] == "server_error"
+        assert "secret" not in str(rest)
 
     with_worker(redis_url, scenario)
 

@@ -1,7 +1,6 @@
 """Decode workers that die, freeze, refuse, drain or are restarted."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,6 +12,7 @@ from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.sse import arriving_events
 
 TEXT = " One, two, three, four, five, six, seven, eight, nine, ten — 東京 🌍 — and on it goes."
 ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
@@ -44,27 +44,19 @@ def with_workers(redis_url: str, count: int, scenario: Scenario, **settings: Any
     run_async(main())
 
 
-def text_of(lines: list[str]) -> str:
-    events = [line.removeprefix("data: ") for line in lines if line]
-    assert events.pop() == "[DONE]"
-    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
-
-
 async def stream_until(
     router: LiveRouter, count: int, then: Callable[[], Awaitable[None]], **body: Any
 ) -> str:
     """Stream an answer; after some events do something; return the whole text."""
     asked = {"model": MODEL, "prompt": "Count", "max_tokens": 200, "stream": True, **body}
-    lines: list[str] = []
+    texts: list[str] = []
     async with router.http.stream("POST", "/v1/completions", json=asked) as response:
         assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line:
-                lines.append(line)
-            if len(lines) == count:
+        async for event in arriving_events(response):
+            texts.append(event["choices"][0]["text"])
+            if len(texts) == count:
                 await then()
-                count = -1
-    return text_of(lines)
+    return "".join(texts)
 
 
 def the_busy(workers: Workers) -> tuple[FakeDecodeWorker, Workers]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.sse import arriving_events
 
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
 
@@ -94,13 +94,11 @@ def test_a_signal_lets_streams_finish(redis_url, name):
                 await health(http, 200)
                 asked = {"model": MODEL, "prompt": "Hi", "stream": True, "max_tokens": 100}
                 async with http.stream("POST", "/v1/completions", json=asked) as response:
-                    lines = response.aiter_lines()
-                    await anext(lines)
+                    events = arriving_events(response)
+                    await anext(events)
                     process.send_signal(getattr(signal, name))
-                    rest = [line async for line in lines if line]
-                assert rest[-1] == "data: [DONE]"
-                choice = json.loads(rest[-2].removeprefix("data: "))["choices"][0]
-                assert choice["finish_reason"] == "length"
+                    *_, last = [event async for event in events]
+                assert last["choices"][0]["finish_reason"] == "length"
                 assert worker.cancelled == []
                 assert await asyncio.to_thread(process.wait, 10) == 0
 
@@ -121,14 +119,15 @@ def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
                 await health(http, 200)
                 asked = {"model": MODEL, "prompt": "Hi", "stream": True, "max_tokens": 100}
                 async with http.stream("POST", "/v1/completions", json=asked) as response:
-                    lines = response.aiter_lines()
-                    await anext(lines)
+                    events = arriving_events(response)
+                    await anext(events)
                     process.send_signal(signal.SIGTERM)
                     await asyncio.sleep(0.3)
                     with contextlib.suppress(httpx.TransportError):
                         late = await http.post("/v1/completions", json=asked)
                         assert late.status_code == 503
-                    assert [line async for line in lines if line][-1] == "data: [DONE]"
+                    *_, last = [event async for event in events]
+                assert last["choices"][0]["finish_reason"] == "length"
                 assert len(worker.generated) == 1
 
     run_async(scenario())

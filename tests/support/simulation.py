@@ -31,7 +31,6 @@ class Arrival:
     outcome: Outcome
     delay: int
     abort_after: int | None
-    fork_after: int | None
     children: list[int | None]  # when each aborts
 
 
@@ -49,7 +48,11 @@ class World:
     caching: bool
     overlap: bool
     iterations_a_step: int  # that the device takes
+    failure: tuple[int, Literal["launch", "result"]] | None  # of a step
     arrivals: list[Arrival]
+
+
+FAILURES = st.none() | st.tuples(st.integers(0, 40), st.sampled_from(["launch", "result"]))
 
 
 @st.composite
@@ -69,6 +72,7 @@ def worlds(draw: st.DrawFn) -> World:
         caching=draw(st.booleans()),
         overlap=draw(st.booleans()),
         iterations_a_step=draw(st.integers(1, 3)),
+        failure=draw(FAILURES),
         arrivals=draw(st.lists(arrivals(capacity), min_size=3, max_size=9)),
     )
 
@@ -86,7 +90,6 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
         outcome=draw(st.sampled_from(OUTCOMES)),
         delay=draw(st.integers(0, 6)),
         abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
-        fork_after=draw(st.sampled_from([None] * 6 + [1, 2, 4, 7])),
         children=draw(st.lists(st.sampled_from([None, None, 0, 1, 3, 6]), max_size=3)),
     )
 
@@ -111,7 +114,6 @@ class Life:
     finish_reason: str | None = None
     reserved_at: int | None = None
     finished_at: int | None = None
-    has_forked: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -152,6 +154,8 @@ class Simulation:
         for life in list(self.lives.values()):
             self.tend(life)
         self.device.has_run = self.now % self.world.iterations_a_step == 0
+        if self.world.failure == (self.now, "result"):
+            self.device.fail("fail_wait", "device on fire")
         outputs, _worked = self.core.step(wait=False)
         for output in outputs:
             life = self.lives[output.request_id]
@@ -172,7 +176,7 @@ class Simulation:
             limit = self.core.scheduler.limits.max_model_len
             lives = [self.begin(arrival, sequence)]
             for index, abort_after in enumerate([] if sequence.prefill_only else arrival.children):
-                of_child = replace(arrival, abort_after=abort_after, fork_after=None)
+                of_child = replace(arrival, abort_after=abort_after)
                 lives.append(self.begin(of_child, self.make_child(sequence, index)))
             try:
                 self.core.add(sequence, tuple(life.sequence for life in lives[1:]))
@@ -219,7 +223,8 @@ class Simulation:
         return False
 
     def before_launch(self, plan: StepPlan) -> None:
-        pass
+        if self.world.failure == (self.now, "launch"):
+            raise RuntimeError("device on fire")
 
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Play the KV side: look at what it is told."""
@@ -267,30 +272,10 @@ class Simulation:
             self.core.abort(sequence.request_id)
             life.finish_reason = "abort"
             return
-        if arrival.fork_after is not None and self.now - arrival.at >= arrival.fork_after:
-            self.fork(life)
         if sequence.status is not RequestStatus.RESERVED or life.reserved_at is None:
             return
         if self.now - life.reserved_at >= arrival.delay:
             self.end_reservation(life)
-
-    def fork(self, life: Life) -> None:
-        """Let a second sequence with another seed continue what is known of one."""
-        parent = life.sequence
-        if life.has_forked or parent.prefill_only or parent.is_finished:
-            return
-        life.has_forked = True
-        arrival = replace(life.arrival, at=self.now, kind="local", fork_after=None)
-        child = make_sequence(
-            f"{parent.request_id}-fork",
-            parent.token_ids[: parent.num_prompt_tokens],
-            replayed=parent.token_ids[parent.num_prompt_tokens :],
-            max_tokens=arrival.max_tokens,
-            stop=arrival.stop,
-            seed=1 - arrival.seed,
-        )
-        self.core.fork(parent, child)
-        self.lives[child.request_id] = self.begin(arrival, child)
 
     def end_reservation(self, life: Life) -> None:
         sequence, outcome = life.sequence, life.arrival.outcome
@@ -314,7 +299,7 @@ class Simulation:
     def check_ends(self) -> None:
         """Every sequence got its own tokens, and nothing is left."""
         for life in self.lives.values():
-            if life.finish_reason == "abort":
+            if life.finish_reason in ("abort", "error"):
                 assert life.got == life.expected[: len(life.got)]
             else:
                 assert life.got == life.expected

@@ -8,6 +8,7 @@ import pytest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.step import Expect, StepPlan
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.logprobs import Logprobs, join
 from pagewire.tests.support.engine_iterations import (
@@ -21,6 +22,25 @@ from pagewire.tests.support.engine_iterations import (
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence, score
 
 pytestmark = pytest.mark.usefixtures("each_executor")
+
+
+class Plans:
+    """Keeps what is launched."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.all: list[StepPlan] = []
+        core.hooks.append(self)
+
+    def before_launch(self, plan: StepPlan) -> None:
+        pass
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        if plan is not None:
+            self.all.append(plan)
+        return False
+
+    def is_due(self) -> bool:
+        return False
 
 
 def family(
@@ -47,7 +67,7 @@ def add(core: EngineCore, sequences: list[Sequence]) -> dict[str, list[int]]:
 
 
 @BOTH
-@pytest.mark.parametrize("length", [2, 5, 7, 8, 9])
+@pytest.mark.parametrize("length", [1, 2, 5, 7, 8, 9])
 @pytest.mark.parametrize("max_tokens", [1, 12])
 def test_children_share_a_prompt_that_is_computed_once(
     overlap: bool, length: int, max_tokens: int
@@ -64,14 +84,74 @@ def test_children_share_a_prompt_that_is_computed_once(
     assert_idle(core)
 
 
-def test_children_hold_their_last_block_only() -> None:
+@BOTH
+@pytest.mark.parametrize("length", [5, 6, 7, 8, 9])
+def test_children_share_full_blocks_and_copy_the_last(overlap: bool, length: int) -> None:
+    core, _ = make_core(overlap=overlap, caching=False)
+    plans = Plans(core)
+    sequences = family(length)
+    wanted = add(core, sequences)
+    while core.scheduler.unforked:
+        core.step()
+    core.scheduler.check_integrity()
+    num_copies = 2 * int((length - 1) % 4 > 0)  # each runs the prompt's last token itself
+    assert core.scheduler.pool.counts().used == len(sequences[0].block_ids) + num_copies
+    outputs = drain(core)
+    assert sum(len(plan.copies) for plan in plans.all) == num_copies
+    assert [tokens_of(outputs, name) for name in ("s1", "s2")] == [wanted["s1"], wanted["s2"]]
+    assert_idle(core)
+
+
+def test_child_that_ends_as_it_forks_copies_nothing() -> None:
     core, _ = make_core(caching=False)
-    add(core, family(9))  # two full blocks, and one for the last token
+    plans = Plans(core)
+    add(core, family(6, count=2))
     core.step()
-    assert core.scheduler.pool.counts().used == 3
-    core.step()
-    assert core.scheduler.pool.counts().used == 3 + 2
+    assert core.scheduler.unforked == set()
+    core.abort("s1")
     drain(core)
+    assert not any(plan.copies for plan in plans.all)
+    assert_idle(core)
+
+
+def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
+    core, _ = make_core(num_blocks=4, caching=False)
+    plans = Plans(core)
+    wanted = add(core, family(6, count=2, max_tokens=3))
+    core.step()
+    core.abort("s0")
+    remote = make_sequence("remote", [0] * 8, remote_prefill=True)
+    core.add(remote)  # its KV may be written as soon as the steps before its plan are done
+    outputs, _ = core.step()
+    assert plans.all[-1].copies
+    outputs = [*outputs, *core.step()[0]]
+    assert remote.status is RequestStatus.RESERVED
+    for plan in plans.all:
+        expected = {b for work in plan.kv if isinstance(work, Expect) for b in work.block_ids}
+        assert expected.isdisjoint(block for pair in plan.copies for block in pair)
+    core.abort("remote")
+    assert tokens_of([*outputs, *drain(core)], "s1") == wanted["s1"]
+    assert_idle(core)
+
+
+@BOTH
+def test_children_that_are_preempted_are_computed_again(overlap: bool) -> None:
+    core, _ = make_core(num_blocks=8, overlap=overlap, caching=False)
+    wanted = add(core, family(6))
+    outputs = drain(core)
+    assert core.scheduler.num_preemptions > 0
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("size", [{"max_num_seqs": 1}, {"num_blocks": 2}], ids=["slots", "blocks"])
+def test_child_without_room_waits_in_the_queue(size: dict[str, int]) -> None:
+    core, _ = make_core(caching=False, **size)
+    wanted = add(core, family(6, count=2, max_tokens=2))
+    first, _ = core.step()
+    assert [each.request_id for each in core.scheduler.waiting] == ["s1"]
+    outputs = [*first, *drain(core)]
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted
     assert_idle(core)
 
 
@@ -114,6 +194,7 @@ def test_child_goes_on_when_the_step_of_its_parent_fails() -> None:
     assert {name: tokens_of(outputs, name) for name in ("s1", "s2")} == {
         name: wanted[name] for name in ("s1", "s2")
     }
+    assert device.batches[2] == (9, 1)  # the first child computes all of its prompt
     assert_idle(core)
 
 
@@ -147,6 +228,19 @@ def test_children_of_a_prompt_computed_elsewhere_fork_when_its_kv_is_there(
     outputs = drain(core)
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s0": wanted["s0"][1:]}
     assert core.stats.prompt_tokens_computed == 2
+    assert_idle(core)
+
+
+@BOTH
+def test_children_of_a_sequence_that_falls_back_fork_from_its_prompt(overlap: bool) -> None:
+    core, _ = make_core(overlap=overlap, caching=False)
+    parent, *children = family(9, remote_prefill=True)
+    wanted = add(core, [parent, *children])
+    core.step()
+    core.recompute_locally(parent, wanted["s0"][0])  # it goes on after this token, which is not theirs
+    outputs = drain(core)
+    assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s0": wanted["s0"][1:]}
+    assert core.stats.prompt_tokens_computed == 10 + 2
     assert_idle(core)
 
 

@@ -1,4 +1,4 @@
-"""What the engine makes of another worker's blocks, and what its outputs tell."""
+"""Blocks from another worker, what outputs tell, and a step that waits for a supply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from pagewire.shared.control.protocol import FinishReason
+from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.engine.step_output import StepOutput
+from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
@@ -16,7 +18,7 @@ from pagewire.tests.support.engine_iterations import (
     reserve,
     tokens_of,
 )
-from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+from pagewire.tests.support.fake_device import VOCAB, generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
@@ -190,3 +192,23 @@ def test_counters_count_each_token_once(overlap: bool) -> None:
     assert (stats.prompt_tokens_computed, stats.tokens_generated) == (9 + 1, 10)
     assert (stats.prefix_queries, stats.prefix_hits) == (18, 8)
     assert stats.steps == len(device.batches) == 10
+
+
+# A step that waits for what may be sampled
+
+
+def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
+    _, device = make_core()
+    plan = StepPlan(
+        number=1,
+        new_slots=[NewSlot(0, RequestSpec(seed=0)), NewSlot(1, RequestSpec(seed=0))],
+        blocks=TableEntries([0, 1], [0, 0], [0, 1]),
+        chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
+        awaits_supply=True,
+    )
+    free = make_sequence("free", [1, 2, 3])
+    token = generate(free, LIMIT)[0]
+    other = (token + 3) % VOCAB
+    pending = device.execute(plan)
+    device.supply(Supply(number=1, masks={1: bytes([1 << other])}))
+    assert pending.wait().tokens == [token, other]

@@ -131,23 +131,26 @@ class LosesOne:
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["nothing-applied", "applied"])
-def test_failed_launch_spares_a_fork_that_it_prepared(
+def test_failed_launch_spares_those_that_it_did_not_prepare(
     applied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan has the fork's slot and copy, and no row of it: one token is all that fits."""
-    core, _ = make_core(max_num_batched_tokens=1, caching=False)
-    parent = make_sequence("parent", [1] * 2, max_tokens=9)
-    core.add(parent)
-    for _ in range(3):
-        core.step()
-    child = make_sequence("child", [1] * 2, replayed=parent.token_ids[2:], seed=1)
-    expected = generate(child, LIMIT)[child.num_replayed_tokens :]
-    core.fork(parent, child)
-    core.executor = LosesOne(core.executor, 4, applied)
+    """The plan frees a slot, and has the copy of one child; the other has found no room."""
+    core, _ = make_core(num_blocks=4, max_num_seqs=3, caching=False)
+    parent, child, other = (make_sequence(f"s{seed}", [1] * 6, seed=seed) for seed in range(3))
+    expected = generate(other, LIMIT)
+    core.add(make_sequence("gone", [0] * 2))
+    core.add(parent, (child, other))
+    core.step()
+    core.abort("gone")
+    assert core.scheduler.running == [parent, child]
+    core.executor = LosesOne(core.executor, 2, applied)
     outputs = drain(core)
-    assert ends_of(outputs) == {"parent": "error", "child": "length"}
-    assert tokens_of(outputs, "child") == expected
+    assert ends_of(outputs) == {"s0": "error", "s1": "error", "s2": "length"}
+    assert tokens_of(outputs, "s2") == expected
     assert "out of memory" in caplog.text
+    for seed in range(3):  # one in each slot
+        core.add(make_sequence(f"s{seed}", [0] * 2, seed=seed, max_tokens=2))
+    assert ends_of(drain(core)) == dict.fromkeys(("s0", "s1", "s2"), "length")
     assert_idle(core)
 
 

@@ -97,6 +97,19 @@ def test_bytes_of_chat_tokens_join_to_the_text() -> None:
     assert set(content[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
 
 
+def test_parts_of_characters_have_names_of_their_own_in_completions() -> None:
+    first = TOKENIZER.encode("🌍", add_special_tokens=False)[0]
+    assert [TOKEN_BYTES.of(first + more) for more in range(3)] == [b"\xf0", b"\xf1", b"\xf2"]
+    shown = CompletionLogprobs(TOKEN_BYTES, None).of(
+        TextDelta("", None, (first,), columns([first]))
+    )
+    assert shown is not None
+    assert shown["tokens"] == [r"bytes:\xf0"]
+    assert shown["top_logprobs"] == [
+        {r"bytes:\xf1": -2.25, r"bytes:\xf2": -0.5, r"bytes:\xf0": -4.0}
+    ]
+
+
 @pytest.mark.parametrize("size", [1, 2, 100])
 def test_offsets_of_a_completion_go_on_over_its_parts(size: int) -> None:
     prompt, text = "Where?", " naïve — 東京 🌍 it is"
@@ -117,7 +130,7 @@ def test_offsets_of_a_completion_go_on_over_its_parts(size: int) -> None:
     assert found["text_offset"][:2] == [0, 0]  # a special token has no text
     whole = prompt + text
     for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
-        if "\ufffd" not in token and not token.startswith("<|"):
+        if not token.startswith(("bytes:", "<|")):
             assert whole[offset : offset + len(token)] == token
     assert shown.of(TextDelta("", "stop")) is None
 

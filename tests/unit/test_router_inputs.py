@@ -189,6 +189,13 @@ def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted():
         seed=None,
     )
     assert completion(logprobs=None, best_of=1, suffix="", echo=None)
+    assert completion(best_of=None, n=2)
+
+
+def test_fewer_candidates_than_answers_are_refused():
+    error = refusal(completion, best_of=1, n=2)
+    assert error.param == "best_of"
+    assert error.message == "best_of must not be less than n, which is 2: leave it out"
 
 
 def test_defaults_of_a_completion():

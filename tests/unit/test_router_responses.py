@@ -5,6 +5,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
+from pagewire.services.cli.client.sse import EventParser
 from pagewire.services.router.http.answers import Usage
 from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
 from pagewire.services.router.http.responses import (
@@ -30,9 +31,7 @@ USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
 
 
 def events(raw: bytes) -> list[dict]:
-    lines = raw.decode().split("\n\n")
-    assert lines.pop() == ""
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+    return [json.loads(data) for data in EventParser().feed(raw) if data != b"[DONE]"]
 
 
 def test_a_completion_is_what_openais_client_reads():

@@ -86,7 +86,7 @@ class CompletionLogprobs:
         for token in part or ():
             top: dict[str, float] = {}
             for token_id, logprob in [*token.top, (token.id, token.logprob)]:
-                top.setdefault(self._bytes.text(token_id), finite(logprob))
+                top.setdefault(self._bytes.name(token_id), finite(logprob))
             self._add(columns, token.id, finite(token.logprob), top)
 
     def _add(
@@ -96,7 +96,7 @@ class CompletionLogprobs:
         logprob: float | None,
         top: dict[str, float] | None,
     ) -> None:
-        columns["tokens"].append(self._bytes.text(token_id))
+        columns["tokens"].append(self._bytes.name(token_id))
         columns["token_logprobs"].append(logprob)
         columns["top_logprobs"].append(top)
         columns["text_offset"].append(self._offset)

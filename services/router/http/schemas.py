@@ -78,10 +78,12 @@ class CompletionBody(GenerationBody):
     Attributes:
         prompt: text, several texts, token ids, or several lists of token ids.
         max_tokens: may be 0 if the prompt is echoed: nothing is generated then.
+        best_of: no more than 1, see `refuse_unsupported`.
     """
 
     prompt: Any
     max_tokens: AtLeastZero | None = None
+    best_of: AtLeastOne | None = None
     echo: bool | None = None
 
 
@@ -158,6 +160,8 @@ def _check_together(body: GenerationBody) -> None:
         problems["top_logprobs"] = "is only allowed when logprobs is true"
     if isinstance(body, CompletionBody) and body.max_tokens == 0 and not body.echo:
         problems["max_tokens"] = "must be at least 1, or 0 with echo"
+    if isinstance(body, CompletionBody) and body.best_of and body.best_of < (body.n or 1):
+        problems["best_of"] = f"must not be less than n, which is {body.n}: leave it out"
     for field, problem in problems.items():
         raise InvalidRequestError(f"{field} {problem}", field)
 
