@@ -124,7 +124,7 @@ def while_written(pair: KvPair, request: Request) -> bool:
 
 def while_announced(pair: KvPair, request: Request) -> bool:
     pair.decode.carrier.holds_payloads = True
-    return pair.decode.core.hooks_busy
+    return pair.decode.is_receiving
 
 
 def while_unpacked(pair: KvPair, request: Request) -> bool:

@@ -66,7 +66,7 @@ def while_announced(pair: KvPair, request: Request) -> None:
 def while_a_payload_is_awaited(pair: KvPair, request: Request) -> None:
     begin(pair, request)
     pair.decode.carrier.holds_payloads = True
-    pair.until(lambda: pair.decode.core.hooks_busy)
+    pair.until(lambda: pair.decode.is_receiving)
 
 
 def while_unpacking(pair: KvPair, request: Request) -> None:
@@ -216,7 +216,7 @@ def test_a_payload_that_does_not_come_ends_the_link_in_its_time(kind: str) -> No
     with kv_pair(kind) as pair:
         pair.decode.carrier.holds_payloads = True
         pair.ask(PROMPT)
-        pair.until(lambda: pair.decode.core.hooks_busy)
+        pair.until(lambda: pair.decode.is_receiving)
         link = pair.link
         pair.clock.now += TIMEOUT_S - 0.2
         pair.step(pair.decode)
@@ -236,10 +236,10 @@ def test_payloads_of_a_link_that_has_ended_are_not_awaited(kind: str) -> None:
     with kv_pair(kind) as pair:
         pair.decode.carrier.holds_payloads = True
         pair.ask(PROMPT)
-        pair.until(lambda: pair.decode.core.hooks_busy)
+        pair.until(lambda: pair.decode.is_receiving)
         pair.decode.receiver.close(pair.link.received)
         pair.step(pair.decode)
-        assert not pair.decode.core.hooks_busy
+        assert not pair.decode.is_receiving
         pair.end(pair.link)
         pair.finish()
 

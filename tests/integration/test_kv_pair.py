@@ -98,7 +98,7 @@ def test_the_loop_goes_on_at_once_after_the_last_segment(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=8, prefill=LARGE) as pair:
         pair.decode.device.has_moved = False
         request = pair.ask(PROMPT)
-        pair.until(lambda: request.tokens and pair.decode.core.hooks_busy)
+        pair.until(lambda: request.tokens and pair.decode.is_receiving)
         assert not pair.decode.core.is_due()
         pair.decode.device.has_moved = True
         assert pair.decode.core.is_due()

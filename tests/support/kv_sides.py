@@ -200,6 +200,11 @@ class DecodeSide(Side):
     def endpoint(self) -> KvReceiver:
         return self.receiver
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a segment has been announced and not acknowledged."""
+        return self.receiver.credits.count(SlotState.FILLED) > 0
+
     def held(self) -> list[str]:
         held = super().held()
         for state in (SlotState.FILLED, SlotState.QUARANTINED):
