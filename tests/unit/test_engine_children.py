@@ -237,7 +237,8 @@ def test_children_of_a_sequence_that_falls_back_fork_from_its_prompt(overlap: bo
     parent, *children = family(9, remote_prefill=True)
     wanted = add(core, [parent, *children])
     core.step()
-    core.recompute_locally(parent, wanted["s0"][0])  # it goes on after this token, which is not theirs
+    first = wanted["s0"][0]
+    core.recompute_locally(parent, first)  # it goes on after this token, which is not theirs
     outputs = drain(core)
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s0": wanted["s0"][1:]}
     assert core.stats.prompt_tokens_computed == 10 + 2
