@@ -275,7 +275,8 @@ class WorkerSettings(ClusterSettings, EngineSettings):
     )
     transfer_timeout_s: Seconds = described(
         10.0,
-        "Seconds for a KV segment to be acknowledged, and for each step of opening a KV link.",
+        "Seconds for a KV segment to be acknowledged, for a KV link to answer, and for each step "
+        "of opening one.",
     )
     prefill_timeout_s: Seconds = described(
         30.0,

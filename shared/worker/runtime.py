@@ -244,7 +244,7 @@ class WorkerRuntime:
             settings,
             self.role,
             self.engine_handle,
-            KvSockets(self.keys, slot_bytes),
+            KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
             make_staging(settings.staging_slots, slot_bytes, device),
             self._advertised,
         )

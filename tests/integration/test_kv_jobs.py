@@ -266,7 +266,9 @@ def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
                 q.welcome()
                 await link.granted()
                 link.pass_test()
-                await eventually(lambda: d.is_linked("p") and d.is_linked("q"))
+                await eventually(
+                    lambda: link.gives_credits_back() and d.is_linked("p") and d.is_linked("q")
+                )
                 p.device.has_run = False
                 router.generate(workers=("p",))
                 await eventually(lambda: p.taken(Prefill))

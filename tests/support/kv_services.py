@@ -281,7 +281,7 @@ async def _open(
 ) -> AsyncIterator[tuple[KvSockets, dict[str, Carrier], FdWatch]]:
     """Open what both halves of the endpoint need, and the control server."""
     async with AsyncExitStack() as stack:
-        sockets = KvSockets(KEYS, worker.staging.slot_bytes)
+        sockets = KvSockets(KEYS, worker.staging.slot_bytes, worker.times.transfer_s)
         stack.callback(sockets.close)
         carriers = {}
         for make in makers:

@@ -43,12 +43,14 @@ class KvSockets:
     Args:
         keys: the cluster's; without them anybody who reaches the port may send.
         slot_bytes: of a staging slot, the largest payload.
+        timeout_s: a connection ends when libzmq's heartbeats have had no answer for this long.
     """
 
-    def __init__(self, keys: ClusterKeys | None, slot_bytes: int) -> None:
+    def __init__(self, keys: ClusterKeys | None, slot_bytes: int, timeout_s: float = 10.0) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._keys = keys
         self._largest = max(slot_bytes, MAX_MESSAGE_BYTES) + _FRAME_OVERHEAD
+        self._timeout_ms = max(2, int(timeout_s * 1000))
         self._zap = ZapHandler(self._context, keys) if keys is not None else None
 
     @property
@@ -102,6 +104,8 @@ class KvSockets:
         socket = self._context.socket(kind)
         socket.sndhwm = socket.rcvhwm = _QUEUED
         socket.maxmsgsize = self._largest
+        socket.heartbeat_timeout = self._timeout_ms
+        socket.heartbeat_ivl = self._timeout_ms // 2
         socket.linger = 0
         socket.ipv6 = ipv6
         return socket
