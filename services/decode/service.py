@@ -201,6 +201,8 @@ class DecodeService:
 
     def _on_first_token(self, request: DecodeRequest, done: PrefillDone, worker_id: str) -> None:
         """Pass a first token on that another worker has sampled; its KV may still be coming."""
+        if request.engine_id not in self._requests:
+            return  # cancelled meanwhile
         output = TokenOutput(
             request_id=request.message.request_id,
             token_ids=[done.first_token],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
+from pagewire.shared.control.protocol import Cancel
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
@@ -79,6 +81,33 @@ def test_a_request_that_is_given_up_frees_all_on_both_sides(
             async with router_of(d) as router:
                 router.generate(prompt=LONG)
                 await router.answer()
+
+    run_async(scenario())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Hold up the event loop until other threads have made a condition true."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_first_token_that_meets_a_cancellation_is_not_delivered() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            release = await computing(p, d, router)
+            [(peer_id, _)] = d.received
+            handed_over = d.handed_over["to the loop"]
+            release()
+            # The loop, which is held up here, gets the token after the cancellation.
+            wait_for(lambda: d.handed_over["to the loop"] > handed_over)
+            d.service.on_message(peer_id, Cancel(request_id="r"))
+            await eventually(lambda: not (d.used_blocks or d.service.num_active))
+            router.generate("after", prompt=LONG)
+            await router.answer("after")
+            assert "r" not in router.outputs
 
     run_async(scenario())
 
