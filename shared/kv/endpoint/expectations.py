@@ -57,8 +57,9 @@ class Expectations:
     _by_job: dict[str, Expected] = field(default_factory=dict)
     _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
 
-    def __len__(self) -> int:
-        return len(self._by_request)
+    def any_heard(self, since_s: float) -> bool:
+        """Whether something of a job has come since then, or its blocks were reserved."""
+        return any(expected.heard_s >= since_s for expected in self._by_request.values())
 
     def reserve(self, work: Expect, after: int) -> Expected:
         """Expect a sequence's blocks; no plan later than `after` touches them but by KV."""

@@ -36,6 +36,10 @@ from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToS
 
 logger = logging.getLogger(__name__)
 
+# After a job's last sign of life. A prompt that waits for longer may wait for a long time, and the
+# polls take most of a core; what comes then wakes the thread up.
+POLLED_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Receiving:
@@ -216,7 +220,8 @@ class KvReceiver(KvHalf):
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
         # What is expected comes soon: a thread that slept would take longer to take it in.
-        return bool(self._receiving or self._unpacking or self.expected)
+        is_soon = self.expected.any_heard(self.clock() - POLLED_S)
+        return bool(self._receiving or self._unpacking) or is_soon
 
     def _check_deadlines(self) -> None:
         """End links whose senders announce what does not come."""
