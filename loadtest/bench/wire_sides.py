@@ -24,13 +24,13 @@ from pagewire.kernels import load_ops
 from pagewire.loadtest.bench.host import NoModel
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.control.protocol import BlockLayout, KvHello
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.pending import PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
@@ -80,7 +80,7 @@ class DeviceTimer:
             return self._began_ns
         begin, end = self._events
         end.synchronize()
-        return self._began_ns + round(begin.elapsed_time(end) * 1e6)
+        return self._began_ns + int(begin.elapsed_time(end) * 1e6)
 
 
 @dataclass
