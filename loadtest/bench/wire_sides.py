@@ -37,12 +37,12 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.worker.kv import open_carrier
@@ -238,7 +238,7 @@ def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: Engi
     begin(jobs)
 
 
-class Receiving(Jobs):
+class Receiving(JobCallbacks):
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:

@@ -20,9 +20,9 @@ from typing import Literal
 
 from prometheus_client import Counter
 
+from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
-from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
