@@ -215,8 +215,10 @@ class KvReceiver(KvHalf):
         while self._unpacking and self._unpacking[0].check.is_done():
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
-        # What is expected comes soon: a thread that slept would take longer to take it in.
-        return bool(self._receiving or self._unpacking or self.expected)
+        # A thread that has slept takes longer to let a sequence run; on a CPU it would only take
+        # time from the workers that compute.
+        awaits_job = len(self.expected) > 0 and self.staging.memory.is_cuda
+        return bool(self._receiving or self._unpacking or awaits_job)
 
     def _check_deadlines(self) -> None:
         """End links whose senders announce what does not come."""
