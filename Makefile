@@ -44,10 +44,10 @@ loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 mi
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
 
 bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, next to vLLM where it is installed
-	@$(BIN)/python -P -m pagewire.loadtest.bench.one $(ARGS)
+	@$(BIN)/python -P -m pagewire.loadtest.bench.one_gpu $(ARGS)
 
 bench-gpu-2: $(STAMP) ## Time the KV wire and serving on two GPUs, likewise
-	@$(BIN)/python -P -m pagewire.loadtest.bench.two $(ARGS)
+	@$(BIN)/python -P -m pagewire.loadtest.bench.two_gpus $(ARGS)
 
 test-compose: $(STAMP) ## Build, start and torment the containers; needs a Docker engine
 	@tests/compose/base_image.sh

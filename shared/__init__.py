@@ -1,6 +1,8 @@
 """What several services share, by subject; each package may import those above it.
 
-    small modules   config, errors, logs, aio, addresses, sampling, ...
+    config.py       settings of all services
+    sampling.py     a request's parameters: defaults, ranges, seeds of its n answers
+    small modules   errors, logs, logprobs, aio, addresses, ...
     control/        messages between services, over ZeroMQ
     cluster/        the directory of workers, in Redis
     metrics/        Prometheus metrics of several services
@@ -11,6 +13,8 @@
     engine/         schedules steps and runs them on a device
     kv/carriers/, kv/endpoint/   move blocks from worker to worker
     worker/         an engine with a network around it
+
+"Small modules" in other introductions means these and the two files above them.
 
 Read first: `control/protocol.py`, `engine/__init__.py`, `kv/endpoint/__init__.py`.
 """

@@ -37,7 +37,8 @@ class RequestSpec(
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
         top_k: keep the k most likely tokens; 0 keeps all.
-        seed: makes the tokens reproducible; None draws one when the sequence is made.
+        seed: makes the tokens reproducible. If it is None, the router draws one
+            (dispatch/dispatcher.py), or offline the engine does (`new_sequence`).
         max_tokens: upper bound on generated tokens.
         stop_token_ids: end after any of these; the model's end-of-sequence ids are added to
             them unless `ignore_eos`.

@@ -37,7 +37,7 @@ PATTERNS = (
     "services/prefill/service.py",
     "services/prefill/decode_links.py",
     "services/decode/remote_jobs.py",
-    "services/decode/worker_links.py",
+    "services/decode/prefill_links.py",
 )
 CONTROL_MESSAGES = ("KvHello", "KvWelcome")
 _NO_CODE = {

@@ -4,5 +4,7 @@
 
 Each module is a program that prints one line of JSON for each result; docs/benchmarks.md has the
 figures.
-Read first: `engine.py`, `wire.py`, `two.py`.
+Kernels are timed in kernels/bench, clusters on a CPU in loadtest/compare.py, and any endpoint by
+`pagewire bench` (services/cli/bench).
+Read first: `engine.py`, `wire.py`, `two_gpus.py`.
 """

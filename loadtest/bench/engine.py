@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.llm import LLM
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 
 LLAMA_8B: dict[str, Any] = {

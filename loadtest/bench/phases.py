@@ -1,4 +1,7 @@
-"""What a cluster is asked: TTFT unloaded, gaps between tokens under long prompts, goodput."""
+"""The three measurements of a cluster that serves.
+
+`unloaded`: TTFT; `isolation`: gaps between tokens while long prompts arrive; `goodput`.
+"""
 
 from __future__ import annotations
 

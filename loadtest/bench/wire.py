@@ -3,11 +3,12 @@
     python -P -m pagewire.loadtest.bench.wire --carrier ipc [--tokens 8192] [--stepping]
         [--senders 4]
 
-All processes run a real engine thread, scheduler, block pool and KV endpoint; the model takes no
-time. A child computes prompts and sends their blocks; this process reserves them, and a prompt has
-crossed when its sequence is activated. GB/s counts from the launch of the step that makes the first
-prompt's blocks final until the last activation, next to one contiguous copy of as many bytes
-between the same devices in the same run: medians of `ROUNDS` rounds. With `--stepping` the
+All processes run a real engine thread, scheduler, block pool and KV endpoint; instead of a model's,
+a step has a few matrix products. A child computes prompts and sends their blocks; this process
+reserves them, and a prompt has crossed when its sequence is activated. GB/s counts from the end on
+the device of the step that makes the first prompt's blocks final, until the last activation, next
+to one contiguous copy of as many bytes between the same devices in the same run: medians of
+`ROUNDS` rounds. With `--stepping` the
 receiving engine decodes other sequences meanwhile.
 
 With `--senders` further senders open links after that, while all others are idle: "join" has the

@@ -24,25 +24,25 @@ from pagewire.kernels import load_ops
 from pagewire.loadtest.bench.host import NoModel
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.control.protocol import BlockLayout, KvHello
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.pending import PendingTokens
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.worker.kv import open_carrier
@@ -52,26 +52,65 @@ MOST_IN_A_ROW = 8  # prompts
 SLOTS = 16
 SLOT_BLOCKS = 64
 TIMEOUT_S = 60.0
+PAUSE_S = 0.05
 STEPPING_ROWS = 32
 STEPPING_ROW_BLOCKS = 64
 STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
+PREFILL_PRODUCTS = 12  # 2 to 3 ms, in which the packing of a prompt is launched
+
+
+class DeviceTimer:
+    """Finds when work on an idle device ends, by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+        self._began_ns = time.monotonic_ns()
+
+    def stop(self) -> None:
+        """The work has been launched."""
+        for event in self._events[1:]:
+            event.record()
+
+    def end_ns(self) -> int:
+        """Wait for the end and return when it was; on a CPU, when the work began: it takes none."""
+        if not self._events:
+            return self._began_ns
+        begin, end = self._events
+        end.synchronize()
+        return self._began_ns + int(begin.elapsed_time(end) * 1e6)
 
 
 @dataclass
-class SteppingRunner(ModelRunner):
-    """Computes nothing, but for matrix products that keep the device busy in steps that decode."""
+class ProductsRunner(ModelRunner):
+    """Runs no model: matrix products keep the device busy instead.
+
+    Attributes:
+        operand: of these products; on a CPU there are none.
+        timers: of steps with chunks.
+    """
 
     operand: torch.Tensor | None = None
-    launched_ns: int = 0  # the first step with chunks since it was reset
+    timers: queue.SimpleQueue[DeviceTimer] = field(default_factory=queue.SimpleQueue)
 
     def _launch(self, plan: StepPlan) -> PendingTokens:
-        if plan.decodes and self.operand is not None:
-            for _ in range(STEP_PRODUCTS):
-                torch.mm(self.operand, self.operand)
-        if plan.chunks and not self.launched_ns:
-            self.launched_ns = time.monotonic_ns()
+        if plan.chunks:
+            timer = DeviceTimer(self.state.device)
+            self._multiply(PREFILL_PRODUCTS)
+            timer.stop()
+            self.timers.put(timer)
+        elif plan.decodes:
+            self._multiply(STEP_PRODUCTS)
         tokens = torch.full((plan.num_samples,), 7, device=self.state.device)
         return PendingTokens(plan.number, tokens)
+
+    def _multiply(self, times: int) -> None:
+        operand = self.operand
+        if operand is not None:
+            for _ in range(times):
+                torch.mm(operand, operand)
 
 
 @dataclass
@@ -83,7 +122,7 @@ class Engine:
     stepping: bool = False
     core: EngineCore = field(init=False)
     thread: EngineThread = field(init=False)
-    runner: SteppingRunner = field(init=False)
+    runner: ProductsRunner = field(init=False)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
@@ -98,8 +137,8 @@ class Engine:
         scheduler = Scheduler(limits, BlockPool(num_blocks, False), hasher)
         state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
         ops = load_ops("auto", self.device.type)
-        self.runner = SteppingRunner(NoModel(), ops, pool, state)
-        if self.stepping:
+        self.runner = ProductsRunner(NoModel(), ops, pool, state)
+        if self.device.type == "cuda":
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
         self.thread = EngineThread(self.core, self._on_outputs)
@@ -187,11 +226,11 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
             sender.export(job, link, 0, num_blocks)
 
     for line in sys.stdin:
-        engine.runner.launched_ns = 0
+        timers = engine.runner.timers = queue.SimpleQueue()
         engine.thread.submit(partial(_begin_jobs, begin, json.loads(line)))
-        while not engine.runner.launched_ns:
-            time.sleep(0.001)
-        print(engine.runner.launched_ns, flush=True)
+        first = timers.get(timeout=TIMEOUT_S)
+        time.sleep(PAUSE_S)  # until the prompts have crossed: the engine's thread is left alone
+        print(first.end_ns(), flush=True)
     engine.thread.stop(TIMEOUT_S)
 
 
@@ -199,7 +238,7 @@ def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: Engi
     begin(jobs)
 
 
-class Receiving(Jobs):
+class Receiving(JobCallbacks):
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:
@@ -270,9 +309,9 @@ class Receiving(Jobs):
         names = [f"r{self._rounds}-{n}" for n in range(prompts)]
         self._engine.call(lambda: self._reserve(names))
         jobs = [self._next("a reservation") for _ in names]
-        launched_ns = int(process.ask(json.dumps(jobs)))
+        computed_ns = int(process.ask(json.dumps(jobs)))
         last_ns: int = max(self._next("a prompt") for _ in names)
-        return (last_ns - launched_ns) / 1e9
+        return (last_ns - computed_ns) / 1e9
 
 
 class Sending:

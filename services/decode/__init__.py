@@ -2,7 +2,7 @@
 
 Entry point: `run` (main.py).
 Read first: `service.py` (requests), `remote_jobs.py` (prompts that prefill workers compute),
-`worker_links.py` (KV links to them).
+`prefill_links.py` (KV links to them).
 
 May import: `shared`.
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.endpoint.receiver import KvReceiver

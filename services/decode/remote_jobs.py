@@ -22,7 +22,7 @@ from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.job_messages import (
@@ -47,7 +47,7 @@ class _Job:
     done_s: float = 0.0
 
 
-class RemoteJobs(Jobs):
+class RemoteJobs(JobCallbacks):
     """The prefill jobs of a decode worker's requests.
 
     Args:

@@ -20,9 +20,9 @@ from typing import Literal
 
 from prometheus_client import Counter
 
+from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
-from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
@@ -32,9 +32,8 @@ from pagewire.shared.control.protocol import (
     TokenOutput,
     clip_text,
 )
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.kv.job_messages import PrefillDone

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.shared.control.protocol import ControlMessage, KvHello, clip_text
-from pagewire.shared.engine.build import new_sequence
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
 from pagewire.shared.kv.endpoint.sender import KvSender

@@ -4,7 +4,9 @@ Entry point: `build.build_engine` makes an `EngineCore`; `llm.LLM` is one withou
 `thread.EngineThread` runs one for a worker. Read first: `step.py` (what a step is), `scheduler.py`
 (how it is decided), `core.py` (the loop).
 
-Sequences stay on the host; executors know device slots and blocks only.
+`build.py` sizes the KV pool; `scheduler.py` decides admission, cached prefixes, chunks and
+preemption; `cuda_graph.py` says which steps run as graphs. Sequences stay on the host; executors
+know device slots and blocks only.
 
 May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
 `shared.control.protocol`, small modules.

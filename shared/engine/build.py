@@ -1,4 +1,7 @@
-"""From settings to a running engine: device, weights, KV pool, warm-up."""
+"""Builds an engine from settings.
+
+Chooses the device, loads weights, sizes the KV pool from free GPU memory, warms up.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from pagewire.kernels import BackendName, Ops, load_ops
@@ -20,9 +22,8 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, TableEntries
-from pagewire.shared.engine.threads import settle_threads
+from pagewire.shared.engine.torch_threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
@@ -236,28 +237,6 @@ def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) 
         num_blocks,
     )
     return fits
-
-
-def new_sequence(
-    request_id: str,
-    prompt_token_ids: list[int],
-    spec: RequestSpec,
-    eos_token_ids: tuple[int, ...],
-    output_token_ids: list[int] | None = None,
-) -> Sequence:
-    """Make a sequence; one without a seed gets one, so that recomputing it gives the same."""
-    replayed = output_token_ids or []
-    stops = frozenset(spec.stop_token_ids)
-    if spec.seed is None:
-        spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
-    return Sequence(
-        request_id=request_id,
-        token_ids=[*prompt_token_ids, *replayed],
-        num_prompt_tokens=len(prompt_token_ids),
-        num_replayed_tokens=len(replayed),
-        spec=spec,
-        stop_token_ids=stops if spec.ignore_eos else stops | frozenset(eos_token_ids),
-    )
 
 
 def _make_runner(

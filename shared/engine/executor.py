@@ -1,4 +1,7 @@
-"""The seams between the engine, the device or devices that it drives, and the KV side."""
+"""The interfaces between the engine, its device and KV transfer.
+
+`ModelRunner` (model_runner.py) is the executor that serves.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from pagewire.shared.config import LLMSettings, load_settings
-from pagewire.shared.engine.build import build_engine, new_sequence
+from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.llm_progress import GenerationProgress
 from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.kv.block_pool import BlockCounts

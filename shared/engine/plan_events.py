@@ -1,4 +1,4 @@
-"""Which event on the device "after plan n" stands for."""
+"""Maps each plan's number to the CUDA events that are recorded in it and after it."""
 
 from __future__ import annotations
 

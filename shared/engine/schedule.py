@@ -1,4 +1,7 @@
-"""What a scheduler decides: the plan for the executor, and for the core whose rows it has."""
+"""The scheduler's limits, and its result for a step: the plan, and the sequences that are in it.
+
+scheduler.py makes the decisions.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pagewire.shared.engine.status import RequestStatus, check_transition
 from pagewire.shared.errors import IntegrityError
@@ -129,6 +132,28 @@ class Sequence:
     def extend_hashes(self, hasher: BlockHasher) -> None:
         """Hash the full blocks that `token_ids` has grown by."""
         hasher.extend(self.block_hashes, self.token_ids)
+
+
+def new_sequence(
+    request_id: str,
+    prompt_token_ids: list[int],
+    spec: RequestSpec,
+    eos_token_ids: tuple[int, ...],
+    output_token_ids: list[int] | None = None,
+) -> Sequence:
+    """Make a sequence; one without a seed gets one, so that recomputing it gives the same."""
+    replayed = output_token_ids or []
+    stops = frozenset(spec.stop_token_ids)
+    if spec.seed is None:
+        spec = msgspec.structs.replace(spec, seed=secrets.randbits(63))
+    return Sequence(
+        request_id=request_id,
+        token_ids=[*prompt_token_ids, *replayed],
+        num_prompt_tokens=len(prompt_token_ids),
+        num_replayed_tokens=len(replayed),
+        spec=spec,
+        stop_token_ids=stops if spec.ignore_eos else stops | frozenset(eos_token_ids),
+    )
 
 
 def slot_of(sequence: Sequence) -> int:

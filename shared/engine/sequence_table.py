@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pagewire.shared.engine.decode_batch import DecodeBatch
 from pagewire.shared.engine.schedule import PlanDraft, SchedulerLimits
@@ -54,7 +55,7 @@ class SequenceTable:
     _free_slots: list[int] = field(init=False)
     _decoding: DecodeBatch = field(init=False)
     _draft: PlanDraft = field(default_factory=PlanDraft)
-    _pinned: Counter[int] = field(default_factory=Counter)
+    _pinned: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.block_size = self.hasher.block_size
@@ -193,12 +194,11 @@ class SequenceTable:
     def pin(self, blocks: list[int]) -> None:
         """Keep blocks from being given to others while something still writes to them."""
         self.pool.acquire(blocks)
-        self._pinned.update(blocks)
+        self._pinned.append(blocks)
 
     def unpin(self, blocks: list[int]) -> None:
-        """Nothing writes to these blocks any more."""
-        self._pinned.subtract(blocks)
-        self._pinned += Counter()  # drops what is not pinned at all
+        """Nothing writes to these blocks any more, which were pinned together."""
+        self._pinned.remove(blocks)
         self.pool.release(blocks)
 
     # What a sequence holds
@@ -259,7 +259,7 @@ class SequenceTable:
         Raises:
             IntegrityError: they do not.
         """
-        references = Counter(self._pinned)
+        references = Counter(chain.from_iterable(self._pinned))
         for sequence in self.holders():
             references.update(sequence.block_ids)
         self.pool.check_integrity(references)

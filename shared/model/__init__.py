@@ -1,4 +1,8 @@
-"""Model families: source, configuration, weights, layers.
+"""Model families: source, configuration, weights, layers, and a model's own sampling defaults.
+
+Read first: `source.py` (where a model comes from), `config.py`, `loader.py` (weights),
+`generation.py` (the defaults of `generation_config.json`; `SamplingParams.resolve` in
+shared/sampling.py applies them).
 
 Importing this package, `source` or `config` never imports torch; `loader` and the layers do.
 """

@@ -18,10 +18,10 @@ from pagewire.shared.errors import ConfigError, TransferError
 from pagewire.shared.installing import install_command
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 

@@ -5,7 +5,8 @@
             -> background tasks -> server -> KV endpoint -> Redis
 
 A service (prefill or decode) plugs its handlers in. A worker whose engine's loop is silent has a
-draining record, and soon after ends without waiting for its work, so that it is started again.
+draining record, and soon after ends without waiting for its work, so that it is started again. One
+that has lost too many UCX links drains, and is started again, too.
 """
 
 from __future__ import annotations

@@ -8,22 +8,18 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import httpx
 import pytest
 
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.answers import SEEDS, complete, each_alone
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.timeout(240)
 
 TOKENIZER = Tokenizer.from_dir(demo_model_path())
 TEXT = "The with statement is used to wrap the execution of a block. "
-SEED = 11
-SEEDS = [RequestSpec(seed=SEED).for_choice(choice).seed for choice in range(4)]
 LAYOUTS = {
     "prefill-and-decode": ("--prefill", "1", "--decode", "2"),
     "aggregated": ("--prefill", "0", "--decode", "2"),
@@ -42,34 +38,6 @@ def cluster(layout: str) -> Iterator[LocalCluster]:
     """Without a prefix cache, so that no prompt is saved but by sharing it."""
     with local_cluster(*LAYOUTS[layout], *SETTINGS) as running:
         yield running
-
-
-def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
-    return {
-        "model": "pagewire-demo",
-        "prompt": prompt,
-        "max_tokens": 24,
-        "temperature": 2.0,
-        "seed": SEED,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **fields,
-    }
-
-
-def complete(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a completion."""
-    url = f"{cluster.url}/v1/completions"
-    response = httpx.post(url, json=body_of(prompt, **fields), timeout=60)
-    assert response.is_success, response.text
-    choices: list[dict[str, Any]] = response.json()["choices"]
-    return choices
-
-
-def each_alone(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[list[int]]:
-    """The tokens of four requests with the seeds of four answers to one."""
-    choices = [complete(cluster, prompt, seed=seed, **fields)[0] for seed in SEEDS]
-    return [choice["token_ids"] for choice in choices]
 
 
 def total(cluster: LocalCluster, name: str, **labels: str) -> float:

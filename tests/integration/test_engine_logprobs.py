@@ -11,8 +11,8 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine import scoring
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.outputs import RequestOutput
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import InvalidRequestError

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.executor import PendingStep
 from pagewire.shared.engine.recording import Recorder, replay
+from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.errors import IntegrityError

@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.job_messages import (
     CancelPrefill,
@@ -168,7 +168,7 @@ async def report_of(d: DecodeWorker, ticket: Prefill) -> list[JobReport]:
     """Send a ticket over the only link; returns what comes of it, which nobody else gets."""
     reports: list[JobReport] = []
 
-    class Listening(Jobs):
+    class Listening(JobCallbacks):
         def on_message(self, link: ReceiverLink, message: JobReport) -> None:
             reports.append(message)
 

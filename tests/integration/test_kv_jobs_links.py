@@ -186,24 +186,3 @@ def test_a_link_of_idle_or_busy_engines_is_kept() -> None:
             assert d.receiver.tested_links == links
 
     run_async(scenario())
-
-
-def test_a_decode_worker_whose_job_waits_for_long_sleeps() -> None:
-    async def iterations(d: DecodeWorker) -> int:
-        before = d.engine.thread.iterations
-        await asyncio.sleep(0.5)
-        return d.engine.thread.iterations - before
-
-    async def scenario() -> None:
-        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
-            await d.link_to(p)
-            with p.stuck():
-                router.generate()
-                await eventually(lambda: d.core.hooks_busy)
-                async with asyncio.timeout(5):
-                    while await iterations(d) > 10:
-                        pass
-            await router.answer()
-            assert router.prefilled_by() == "prefill-0"
-
-    run_async(scenario())

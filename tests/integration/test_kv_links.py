@@ -7,7 +7,7 @@ import pytest
 
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import SlotState
-from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import hello_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
@@ -93,7 +93,7 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
         assert raw.send(payload(1), job=second, first=2, count=1, **fields) == "ok"
         activated: list[str] = []
 
-        class Watching(Jobs):
+        class Watching(JobCallbacks):
             def on_activated(self, expected: Expected) -> None:
                 activated.append(expected.job)
 

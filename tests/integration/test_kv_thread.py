@@ -16,9 +16,9 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.tests.support.fake_device import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 
@@ -62,7 +62,7 @@ class Running:
         return [t for o in self.outputs if o.request_id == request_id for t in o.token_ids]
 
 
-class Workers(Jobs):
+class Workers(JobCallbacks):
     """A prefill and a decode worker, each in a thread."""
 
     def __init__(self, kind: str) -> None:

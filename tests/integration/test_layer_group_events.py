@@ -13,10 +13,9 @@ import torch
 from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
 from pagewire.shared.engine.block_mover import BlockMover
-from pagewire.shared.engine.build import new_sequence
 from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.model.llama import LlamaForCausalLM
 from pagewire.shared.sampling import RequestSpec

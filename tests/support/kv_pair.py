@@ -21,7 +21,7 @@ from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import SlotState
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
@@ -75,7 +75,7 @@ class Request:
         return self.blocks.coverage.positions
 
 
-class _Reports(Jobs):
+class _Reports(JobCallbacks):
     """What a receiver reports to a pair."""
 
     def __init__(self, pair: KvPair) -> None:

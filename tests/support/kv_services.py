@@ -19,9 +19,9 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
+from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.services.decode.worker_links import PrefillLinks
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.cluster.registry import WorkerRecord
@@ -34,11 +34,11 @@ from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging, make_staging

@@ -13,7 +13,7 @@ from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Answer, Client, Request
 from pagewire.loadtest.bench.clusters import Topology, vllm_environment
 from pagewire.loadtest.bench.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
-from pagewire.loadtest.bench.one import compare, results
+from pagewire.loadtest.bench.one_gpu import compare, results
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import gist
 from pagewire.tests.support.aio import run_async

@@ -1,4 +1,7 @@
-"""From a request's body to what a worker is sent: token ids and a `RequestSpec`, checked."""
+"""Checks a request's body and makes token ids and a `RequestSpec` of it.
+
+`SamplingParams.resolve` (shared/sampling.py) fills in the model's defaults.
+"""
 
 from __future__ import annotations
 

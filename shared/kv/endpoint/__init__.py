@@ -7,9 +7,13 @@
 
 A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py): hooks
 of the engine that run in the engine's thread, between steps. Nothing here waits: what takes
-time is polled. Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. The
-state of both halves of a link is pure (`credits.py`, `segments.py`). `choose_carrier`
-(sender_link.py) chooses a link's carrier; `KvSender` sends a corrupt segment again.
+time is polled. Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. Two
+files decide without any I/O: `credits.py` says how many links may be open and which staging slots
+each may use, `segments.py` cuts a prompt's blocks into segments. `choose_carrier` (sender_link.py)
+chooses a link's carrier; `KvSender` sends a corrupt segment again.
+
+The messages of prefill jobs cross the same links (`shared/kv/job_messages.py`); the services handle
+them (`services/decode/remote_jobs.py`, `services/prefill/service.py`).
 
 May import: `shared.kv` with its carriers, `shared.engine`, `shared.control.protocol`,
 `kernels`.

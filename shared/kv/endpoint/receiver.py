@@ -1,4 +1,4 @@
-"""The receiving half of a KV endpoint: what is expected, and the links that it comes by.
+"""The decode worker's half of a KV endpoint: takes KV blocks in, checks them, lets sequences run.
 
     Expect in a plan --> on_reserved
     Segment --> payload in a slot --> unpack and check --> Ack --> all there: the sequence runs on
@@ -25,9 +25,9 @@ from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import Pending
 from pagewire.shared.kv.endpoint.credits import MIN_CREDITS, ReceiverCredits
-from pagewire.shared.kv.endpoint.endpoint import KvHalf
 from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
-from pagewire.shared.kv.endpoint.jobs import Jobs
+from pagewire.shared.kv.endpoint.half import KvHalf
+from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB, TestCheck, check_test
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
@@ -72,7 +72,7 @@ class KvReceiver(KvHalf):
     """
 
     socket: ReceiverSocket
-    jobs: Jobs = field(default_factory=Jobs)
+    jobs: JobCallbacks = field(default_factory=JobCallbacks)
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
     on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
     credits: ReceiverCredits = field(init=False)
@@ -155,7 +155,7 @@ class KvReceiver(KvHalf):
 
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
-        self.jobs = Jobs()
+        self.jobs = JobCallbacks()
         for link in list(self._links.values()):
             self.close(link)
         self.watch.remove(self.socket.fd)
@@ -219,9 +219,11 @@ class KvReceiver(KvHalf):
         while self._unpacking and self._unpacking[0].check.is_done():
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
-        # What is expected comes soon: a thread that slept would take longer to take it in.
-        is_soon = self.expected.any_heard(self.clock() - POLLED_S)
-        return bool(self._receiving or self._unpacking) or is_soon
+        # A thread that has slept takes longer to let a sequence run; on a CPU it would only take
+        # time from the workers that compute.
+        is_gpu = self.staging.memory.is_cuda
+        awaits_job = is_gpu and self.expected.any_heard(self.clock() - POLLED_S)
+        return bool(self._receiving or self._unpacking or awaits_job)
 
     def _check_deadlines(self) -> None:
         """End links whose senders announce what does not come."""

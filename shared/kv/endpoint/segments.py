@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pagewire.shared.kv.layer_groups import LayerGroups
@@ -105,8 +105,7 @@ class Coverage:
 
     positions: range
     groups: range
-    _arrived: dict[int, int] = field(default_factory=dict)  # position -> a bit a layer group
-    _num_units: int = 0  # layer groups that have arrived
+    _arrived: Counter[int] = field(default_factory=Counter)  # layer group -> a bit a position
 
     def allows(self, positions: range, groups: range) -> bool:
         """Whether a segment lies within what is expected, and nothing of it has arrived."""
@@ -118,27 +117,22 @@ class Coverage:
             and self.groups.start <= groups.start
             and groups.stop <= self.groups.stop
         )
-        bits = _bits(groups)
-        return inside and not any(self._arrived.get(p, 0) & bits for p in positions)
+        return inside and not any(self._arrived[group] & _bits(positions) for group in groups)
 
     def add(self, positions: range, groups: range) -> None:
         """Note what has arrived; `allows` said that none of it had."""
-        bits = _bits(groups)
-        for position in positions:
-            self._arrived[position] = self._arrived.get(position, 0) | bits
-        self._num_units += len(positions) * len(groups)
+        for group in groups:
+            self._arrived[group] |= _bits(positions)
 
     def remove(self, positions: range, groups: range) -> None:
         """Note that something that was added has not arrived after all."""
-        bits = _bits(groups)
-        for position in positions:
-            self._arrived[position] &= ~bits
-        self._num_units -= len(positions) * len(groups)
+        for group in groups:
+            self._arrived[group] &= ~_bits(positions)
 
     def is_full(self) -> bool:
         """Whether everything has arrived."""
-        return self._num_units == len(self.positions) * len(self.groups)
+        return all(self._arrived[group] == _bits(self.positions) for group in self.groups)
 
 
-def _bits(groups: range) -> int:
-    return sum(1 << group for group in groups)
+def _bits(positions: range) -> int:
+    return ((1 << len(positions)) - 1) << positions.start if positions else 0

@@ -1,4 +1,4 @@
-"""The sending half of a KV endpoint: jobs whose blocks leave, and the links that they leave by.
+"""The prefill worker's half of a KV endpoint: packs the blocks of its jobs and sends them.
 
     Export in a plan --> cut --> slot and credit --> pack, stage --> Segment, payload --> Ack
 
@@ -22,7 +22,7 @@ from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import has_ended
-from pagewire.shared.kv.endpoint.endpoint import KvHalf
+from pagewire.shared.kv.endpoint.half import KvHalf
 from pagewire.shared.kv.endpoint.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
 from pagewire.shared.kv.endpoint.outgoing import TEST_CUT, Outgoing
 from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue

@@ -1,4 +1,7 @@
-"""What a KV receiver reports about the jobs whose blocks it expects."""
+"""The callbacks by which a KV receiver reports on prefill jobs.
+
+`RemoteJobs` in the decode service implements them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.job_messages import JobReport
 
 
-class Jobs:
+class JobCallbacks:
     """The owner of the jobs overrides these; all are called in the engine's thread."""
 
     def on_reserved(self, expected: Expected) -> None:

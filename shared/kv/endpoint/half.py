@@ -1,4 +1,4 @@
-"""What both halves of a KV endpoint have: the engine that they serve, and when they look around."""
+"""The base class of `KvSender` and `KvReceiver`: their engine, and when they poll their links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.endpoint.waking import FdWatch
+from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging
 

@@ -1,6 +1,6 @@
 """Serving on two GPUs of one host: prefill and decode apart, against aggregated replicas.
 
-    python -P -m pagewire.loadtest.bench.two [--topologies 1:1 0:2:512 ...] [--phases ...]
+    python -P -m pagewire.loadtest.bench.two_gpus [--topologies 1:1 0:2:512 ...] [--phases ...]
 
 First the kernels that move blocks, each against its reference, then the KV wire between the GPUs,
 then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase

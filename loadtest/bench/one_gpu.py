@@ -1,4 +1,4 @@
-"""Kernels and engine on one GPU: `python -P -m pagewire.loadtest.bench.one`.
+"""Kernels and engine on one GPU: `python -P -m pagewire.loadtest.bench.one_gpu`.
 
 Every kernel is compared with its reference before it is timed, next to FlashAttention 3 where vLLM
 can be imported; a wrong one ends the bench. Then the engine on Llama-3.1-8B's shape with random

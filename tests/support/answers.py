@@ -1,0 +1,41 @@
+"""Asks a cluster for several answers to one prompt, and for each of them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from pagewire.shared.sampling import RequestSpec
+from pagewire.tests.support.local_cluster import LocalCluster
+
+SEED = 11
+SEEDS = [RequestSpec(seed=SEED).for_choice(choice).seed for choice in range(4)]
+
+
+def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "pagewire-demo",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 2.0,
+        "seed": SEED,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+def complete(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a completion."""
+    url = f"{cluster.url}/v1/completions"
+    response = httpx.post(url, json=body_of(prompt, **fields), timeout=60)
+    assert response.is_success, response.text
+    choices: list[dict[str, Any]] = response.json()["choices"]
+    return choices
+
+
+def each_alone(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[list[int]]:
+    """The tokens of four requests with the seeds of four answers to one."""
+    choices = [complete(cluster, prompt, seed=seed, **fields)[0] for seed in SEEDS]
+    return [choice["token_ids"] for choice in choices]
