@@ -56,7 +56,8 @@ class EngineThread:
 
         Args:
             core: used by nobody else from `start` on.
-            on_outputs: called in the engine's thread; must only hand over and return.
+            on_outputs: called in the engine's thread, which waits for it; what it raises ends the
+                loop.
         """
         self.core = core
         self.iterations = 0

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.executor import BlockMoves, StepHook
+from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.errors import PagewireError, TransferTimeoutError
 from pagewire.shared.kv.layer_groups import LayerGroups
@@ -44,10 +44,6 @@ class EngineHandle:
     def groups(self) -> LayerGroups:
         """How a block is divided."""
         return LayerGroups.of_layout(self.layout)
-
-    def add_hook(self, hook: StepHook) -> None:
-        """Have something done between steps. To be called before the engine runs."""
-        self.core.hooks.append(hook)
 
     def submit(self, command: Command, *, admitted: bool = False) -> None:
         """Have a command run in the engine's thread; see `EngineThread.submit`.

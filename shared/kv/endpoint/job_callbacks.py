@@ -11,7 +11,10 @@ from pagewire.shared.kv.job_messages import JobReport
 
 
 class JobCallbacks:
-    """The owner of the jobs overrides these; all are called in the engine's thread."""
+    """The owner of the jobs overrides these; all are called in the engine's thread.
+
+    What one raises fails all requests of the step that is launched then.
+    """
 
     def on_reserved(self, expected: Expected) -> None:
         """Ask a prefill worker for a sequence's blocks; a plan is on its way to the device."""
