@@ -12,7 +12,6 @@ All of it runs in the engine's thread. A request has at most one job.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,7 +113,7 @@ class RemoteJobs(JobCallbacks):
             self._on_done(job, message)
 
     def _on_done(self, job: _Job, done: PrefillDone) -> None:
-        request, job.done_s = job.request, time.monotonic()
+        request, job.done_s = job.request, self._receiver.clock()
         request.queue_s, request.prefill_s = done.queue_s, done.prefill_s
         if request.first_token is None:
             request.first_token = done.first_token
@@ -124,7 +123,7 @@ class RemoteJobs(JobCallbacks):
     def on_activated(self, expected: Expected) -> None:
         """Note how long the blocks took after the first token."""
         job = self._jobs.pop(expected.request_id)
-        job.request.transfer_s = time.monotonic() - job.done_s
+        job.request.transfer_s = self._receiver.clock() - job.done_s
 
     def on_withdrawn(self, request_id: str) -> None:
         """Void a request's job at the prefill worker."""

@@ -52,7 +52,7 @@ class PromptScored(Message, frozen=True, kw_only=True):
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True):
-    """The job is void, its blocks are freed; the decode worker must find another way."""
+    """The job is void and its blocks are freed; another worker is to compute the prompt."""
 
     job_id: Id
     reason: Text

@@ -91,7 +91,7 @@ class Expectations:
         """Let a sequence run on once all of its blocks and its first token are there.
 
         Args:
-            expected: of a job that was given up it is of no use.
+            expected: that of a job that was given up changes nothing.
 
         Returns:
             Whether it runs on from now on.

@@ -32,4 +32,4 @@ class JobCallbacks:
         """Give a link's jobs to others."""
 
     def check_deadlines(self) -> None:
-        """Give jobs to others that show no sign of life; called again and again."""
+        """Give jobs to others that show no sign of life; called several times a second."""

@@ -66,7 +66,7 @@ class KvReceiver(KvHalf):
         socket: that all links come over.
         credits: whose slots are.
         expected: what is to come.
-        jobs: whose it is.
+        jobs: called back about reserved sequences, and with messages of their jobs.
         on_link_tested: called with a link by which payloads come.
         on_link_lost: called with a link that has ended by itself, and why.
     """

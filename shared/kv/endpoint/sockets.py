@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _IO_THREADS = 2  # in and out at once
 _FRAME_OVERHEAD = 64  # bytes that encryption adds, rounded up
-_QUEUED = 1024  # messages a link; credits and an engine's slots bound them to fewer
+_QUEUED = 1024  # messages a link; one whose peer leaves more of them unread ends
 TOKEN_BYTES = 16
 MAX_MESSAGES_PER_POLL = 64
 
