@@ -263,12 +263,11 @@ class KvSender(KvHalf):
     def _pack(self, job: _Job) -> bool:
         """Launch the packing of a job's next segment; returns whether one could be."""
         has_room = self._outgoing.has_room(job.link, len(self.links))
-        ready = job.queue.next() if has_room else None
+        ready = job.queue.take() if has_room else None
         if ready is None:
             return False
         cut, blocks, plan = ready
         nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
-        job.queue.take()
 
         def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
             return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
