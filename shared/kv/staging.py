@@ -41,9 +41,9 @@ class Staging:
         """Bytes from one slot to the next."""
         return int(self.memory.shape[1])
 
-    def try_acquire(self) -> int | None:
-        """Take the slot that has been free longest; None if all are held."""
-        return self._free.popleft() if self._free else None
+    def acquire(self) -> int:
+        """Take the slot that has been free longest; there is one."""
+        return self._free.popleft()
 
     def release(self, slot: int) -> None:
         """Give a slot back.

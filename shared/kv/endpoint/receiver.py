@@ -24,7 +24,7 @@ from pagewire.shared.engine.block_mover import PendingCheck
 from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import Pending
-from pagewire.shared.kv.endpoint.credits import MIN_CREDITS, ReceiverCredits
+from pagewire.shared.kv.endpoint.credits import ReceiverCredits
 from pagewire.shared.kv.endpoint.endpoint import KvHalf
 from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
 from pagewire.shared.kv.endpoint.jobs import Jobs
@@ -81,8 +81,7 @@ class KvReceiver(KvHalf):
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        num_slots = self.staging.num_slots
-        self.credits = ReceiverCredits(num_slots, num_slots // MIN_CREDITS)
+        self.credits = ReceiverCredits(self.staging.num_slots)
         self.expected = Expectations(self.core, self.groups, self.clock)
         self.watch.add(self.socket.fd)
 

@@ -289,14 +289,15 @@ class KvSender(KvHalf):
 
     def _send(self, packed: OutgoingSegment) -> None:
         """Send a segment, or free its slot and credit if nobody wants it any more."""
-        link, segment, job = packed.link, packed.segment, self._jobs.get(packed.job)
+        link, segment = packed.link, packed.segment
+        job = self._jobs.get(segment.job)
         is_open = link in self.links
-        is_wanted = packed.job == TEST_JOB or (job is not None and job.link is link)
+        is_wanted = segment.job == TEST_JOB or (job is not None and job.link is link)
         try:
             packed.pending.is_done()  # raises what has gone wrong
             if is_open and is_wanted and (job is None or job.life == packed.life):
-                written = link.outbound.send(segment, packed.slot)
-                self._outgoing.writing.append((link, written, packed.slot))
+                packed.pending = link.outbound.send(segment, packed.slot)
+                self._outgoing.writing.append(packed)
                 if job is not None:
                     packed.since = self.clock()
                 link.sent[segment.credit] = packed
@@ -340,10 +341,10 @@ class KvSender(KvHalf):
         link.credits.acknowledge(ack.credit, ack.use)
         del link.sent[ack.credit]
         self._may_pack = True
-        if sent.job == TEST_JOB:
+        if sent.segment.job == TEST_JOB:
             self._on_tested(link, sent, ack)
             return
-        job = self._jobs.get(sent.job)
+        job = self._jobs.get(sent.segment.job)
         self.stats.outcomes[ack.outcome] += 1
         if job is None or job.link is not link:
             return
