@@ -42,7 +42,6 @@ from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.worker.kv import open_carrier
@@ -136,10 +135,9 @@ class Engine:
     def endpoint(self, carrier: str) -> dict[str, Any]:
         """Return what both halves are made with."""
         self.sockets = KvSockets(None, self.staging.slot_bytes)
-        watch = FdWatch(self.thread.watch, self.thread.unwatch)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
         for fd in opened.fds():
-            watch.add(fd)
+            self.thread.watch(fd)
         return {
             "core": self.core,
             "moves": self.runner,
@@ -147,7 +145,8 @@ class Engine:
             "groups": self.runner.mover.groups,
             "carriers": {carrier: opened},
             "timeout_s": TIMEOUT_S,
-            "watch": watch,
+            "watch": self.thread.watch,
+            "unwatch": self.thread.unwatch,
         }
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:

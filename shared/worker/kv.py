@@ -21,7 +21,6 @@ from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 
@@ -92,7 +91,6 @@ async def open_endpoint(
         ConfigError: a carrier is not to be had, or this machine does not have the host's address.
     """
     stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
-    watch = FdWatch(engine.thread.watch, engine.thread.unwatch)
     carriers: dict[str, Carrier] = {}
     own_host = advertise_host if settings.host in WILDCARDS else settings.host
     for name in carriers_to_open(settings, staging.memory.device):
@@ -105,8 +103,8 @@ async def open_endpoint(
             continue
         stack.callback(carrier.close)
         for fd in carrier.fds():
-            watch.add(fd)
-            stack.callback(watch.remove, fd)
+            engine.thread.watch(fd)
+            stack.callback(engine.thread.unwatch, fd)
         carriers[name] = carrier
     common: dict[str, Any] = {
         "core": engine.core,
@@ -115,7 +113,8 @@ async def open_endpoint(
         "groups": engine.groups,
         "carriers": carriers,
         "timeout_s": settings.transfer_timeout_s,
-        "watch": watch,
+        "watch": engine.thread.watch,
+        "unwatch": engine.thread.unwatch,
     }
     half: KvSender | KvReceiver
     if role == "prefill":

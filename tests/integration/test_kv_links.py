@@ -7,7 +7,6 @@ import pytest
 
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import SlotState
-from pagewire.shared.kv.endpoint.waking import FdWatch
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import hello_of
 
@@ -122,7 +121,8 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 def test_only_open_links_are_watched() -> None:
     with kv_pair("zmq", num_decodes=2, linked=False) as pair:
         watched: list[int] = []
-        pair.prefill.sender.watch = FdWatch(watched.append, watched.remove)
+        pair.prefill.sender.watch = watched.append
+        pair.prefill.sender.unwatch = watched.remove
         links = [pair.open(pair.prefill, decode) for decode in pair.decodes]
         assert watched == [link.sent.socket.fd for link in links]
         pair.end(links[0])

@@ -83,7 +83,7 @@ class KvReceiver(KvHalf):
     def __post_init__(self) -> None:
         self.credits = ReceiverCredits(self.staging.num_slots)
         self.expected = Expectations(self.core, self.groups, self.clock)
-        self.watch.add(self.socket.fd)
+        self.watch(self.socket.fd)
 
     # Verbs
 
@@ -153,7 +153,7 @@ class KvReceiver(KvHalf):
         self.jobs = Jobs()
         for link in list(self._links.values()):
             self.close(link)
-        self.watch.remove(self.socket.fd)
+        self.unwatch(self.socket.fd)
         self.socket.close()
 
     def fault_counts(self) -> dict[str, int]:

@@ -111,7 +111,7 @@ class KvSender(KvHalf):
             raise
         link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
         self.links.append(link)
-        self.watch.add(socket.fd)
+        self.watch(socket.fd)
         return link
 
     def close(self, link: SenderLink) -> None:
@@ -119,7 +119,7 @@ class KvSender(KvHalf):
         if link not in self.links:
             return
         self.links.remove(link)
-        self.watch.remove(link.socket.fd)
+        self.unwatch(link.socket.fd)
         link.outbound.close()
         link.socket.close()
         self._outgoing.drop_writes(link)

@@ -154,13 +154,10 @@ class SenderSocket(_Socket):
         Raises:
             TransferError: the connection is gone, or does not keep up.
         """
-        frames: list[bytes | memoryview] = [encode(message)]
-        has_body = body is not None
-        if body is not None:
-            frames.append(body)
+        bodies = [] if body is None else [body]
         try:
             tracker = self._socket.send_multipart(
-                frames, zmq.NOBLOCK, copy=not has_body, track=has_body
+                [encode(message), *bodies], zmq.NOBLOCK, copy=body is None, track=body is not None
             )
         except zmq.ZMQError as exc:
             raise TransferError(f"the receiver takes no more messages: {exc.strerror}") from exc
