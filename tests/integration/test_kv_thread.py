@@ -93,12 +93,7 @@ class Workers(Jobs):
             received = self.decode.receiver.offer("p0")
 
             def connect(_core: EngineCore) -> None:
-                sent = self.link = self.prefill.sender.connect(hello_of(self.decode, received))
-                self.decoding.submit(
-                    lambda _core: self.decode.receiver.accept(
-                        received, sent.carrier, sent.outbound.reply
-                    )
-                )
+                self.link = self.prefill.sender.connect(hello_of(self.decode, received))
 
             self.prefilling.submit(connect)
 

@@ -88,7 +88,7 @@ class KvReceiver(KvHalf):
     # Verbs
 
     def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
-        """Open a link that a sender may come by; `accept` says which carrier it has chosen.
+        """Open a link that a sender may come by; its `Open` says which carrier it has chosen.
 
         Args:
             peer: name of the sender.
@@ -111,22 +111,6 @@ class KvReceiver(KvHalf):
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
         self._links[link.token] = self._by_number[link.number] = link
         return link
-
-    def accept(self, link: ReceiverLink, carrier: str, reply: bytes) -> None:
-        """Note the carrier that a link's sender has chosen, and what its half has replied.
-
-        Raises:
-            TransferError: the link has ended, this carrier was not offered, or the reply makes no
-                sense.
-        """
-        if link.token not in self._links or carrier not in link.offers:
-            raise TransferError(f"there is no open link that {carrier!r} was offered for")
-        link.inbound = self.carriers[carrier].inbound(link.number, reply)
-        link.carrier = carrier
-        for name, other in self.carriers.items():
-            if name != carrier:
-                other.withdraw(link.number)
-        self._grant_first(link)
 
     def close(self, link: ReceiverLink) -> None:
         """End a link with all its credits; one that is not open is fine."""
@@ -203,8 +187,10 @@ class KvReceiver(KvHalf):
             try:
                 if isinstance(message, Segment):
                     self._receive(link, message, body)
-                elif isinstance(message, Open | Return):
-                    self._on_credits(link, message)
+                elif isinstance(message, Open):
+                    self._on_open(link, message)
+                elif isinstance(message, Return):
+                    self._send_all(self.credits.take_back(link.number, message.credit))
                 else:
                     self.jobs.on_message(link, message)
             except (ProtocolError, TransferError) as exc:
@@ -226,20 +212,6 @@ class KvReceiver(KvHalf):
         self.jobs.check_deadlines()
 
     # A segment comes
-
-    def _on_credits(self, link: ReceiverLink, message: Open | Return) -> None:
-        if isinstance(message, Return):
-            self._send_all(self.credits.take_back(link.number, message.credit))
-            return
-        if link.has_opened:
-            raise ProtocolError("the link was opened twice")
-        link.has_opened = True
-        self._grant_first(link)
-
-    def _grant_first(self, link: ReceiverLink) -> None:
-        """Let a link's sender begin, once it has come and its carrier is known."""
-        if link.has_opened and link.inbound is not None:
-            self._send_all(self.credits.open(link.number))
 
     def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
         self.credits.fill(link.number, segment.credit, segment.use)
@@ -323,6 +295,24 @@ class KvReceiver(KvHalf):
         self._send_all([(link.number, ack), *messages])
 
     # Links
+
+    def _on_open(self, link: ReceiverLink, message: Open) -> None:
+        """Let a link's sender begin, by the carrier that it has chosen.
+
+        Raises:
+            ProtocolError: it has begun already, or this carrier was not offered.
+            TransferError: the carrier's reply makes no sense.
+        """
+        if link.inbound is not None:
+            raise ProtocolError("the link was opened twice")
+        if message.carrier not in link.offers:
+            raise ProtocolError(f"carrier {message.carrier!r} was not offered")
+        link.inbound = self.carriers[message.carrier].inbound(link.number, message.reply)
+        link.carrier = message.carrier
+        for name, other in self.carriers.items():
+            if name != link.carrier:
+                other.withdraw(link.number)
+        self._send_all(self.credits.open(link.number))
 
     def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
         for number, message in messages:

@@ -104,7 +104,6 @@ class KvSender(KvHalf):
             )
         socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
         try:
-            socket.post(Open())
             name, outbound = choose_carrier(hello, self.carriers, socket)
         except BaseException:
             socket.close()
@@ -112,6 +111,8 @@ class KvSender(KvHalf):
         link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
         self.links.append(link)
         self.watch(socket.fd)
+        if not self.post(link, Open(name, outbound.reply)):
+            raise TransferError("the receiver cannot be reached")
         return link
 
     def close(self, link: SenderLink) -> None:
@@ -148,8 +149,8 @@ class KvSender(KvHalf):
         if not units:
             self._end(self._jobs[job])
 
-    def post(self, link: SenderLink, message: JobReport) -> bool:
-        """Send a message about a job; returns whether the link is still open then."""
+    def post(self, link: SenderLink, message: JobReport | Open) -> bool:
+        """Send a message; returns whether the link is still open then."""
         if link in self.links:
             try:
                 link.socket.post(message)
