@@ -38,11 +38,6 @@ class PrefillLink:
     kv: ReceiverLink | None = None
     opening: asyncio.Task[None] | None = None
 
-    @property
-    def worker_id(self) -> str:
-        """Of the prefill worker."""
-        return self.record.worker_id
-
 
 class PrefillLinks:
     """Keeps one link to every live prefill worker in the directory.
@@ -89,9 +84,8 @@ class PrefillLinks:
     @property
     def open_epochs(self) -> dict[str, int]:
         """The prefill workers whose links jobs may use, and which life of each it is."""
-        return {
-            name: link.record.epoch for name, link in self._links.items() if link.tested.is_set()
-        }
+        links = self._links.values()
+        return {link.record.worker_id: link.record.epoch for link in links if link.tested.is_set()}
 
     def start(self) -> None:
         """Open links as workers appear."""
@@ -140,11 +134,11 @@ class PrefillLinks:
 
     async def _offer(self, link: PrefillLink) -> ReceiverLink:
         """Offer a link for blocks."""
-        without = self._unfit.get((link.worker_id, link.record.epoch), ())
+        without = self._unfit.get((link.record.worker_id, link.record.epoch), ())
 
         def make_offer(_core: EngineCore) -> ReceiverLink:
             # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
-            link.kv = self._receiver.offer(link.worker_id, without)
+            link.kv = self._receiver.offer(link.record.worker_id, without)
             return link.kv
 
         kv = await self._engine.call(make_offer, self._timeout_s)
@@ -197,7 +191,7 @@ class PrefillLinks:
         """Note that nothing comes by a link's carrier; all may work again if none is left."""
         known = {(worker.worker_id, worker.epoch) for worker in self._workers()}
         self._unfit = {life: unfit for life, unfit in self._unfit.items() if life in known}
-        life = link.worker_id, link.record.epoch
+        life = link.record.worker_id, link.record.epoch
         unfit = self._unfit.pop(life, set())
         if link.kv is not None and link.kv.carrier:
             unfit = unfit | {link.kv.carrier}
@@ -206,15 +200,15 @@ class PrefillLinks:
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link or an attempt; one that has ended is fine."""
-        if self._links.get(link.worker_id) is not link:
+        if self._links.get(link.record.worker_id) is not link:
             return
-        del self._links[link.worker_id]
+        del self._links[link.record.worker_id]
         self._end(link)
         if link.tested.is_set():
-            logger.warning("lost %s: %s", link.worker_id, reason)
+            logger.warning("lost %s: %s", link.record.worker_id, reason)
         else:
-            text = f"no link to {link.worker_id} at {link.record.endpoint}: {reason}"
-            self._complaints.say(link.worker_id, link.record.epoch, text)
+            text = f"no link to {link.record.worker_id} at {link.record.endpoint}: {reason}"
+            self._complaints.say(link.record.worker_id, link.record.epoch, text)
 
     def _end(self, link: PrefillLink) -> None:
         if link.opening is not None:
