@@ -15,7 +15,6 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
-from pagewire.shared.installing import install_command
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
@@ -64,11 +63,6 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
 
         return IpcCarrier(staging)
     if name == "ucx":
-        if find_spec("ucxx") is None:
-            raise ConfigError(
-                "KV transport 'ucx' needs ucxx: choose 'zmq', or install it: "
-                f"{install_command('ucx')}"
-            )
         from pagewire.shared.kv.carriers.ucx import UcxCarrier
         from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 

@@ -215,7 +215,7 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     assert inbound.close().is_done()
     for carrier in (sender, receiver):
         carrier.close()
-        assert carrier.num_abandoned == 0
+        assert carrier.library.num_abandoned == 0
 
 
 def test_offer_that_is_withdrawn_costs_no_worker() -> None:
@@ -229,5 +229,5 @@ def test_offer_that_is_withdrawn_costs_no_worker() -> None:
     with pytest.raises(TransferError):
         carrier.outbound(1, b"", _NoSocket())
     carrier.close()
-    assert carrier.num_abandoned == 0
+    assert carrier.library.num_abandoned == 0
     assert not carrier.should_restart
