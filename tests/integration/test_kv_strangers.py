@@ -115,7 +115,7 @@ def test_only_the_cluster_gets_anything_in(key: str) -> None:
             await eventually(sender.is_due)
             assert list(sender.receive()) == [Grant([1])]
         elif key == "its own":
-            await eventually(lambda: socket.num_denied)
+            await eventually(lambda: sockets.denied)
         else:
             await asyncio.sleep(0.1)
         assert not list(socket.receive())

@@ -146,7 +146,7 @@ class KvReceiver(KvHalf):
             "lost": self.stats.lost_links,
             "malformed": self.socket.num_malformed,
             "stray": self.stats.strays,
-            "denied": self.socket.num_denied,
+            "denied": self.socket.shared.denied,
         }
 
     @property
@@ -269,11 +269,10 @@ class KvReceiver(KvHalf):
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)
                 expected.coverage.remove(segment.positions, segment.groups)
+            self._activate_if_complete(expected)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)
-        if expected is not None:
-            self._activate_if_complete(expected)
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def complete(self, expected: Expected, first_token: int) -> None:

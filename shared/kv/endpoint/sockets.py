@@ -183,6 +183,7 @@ class ReceiverSocket(_Socket):
     """The socket that all of a receiver's links come over.
 
     Attributes:
+        shared: what it was made with.
         endpoint: what a sender connects to.
         num_malformed: messages that made no sense, and were dropped.
     """
@@ -194,15 +195,10 @@ class ReceiverSocket(_Socket):
             ConfigError: this machine has no such address.
         """
         super().__init__(sockets.bind(host))
-        self._sockets = sockets
+        self.shared = sockets
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = with_host(bound, advertise_host)
         self.num_malformed = 0
-
-    @property
-    def num_denied(self) -> int:
-        """Clients without the cluster's key that were turned away."""
-        return self._sockets.denied
 
     def send(self, token: bytes, message: ToSender) -> None:
         """Send a message to one sender.
