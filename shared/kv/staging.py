@@ -36,11 +36,6 @@ class Staging:
         """How many nobody holds."""
         return len(self._free)
 
-    @property
-    def stride(self) -> int:
-        """Bytes from one slot to the next."""
-        return int(self.memory.shape[1])
-
     def acquire(self) -> int:
         """Take the slot that has been free longest; there is one."""
         return self._free.popleft()
