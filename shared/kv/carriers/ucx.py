@@ -95,15 +95,8 @@ class UcxCarrier(Carrier):
         return worker.address
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
-        """Return the receiver's half of a link that was offered.
-
-        Raises:
-            TransferError: it was not offered.
-        """
-        worker = self._offered.pop(link, None)
-        if worker is None:
-            raise TransferError("UCX was not offered for this link")
-        return _UcxInbound(self, link, worker)
+        """Return the receiver's half of a link that was offered."""
+        return _UcxInbound(self, link, self._offered.pop(link))
 
     def withdraw(self, link: int) -> None:
         """Free the worker of an offer."""

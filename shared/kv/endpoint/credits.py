@@ -220,8 +220,7 @@ class ReceiverCredits:
         """Lend free slots to links below their share, and reclaim what others have above it."""
         if not self._links:
             return []
-        usable = self.num_slots - self.count(SlotState.QUARANTINED)
-        share = usable // len(self._links)
+        share = (self.num_slots - self.count(SlotState.QUARANTINED)) // len(self._links)
         messages: list[tuple[int, Grant | Reclaim]] = []
         free = deque(n for n, slot in enumerate(self._slots) if slot.state is SlotState.FREE)
         missing = 0

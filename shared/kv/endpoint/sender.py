@@ -235,7 +235,7 @@ class KvSender(KvHalf):
         for link in [link for link in self.links if not link.is_tested]:
             self._test(link)
         for job in list(self._jobs.values()):
-            while self._is_live(job) and self._pack(job):
+            while self._jobs.get(job.name) is job and self._pack(job):
                 self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
@@ -373,9 +373,6 @@ class KvSender(KvHalf):
 
     # Ends
 
-    def _is_live(self, job: _Job) -> bool:
-        return self._jobs.get(job.name) is job
-
     def _end(self, job: _Job) -> None:
         del self._jobs[job.name]
         self._sent.add(job.name)
@@ -388,7 +385,7 @@ class KvSender(KvHalf):
             self.core.abort(job)
 
     def _fail(self, job: _Job, reason: str) -> None:
-        if self._is_live(job):
+        if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
             self.core.abort(job.name)
             self.on_failed(job.name, job.link, reason)
