@@ -20,14 +20,7 @@ import torch
 import zmq
 
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import (
-    DONE,
-    Carrier,
-    Inbound,
-    LinkSocket,
-    Outbound,
-    Pending,
-)
+from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
 from pagewire.shared.kv.messages import Segment
