@@ -36,7 +36,7 @@ class PrefillLink:
     client: ControlClient
     tested: asyncio.Event = field(default_factory=asyncio.Event)
     kv: ReceiverLink | None = None
-    opening: asyncio.Task[None] | None = None
+    opening: asyncio.Task[None] = field(init=False)
 
 
 class PrefillLinks:
@@ -211,8 +211,7 @@ class PrefillLinks:
             self._complaints.say(link.record.worker_id, link.record.epoch, text)
 
     def _end(self, link: PrefillLink) -> None:
-        if link.opening is not None:
-            link.opening.cancel()  # it has ended, if the link is open
+        link.opening.cancel()  # it has ended, if the link is open
         link.client.close()
 
         def close(_core: EngineCore) -> None:

@@ -78,16 +78,12 @@ class DecodeLinks:
         except PagewireError as exc:
             text = f"no KV link to {hello.worker_id}: {exc}"
             self._complaints.say(hello.worker_id, hello.epoch, text)
-            if self._is_known(peer_id, peer):
+            if self._peers.get(peer_id) is peer:
                 self.close(peer_id)
             self._post(peer_id, KvRefusal(link=hello.link, error=clip_text(str(exc))))
         else:
             self._complaints.forget(hello.worker_id, hello.epoch)
             logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
-
-    def _is_known(self, peer_id: str, peer: _Peer) -> bool:
-        """Whether a decode worker has neither left nor asked again."""
-        return self._peers.get(peer_id) is peer
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
@@ -98,7 +94,7 @@ class DecodeLinks:
         except OSError as exc:
             raise TransferError(f"there is nothing at {hello.endpoint!r}: {exc}") from exc
         there = msgspec.structs.replace(hello, endpoint=endpoint)
-        if not self._is_known(peer_id, peer):
+        if self._peers.get(peer_id) is not peer:  # it has left, or asked again
             raise TransferError("its control connection has ended")
 
         def connect(_core: EngineCore) -> SenderLink:

@@ -27,14 +27,14 @@ class Outgoing:
     Attributes:
         staging: slots to pack into.
         clock: in seconds.
-        has_freed: a slot has come free since this was last set to False.
+        may_pack: something has changed since nothing more could be packed.
         packing: segments, in the order in which their packing ends.
         writing: segments whose payload is leaving its slot.
     """
 
     staging: Staging
     clock: Callable[[], float]
-    has_freed: bool = False
+    may_pack: bool = False
     packing: deque[OutgoingSegment] = field(default_factory=deque)
     writing: list[OutgoingSegment] = field(default_factory=list)
 
@@ -126,4 +126,4 @@ class Outgoing:
     def release(self, slot: int) -> None:
         """Free a slot."""
         self.staging.release(slot)
-        self.has_freed = True
+        self.may_pack = True

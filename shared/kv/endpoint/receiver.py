@@ -172,11 +172,9 @@ class KvReceiver(KvHalf):
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
-        if self._unpacking and self._unpacking[0].check.is_done():
-            return True
-        if any(carrier.poll() for carrier in self.carriers.values()):
-            return True
-        return self.socket.is_due()
+        has_unpacked = bool(self._unpacking) and self._unpacking[0].check.is_done()
+        is_due = has_unpacked or self.socket.is_due()
+        return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
     def _poll(self, plan: StepPlan | None) -> bool:
         for token, message, body in self.socket.receive():

@@ -79,7 +79,6 @@ class KvSender(KvHalf):
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
     _outgoing: Outgoing = field(init=False)
-    _may_pack: bool = False  # something has changed since nothing more could be packed
 
     def __post_init__(self) -> None:
         self._outgoing = Outgoing(self.staging, self.clock)
@@ -191,11 +190,8 @@ class KvSender(KvHalf):
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
-        if self._outgoing.is_due():
-            return True
-        if any(carrier.poll() for carrier in self.carriers.values()):
-            return True
-        return any(link.socket.is_due() for link in self.links)
+        is_due = self._outgoing.is_due() or any(link.socket.is_due() for link in self.links)
+        return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
     def _note(self, plan: StepPlan) -> None:
         """Take what a plan says of the jobs' blocks."""
@@ -203,7 +199,7 @@ class KvSender(KvHalf):
             job = self._jobs.get(work.request_id)
             if job is None:
                 continue
-            self._may_pack = True
+            self._outgoing.may_pack = True
             if isinstance(work, Export):
                 num_bytes = job.queue.num_new(work.block_ids) * self.groups.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
@@ -225,8 +221,8 @@ class KvSender(KvHalf):
         for link, error in self._outgoing.free_written():
             self._lose(link, str(error))
         self._free_sent()
-        if self._may_pack or self._outgoing.has_freed:
-            self._may_pack = self._outgoing.has_freed = False
+        if self._outgoing.may_pack:
+            self._outgoing.may_pack = False
             self._pack_all()
         return self._outgoing.is_busy
 
@@ -325,7 +321,7 @@ class KvSender(KvHalf):
         for message in link.socket.receive():
             if isinstance(message, Grant):
                 link.credits.grant(message.credits)
-                self._may_pack = True
+                self._outgoing.may_pack = True
             elif isinstance(message, Ack):
                 self._on_ack(link, message)
             elif isinstance(message, Reclaim):
@@ -341,7 +337,7 @@ class KvSender(KvHalf):
             raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
         link.credits.acknowledge(ack.credit, ack.use)
         del link.sent[ack.credit]
-        self._may_pack = True
+        self._outgoing.may_pack = True
         if sent.segment.job == TEST_JOB:
             self._on_tested(link, sent, ack)
             return
@@ -369,14 +365,13 @@ class KvSender(KvHalf):
         logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
         self.stats.resends += 1
         job.queue.again(cut)
-        self._may_pack = True
+        self._outgoing.may_pack = True
 
     # Ends
 
     def _end(self, job: _Job) -> None:
         del self._jobs[job.name]
         self._sent.add(job.name)
-        self._free_sent()
 
     def _free_sent(self) -> None:
         """Free the sequences that are computed and sent."""
