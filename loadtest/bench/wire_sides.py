@@ -207,7 +207,7 @@ class Receiving(Jobs):
             raise BenchError("the endpoint has no sockets")
         socket = ReceiverSocket(engine.sockets, "127.0.0.1", "127.0.0.1")
         self._events: queue.Queue[Any] = queue.Queue()  # of one kind at a time, or an error
-        self._engine, self._carrier = engine, carrier
+        self._engine = engine
         self._receiver = KvReceiver(
             socket=socket,
             on_link_tested=lambda _link: self._events.put(time.monotonic_ns()),

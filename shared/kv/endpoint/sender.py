@@ -365,7 +365,6 @@ class KvSender(KvHalf):
         logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
         self.stats.resends += 1
         job.queue.again(cut)
-        self._outgoing.may_pack = True
 
     # Ends
 
