@@ -39,7 +39,7 @@ PATTERNS = (
     "services/decode/remote_jobs.py",
     "services/decode/prefill_links.py",
 )
-CONTROL_MESSAGES = ("KvHello", "KvWelcome")
+CONTROL_MESSAGES = ("KvHello", "KvRefusal")
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

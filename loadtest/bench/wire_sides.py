@@ -37,7 +37,6 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
@@ -175,10 +174,9 @@ class Engine:
     def endpoint(self, carrier: str) -> dict[str, Any]:
         """Return what both halves are made with."""
         self.sockets = KvSockets(None, self.staging.slot_bytes)
-        watch = FdWatch(self.thread.watch, self.thread.unwatch)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
         for fd in opened.fds():
-            watch.add(fd)
+            self.thread.watch(fd)
         return {
             "core": self.core,
             "moves": self.runner,
@@ -186,7 +184,8 @@ class Engine:
             "groups": self.runner.mover.groups,
             "carriers": {carrier: opened},
             "timeout_s": TIMEOUT_S,
-            "watch": watch,
+            "watch": self.thread.watch,
+            "unwatch": self.thread.unwatch,
         }
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
@@ -217,7 +216,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     print("ready", flush=True)
     hello = msgspec.json.decode(sys.stdin.readline(), type=KvHello)
     link = engine.call(lambda: sender.connect(hello))
-    print(link.outbound.reply.hex() or "-", flush=True)
+    print("open", flush=True)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
 
     def begin(jobs: list[str]) -> None:
@@ -247,7 +246,7 @@ class Receiving(JobCallbacks):
             raise BenchError("the endpoint has no sockets")
         socket = ReceiverSocket(engine.sockets, "127.0.0.1", "127.0.0.1")
         self._events: queue.Queue[Any] = queue.Queue()  # of one kind at a time, or an error
-        self._engine, self._carrier = engine, carrier
+        self._engine = engine
         self._receiver = KvReceiver(
             socket=socket,
             on_link_tested=lambda _link: self._events.put(time.monotonic_ns()),
@@ -293,9 +292,7 @@ class Receiving(JobCallbacks):
             carriers=link.offers,
             slot_bytes=self._engine.staging.slot_bytes,
         )
-        reply = process.ask(msgspec.json.encode(hello).decode())
-        answer = bytes.fromhex(reply.strip("-\n"))
-        self._engine.call(lambda: self._receiver.accept(link, self._carrier, answer))
+        process.ask(msgspec.json.encode(hello).decode())
         tested_ns = int(self._next(f"the test of the link to {name}"))
         return (tested_ns - started_ns) / 1e9
 

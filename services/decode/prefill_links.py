@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
-from pagewire.shared.control.protocol import ControlMessage, KvHello, KvWelcome
+from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.errors import ChannelError, PagewireError, TransferError
+from pagewire.shared.errors import ChannelError, PagewireError
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.logs import Complaints
@@ -27,30 +27,16 @@ class PrefillLink:
     """One life of one prefill worker, or an attempt to reach it.
 
     Attributes:
-        welcome: its answer to our `KvHello`.
-        tested: whether blocks come by it.
+        tested: blocks come by it: jobs may use it.
         kv: the link that its blocks come by, once it has been offered.
         opening: the attempt.
-        is_open: jobs may use the link.
     """
 
     record: WorkerRecord
     client: ControlClient
-    welcome: asyncio.Future[KvWelcome]
-    tested: asyncio.Future[None]
+    tested: asyncio.Event = field(default_factory=asyncio.Event)
     kv: ReceiverLink | None = None
-    opening: asyncio.Task[None] | None = None
-    is_open: bool = False
-
-    @property
-    def worker_id(self) -> str:
-        """Of the prefill worker."""
-        return self.record.worker_id
-
-    @property
-    def epoch(self) -> int:
-        """Of the prefill worker's life."""
-        return self.record.epoch
+    opening: asyncio.Task[None] = field(init=False)
 
 
 class PrefillLinks:
@@ -98,7 +84,8 @@ class PrefillLinks:
     @property
     def open_epochs(self) -> dict[str, int]:
         """The prefill workers whose links jobs may use, and which life of each it is."""
-        return {name: link.epoch for name, link in self._links.items() if link.is_open}
+        links = self._links.values()
+        return {link.record.worker_id: link.record.epoch for link in links if link.tested.is_set()}
 
     def start(self) -> None:
         """Open links as workers appear."""
@@ -113,7 +100,7 @@ class PrefillLinks:
     def _follow(self, record: WorkerRecord) -> None:
         """See that there is a link to a worker's present life, or an attempt at one."""
         link = self._links.get(record.worker_id)
-        if link is not None and link.epoch != record.epoch:
+        if link is not None and link.record.epoch != record.epoch:
             self._lose(link, "it was restarted")
         if record.worker_id not in self._links and record.state == "ready":
             link = self._links[record.worker_id] = self._new_link(record)
@@ -124,12 +111,9 @@ class PrefillLinks:
             await self._open(link)
         except (PagewireError, TimeoutError) as exc:
             self._lose(link, str(exc) or "no answer")
-        else:
-            self._complaints.forget(link.worker_id, link.epoch)
-            link.is_open = True
 
     async def _open(self, link: PrefillLink) -> None:
-        """Connect, agree on layout and carrier, wait until blocks come.
+        """Connect, offer a link, wait until blocks come by it.
 
         Raises:
             PagewireError, TimeoutError: that failed.
@@ -139,30 +123,22 @@ class PrefillLinks:
         if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
             raise ChannelError(f"{record.endpoint} is another worker's by now")
         kv = await self._offer(link)
-        async with asyncio.timeout(timeout_s):
-            welcome = await link.welcome
-        if welcome.error is not None:
-            # It may be reached only by what was left out.
-            self._unfit.pop((record.worker_id, record.epoch), None)
-            raise TransferError(welcome.error)
-        await self._engine.call(
-            lambda _core: self._receiver.accept(kv, welcome.carrier, welcome.reply), timeout_s
-        )
         try:
-            async with asyncio.timeout(timeout_s):
-                await link.tested
+            async with asyncio.timeout(2 * timeout_s):  # to be opened, and to be tested
+                await link.tested.wait()
         except TimeoutError:
-            self._leave_out(record, welcome.carrier)
+            self._leave_out(link)
             raise
-        logger.info("linked to %s by %s", record.worker_id, welcome.carrier)
+        self._complaints.forget(record.worker_id, record.epoch)
+        logger.info("linked to %s by %s", record.worker_id, kv.carrier)
 
     async def _offer(self, link: PrefillLink) -> ReceiverLink:
         """Offer a link for blocks."""
-        without = self._unfit.get((link.worker_id, link.epoch), ())
+        without = self._unfit.get((link.record.worker_id, link.record.epoch), ())
 
         def make_offer(_core: EngineCore) -> ReceiverLink:
             # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
-            link.kv = self._receiver.offer(link.worker_id, without)
+            link.kv = self._receiver.offer(link.record.worker_id, without)
             return link.kv
 
         kv = await self._engine.call(make_offer, self._timeout_s)
@@ -181,13 +157,11 @@ class PrefillLinks:
         return kv
 
     def _new_link(self, record: WorkerRecord) -> PrefillLink:
-        loop = asyncio.get_running_loop()
-
         def on_message(message: ControlMessage) -> None:
-            if isinstance(message, KvWelcome):
-                self._on_welcome(link, message)
-            else:
+            if not isinstance(message, KvRefusal):
                 logger.warning("%s sent a %s here", record.worker_id, type(message).__name__)
+            elif link.kv is not None and message.link == link.kv.number:
+                self._on_kv_lost(link.kv, message.error)
 
         client = ControlClient(
             record.endpoint,
@@ -198,54 +172,46 @@ class PrefillLinks:
             heartbeat_s=self._heartbeat_s,
             lease_s=self._lease_s,
         )
-        link = PrefillLink(record, client, loop.create_future(), loop.create_future())
+        link = PrefillLink(record, client)
         return link
 
-    def _on_welcome(self, link: PrefillLink, message: KvWelcome) -> None:
-        if link.kv is None or message.link != link.kv.number:
-            return
-        if not link.welcome.done():
-            link.welcome.set_result(message)
-        elif message.error is not None:
-            self._on_kv_lost(link.kv, message.error)
-
     def _on_tested(self, kv: ReceiverLink) -> None:
-        for link in self._links.values():
-            if link.kv is kv and not link.tested.done():
-                link.tested.set_result(None)
+        link = self._links.get(kv.peer)
+        if link is not None and link.kv is kv:
+            link.tested.set()
 
     def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
-        for link in list(self._links.values()):
-            if link.kv is kv:
-                if kv.carrier and not link.tested.done():
-                    self._leave_out(link.record, kv.carrier)
-                self._lose(link, reason)
+        link = self._links.get(kv.peer)
+        if link is not None and link.kv is kv:
+            if not link.tested.is_set():
+                self._leave_out(link)
+            self._lose(link, reason)
 
-    def _leave_out(self, record: WorkerRecord, carrier: str) -> None:
-        """Note that nothing comes by a carrier."""
+    def _leave_out(self, link: PrefillLink) -> None:
+        """Note that nothing comes by a link's carrier; all may work again if none is left."""
         known = {(worker.worker_id, worker.epoch) for worker in self._workers()}
         self._unfit = {life: unfit for life, unfit in self._unfit.items() if life in known}
-        unfit = self._unfit.setdefault((record.worker_id, record.epoch), set())
-        unfit.add(carrier)
-        if unfit.issuperset(self._receiver.carriers):  # the others may work again by now
-            unfit.clear()
-            unfit.update({carrier} if len(self._receiver.carriers) > 1 else ())
+        life = link.record.worker_id, link.record.epoch
+        unfit = self._unfit.pop(life, set())
+        if link.kv is not None and link.kv.carrier:
+            unfit = unfit | {link.kv.carrier}
+            if not unfit.issuperset(self._receiver.carriers):
+                self._unfit[life] = unfit
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link or an attempt; one that has ended is fine."""
-        if self._links.get(link.worker_id) is not link:
+        if self._links.get(link.record.worker_id) is not link:
             return
-        del self._links[link.worker_id]
+        del self._links[link.record.worker_id]
         self._end(link)
-        if link.is_open:
-            logger.warning("lost %s: %s", link.worker_id, reason)
+        if link.tested.is_set():
+            logger.warning("lost %s: %s", link.record.worker_id, reason)
         else:
-            text = f"no link to {link.worker_id} at {link.record.endpoint}: {reason}"
-            self._complaints.say(link.worker_id, link.epoch, text)
+            text = f"no link to {link.record.worker_id} at {link.record.endpoint}: {reason}"
+            self._complaints.say(link.record.worker_id, link.record.epoch, text)
 
     def _end(self, link: PrefillLink) -> None:
-        if link.opening is not None:
-            link.opening.cancel()  # it has ended, if the link is open
+        link.opening.cancel()  # it has ended, if the link is open
         link.client.close()
 
         def close(_core: EngineCore) -> None:

@@ -55,25 +55,22 @@ class RemoteJobs(JobCallbacks):
         local_prefills: counts by reason what is computed here instead.
         timeout_s: without a sign of a job's life, after which the next worker is asked.
 
-    Attributes:
+    Attributes, which the service sets:
         find: returns a live request by its name in the engine.
         on_first_token: called once a request, with the message and the worker that sent it.
         on_prompt_scored: called with log probabilities of the request's prompt, before that; again
             from the start if another worker computes it again.
     """
 
+    find: Callable[[str], DecodeRequest | None]
+    on_first_token: Callable[[DecodeRequest, PrefillDone, str], None]
+    on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None]
+
     def __init__(
         self, engine: EngineHandle, receiver: KvReceiver, local_prefills: Counter, timeout_s: float
     ) -> None:
         self._engine, self._receiver = engine, receiver
         self._local_prefills, self._timeout_s = local_prefills, timeout_s
-        self.find: Callable[[str], DecodeRequest | None] = lambda _engine_id: None
-        self.on_first_token: Callable[[DecodeRequest, PrefillDone, str], None] = (
-            lambda _request, _done, _worker_id: None
-        )
-        self.on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None] = (
-            lambda _request, _scored: None
-        )
         self._jobs: dict[str, _Job] = {}  # by the request's name in the engine
         receiver.jobs = self
 

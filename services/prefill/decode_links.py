@@ -14,7 +14,7 @@ from pagewire.shared.control.protocol import (
     BlockLayout,
     ControlMessage,
     KvHello,
-    KvWelcome,
+    KvRefusal,
     clip_text,
 )
 from pagewire.shared.engine.core import EngineCore
@@ -66,7 +66,7 @@ class DecodeLinks:
         sender.on_link_lost = engine.in_loop(self._on_lost)
 
     def open(self, peer_id: str, hello: KvHello) -> None:
-        """Open the link that a decode worker asks for, and answer it, in the background."""
+        """Open the link that a decode worker asks for, or refuse it, in the background."""
         self.close(peer_id)  # of an earlier attempt over this connection
         peer = self._peers[peer_id] = _Peer(hello)
         self._tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
@@ -78,21 +78,12 @@ class DecodeLinks:
         except PagewireError as exc:
             text = f"no KV link to {hello.worker_id}: {exc}"
             self._complaints.say(hello.worker_id, hello.epoch, text)
-            if self._is_known(peer_id, peer):
+            if self._peers.get(peer_id) is peer:
                 self.close(peer_id)
-            self._post(peer_id, KvWelcome(link=hello.link, error=clip_text(str(exc))))
-            return
-        if not self._is_known(peer_id, peer):
-            return
-        self._complaints.forget(hello.worker_id, hello.epoch)
-        self._post(
-            peer_id, KvWelcome(link=hello.link, carrier=link.carrier, reply=link.outbound.reply)
-        )
-        logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
-
-    def _is_known(self, peer_id: str, peer: _Peer) -> bool:
-        """Whether a decode worker has neither left nor asked again."""
-        return self._peers.get(peer_id) is peer
+            self._post(peer_id, KvRefusal(link=hello.link, error=clip_text(str(exc))))
+        else:
+            self._complaints.forget(hello.worker_id, hello.epoch)
+            logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
@@ -103,7 +94,7 @@ class DecodeLinks:
         except OSError as exc:
             raise TransferError(f"there is nothing at {hello.endpoint!r}: {exc}") from exc
         there = msgspec.structs.replace(hello, endpoint=endpoint)
-        if not self._is_known(peer_id, peer):
+        if self._peers.get(peer_id) is not peer:  # it has left, or asked again
             raise TransferError("its control connection has ended")
 
         def connect(_core: EngineCore) -> SenderLink:
@@ -130,7 +121,7 @@ class DecodeLinks:
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
             number = self._peers.pop(peer_id).hello.link
-            self._post(peer_id, KvWelcome(link=number, error=clip_text(reason)))
+            self._post(peer_id, KvRefusal(link=number, error=clip_text(reason)))
 
 
 def _check_layout(mine: BlockLayout, theirs: BlockLayout, peer: str) -> None:

@@ -1,7 +1,7 @@
 """Every control message between the services: tagged msgspec structs in versioned frames.
 
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
-    decode --KvHello--> prefill --KvWelcome--> decode
+    decode --KvHello--> prefill --KvRefusal--> decode
     any client --Ping--> server --Pong--> client
 
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
@@ -194,22 +194,18 @@ class KvHello(Message, frozen=True, kw_only=True):
     slot_bytes: Count
 
 
-class KvWelcome(Message, frozen=True, kw_only=True):
-    """The prefill worker's answer; later, with an error, the link's end.
+class KvRefusal(Message, frozen=True, kw_only=True):
+    """The prefill worker does not open a link, or has ended it.
 
     Attributes:
-        carrier: chosen for this link.
-        reply: of the carrier's half here to the half there.
-        error: why no blocks can cross, or not any more; then `carrier` means nothing.
+        error: why no blocks can cross, or not any more.
     """
 
     link: Count
-    carrier: Annotated[str, Meta(max_length=64)] = ""
-    reply: Annotated[bytes, Meta(max_length=4096)] = b""
-    error: Text | None = None
+    error: Text
 
 
-ControlMessage = Ping | Pong | Generate | Cancel | TokenBatch | Refused | KvHello | KvWelcome
+ControlMessage = Ping | Pong | Generate | Cancel | TokenBatch | Refused | KvHello | KvRefusal
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)

@@ -7,8 +7,8 @@ and, between them, the messages of prefill jobs (job_messages.py).
 A credit is a staging slot of the receiver that the sender may write to. A use is one segment in a
 slot; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
 the sender's again. To `Reclaim` the answer is `Return`, or the `Segment` that is under way: then
-its `Ack` does not give the credit back. `KvHello` and `KvWelcome`, which come before, are
-control messages (shared/control/protocol.py).
+its `Ack` does not give the credit back. `KvHello`, which comes before, and `KvRefusal` are control
+messages (shared/control/protocol.py).
 
 Segments are announced once they are packed, so that none is ever taken back.
 """
@@ -39,7 +39,15 @@ class _Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True
 
 
 class Open(_Message, frozen=True):
-    """The sender has connected; the receiver answers with credits."""
+    """The sender has connected; the receiver answers with credits.
+
+    Attributes:
+        carrier: the one of `KvHello` that it has chosen.
+        reply: of the carrier's half here to the half there.
+    """
+
+    carrier: Id
+    reply: Annotated[bytes, Meta(max_length=4096)]
 
 
 class Segment(_Message, frozen=True):

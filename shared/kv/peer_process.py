@@ -80,11 +80,10 @@ class Quarantine:
             return
         try:
             self._pidfd = os.pidfd_open(process.pid)
+        except OSError as exc:  # it has gone; or the kernel has no pidfd, and the time is left
+            self.is_over = isinstance(exc, ProcessLookupError)
+        else:
             self._poller.register(self._pidfd, select.POLLIN)
-        except ProcessLookupError:
-            self.is_over = True
-        except OSError:  # a kernel that has no pidfd: the time is left
-            self._pidfd = None
 
     def begin(self) -> None:
         """Begin to count the time."""

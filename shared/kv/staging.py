@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from pagewire.shared.errors import ConfigError, IntegrityError
+from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.device_memory import allocate
 
 _ALIGNMENT = 256  # of each slot: what kernels are quickest with
@@ -36,14 +36,9 @@ class Staging:
         """How many nobody holds."""
         return len(self._free)
 
-    @property
-    def stride(self) -> int:
-        """Bytes from one slot to the next."""
-        return int(self.memory.shape[1])
-
-    def try_acquire(self) -> int | None:
-        """Take the slot that has been free longest; None if all are held."""
-        return self._free.popleft() if self._free else None
+    def acquire(self) -> int:
+        """Take the slot that has been free longest; there is one."""
+        return self._free.popleft()
 
     def release(self, slot: int) -> None:
         """Give a slot back.
@@ -60,11 +55,7 @@ def make_staging(num_slots: int, slot_bytes: int, device: torch.device) -> Stagi
     """Allocate staging.
 
     Raises:
-        ConfigError: a number is not positive.
+        ConfigError: there is no room for it.
     """
-    if num_slots < 1 or slot_bytes < 1:
-        raise ConfigError(
-            f"staging needs at least one slot of one byte, not {num_slots} of {slot_bytes}"
-        )
     stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
     return Staging(allocate((num_slots, stride), device), slot_bytes)

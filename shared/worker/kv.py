@@ -15,10 +15,8 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
-from pagewire.shared.installing import install_command
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
@@ -65,11 +63,6 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
 
         return IpcCarrier(staging)
     if name == "ucx":
-        if find_spec("ucxx") is None:
-            raise ConfigError(
-                "KV transport 'ucx' needs ucxx: choose 'zmq', or install it: "
-                f"{install_command('ucx')}"
-            )
         from pagewire.shared.kv.carriers.ucx import UcxCarrier
         from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 
@@ -92,7 +85,6 @@ async def open_endpoint(
         ConfigError: a carrier is not to be had, or this machine does not have the host's address.
     """
     stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
-    watch = FdWatch(engine.thread.watch, engine.thread.unwatch)
     carriers: dict[str, Carrier] = {}
     own_host = advertise_host if settings.host in WILDCARDS else settings.host
     for name in carriers_to_open(settings, staging.memory.device):
@@ -105,8 +97,8 @@ async def open_endpoint(
             continue
         stack.callback(carrier.close)
         for fd in carrier.fds():
-            watch.add(fd)
-            stack.callback(watch.remove, fd)
+            engine.thread.watch(fd)
+            stack.callback(engine.thread.unwatch, fd)
         carriers[name] = carrier
     common: dict[str, Any] = {
         "core": engine.core,
@@ -115,7 +107,8 @@ async def open_endpoint(
         "groups": engine.groups,
         "carriers": carriers,
         "timeout_s": settings.transfer_timeout_s,
-        "watch": watch,
+        "watch": engine.thread.watch,
+        "unwatch": engine.thread.unwatch,
     }
     half: KvSender | KvReceiver
     if role == "prefill":

@@ -43,9 +43,7 @@ class KvCollector:
         yield GaugeMetricFamily("pagewire_kv_links", "KV links that are open", value=half.num_links)
         if isinstance(half, KvSender):
             text = "KV segments that were sent again"
-            yield CounterMetricFamily(
-                "pagewire_kv_transfer_resends", text, value=half.stats.resends
-            )
+            yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=stats.resends)
         text = (
             "What went wrong on KV links: links lost, malformed and stray messages, clients denied"
         )

@@ -263,7 +263,6 @@ def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
             d.records = [p.record(), q.record()]
             await eventually(lambda: q.hellos)
             with kv_link_by_hand(q.hellos[0][1]) as link:
-                q.welcome()
                 await link.granted()
                 link.pass_test()
                 await eventually(

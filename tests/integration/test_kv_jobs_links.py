@@ -35,7 +35,6 @@ async def linked_by_hand(
     d.records = [p.record(), *(other.record() for other in others)]
     await eventually(lambda: p.hellos)
     with kv_link_by_hand(p.hellos[-1][1]) as link:
-        p.welcome()
         await link.granted()
         link.pass_test()
         names = [p.worker_id, *(other.identity.worker_id for other in others)]

@@ -7,8 +7,9 @@ import pytest
 
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import SlotState
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
+from pagewire.shared.kv.messages import Grant, Open
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_raw import raw_sender
 from pagewire.tests.support.kv_sides import hello_of
 
 pytestmark = pytest.mark.timeout(30)
@@ -100,14 +101,16 @@ def test_a_receiver_without_a_carrier_to_offer_says_why() -> None:
 
 def test_only_what_was_offered_is_accepted() -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
-        receiver = pair.decode.receiver
-        link = receiver.offer("p0", without={"loopback"})
         for carrier in ("loopback", "ucx"):
-            with pytest.raises(TransferError, match=f"no open link that '{carrier}' was offered"):
-                receiver.accept(link, carrier, b"")
-        receiver.close(link)
-        with pytest.raises(TransferError, match="no open link"):
-            receiver.accept(link, "zmq", b"")
+            with raw_sender(pair, pair.decode, without={"loopback"}) as raw:
+                raw.say(Open(carrier, b""))
+                pair.until(lambda: pair.decode.lost)
+                why = f"carrier '{carrier}' was not offered"
+                assert pair.decode.lost == [(raw.link, why)]
+                pair.decode.lost.clear()
+        with raw_sender(pair, pair.decode, without={"loopback"}) as raw:
+            raw.say(Open("zmq", b""))
+            assert raw.hear(1) == [Grant([0, 1, 2, 3])]
 
 
 @pytest.mark.parametrize("endpoint", ["", "somewhere", "udp://127.0.0.1:1", "tcp://127.0.0.1"])
@@ -122,7 +125,8 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 def test_only_open_links_are_watched() -> None:
     with kv_pair("zmq", num_decodes=2, linked=False) as pair:
         watched: list[int] = []
-        pair.prefill.sender.watch = FdWatch(watched.append, watched.remove)
+        pair.prefill.sender.watch = watched.append
+        pair.prefill.sender.unwatch = watched.remove
         links = [pair.open(pair.prefill, decode) for decode in pair.decodes]
         assert watched == [link.sent.socket.fd for link in links]
         pair.end(links[0])
@@ -166,7 +170,7 @@ def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
         requests = [pair.ask([n, *PROMPT]) for n in range(3)]
         pair.until(lambda: pair.link.sent.credits.num_in_use == 4)
         joined = pair.connect(pair.prefills[1], pair.decode)
-        pair.until(lambda: joined.received.has_opened)
+        pair.until(lambda: joined.received.carrier)
         assert idle(pair) == [0, 0]
         pair.decode.device.has_moved = True
         pair.until(lambda: joined.is_tested)

@@ -48,9 +48,9 @@ def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
 def test_a_block_must_fit_a_slot_of_the_decode_worker(missing: int) -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
-            welcome = await decode.say_hello(slot_bytes=SMALLEST - missing)
+            error = await decode.say_hello(slot_bytes=SMALLEST - missing)
             wanted = f"a staging slot of decode-0 has {SMALLEST - 1} bytes, and a block takes"
-            assert (welcome.error or "").startswith(wanted) if missing else not welcome.error
+            assert (error or "").startswith(wanted) if missing else not error
             assert p.sender.num_links == 1 - missing
 
     run_async(scenario())
@@ -63,10 +63,9 @@ def test_a_block_must_fit_a_slot_of_the_decode_worker(missing: int) -> None:
 def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
-            welcome = await decode.say_hello(endpoint=endpoint)
-            assert repr(endpoint) in (welcome.error or "")
+            assert repr(endpoint) in (await decode.say_hello(endpoint=endpoint) or "")
             assert not p.sender.num_links
-            assert (await decode.say_hello(link=2)).error is None  # the connection goes on
+            assert await decode.say_hello(link=2) is None  # the connection goes on
 
     run_async(scenario())
 
@@ -79,7 +78,7 @@ def test_an_endpoint_where_nobody_listens_costs_others_nothing() -> None:
             router_of(d) as router,
         ):
             async with decode_by_hand(p) as decode:
-                assert (await decode.say_hello()).error is None  # nobody knows yet
+                assert await decode.say_hello() is None  # nobody knows yet
                 await d.link_to(p)
                 router.generate()
                 await router.answer()
@@ -92,9 +91,8 @@ def test_an_endpoint_where_nobody_listens_costs_others_nothing() -> None:
 def test_a_worker_without_a_common_carrier_is_refused_by_name() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
-            welcome = await decode.say_hello(carriers={"pigeon": b"coo"})
-            assert welcome.error is not None
-            assert "pigeon: this worker does not have it" in welcome.error
+            error = await decode.say_hello(carriers={"pigeon": b"coo"})
+            assert "pigeon: this worker does not have it" in (error or "")
 
     run_async(scenario())
 
@@ -103,8 +101,7 @@ def test_a_second_hello_replaces_the_first_link() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
             for number in (1, 2):
-                welcome = await decode.say_hello(link=number)
-                assert (welcome.link, welcome.error) == (number, None)
+                assert await decode.say_hello(link=number) is None
                 await p.engine.call(lambda _core: None, 5)
                 assert p.sender.num_links == 1
 
@@ -160,8 +157,7 @@ def test_a_busy_engine_leaves_no_link_that_nobody_waits_for() -> None:
     async def scenario() -> None:
         async with prefill_worker(times=Times(transfer_s=0.2)) as p, decode_by_hand(p) as decode:
             with p.stuck():
-                welcome = await decode.say_hello()
-                assert "the engine is busy" in (welcome.error or "")
+                assert "the engine is busy" in (await decode.say_hello() or "")
             await p.engine.call(lambda _core: None, 5)
             assert not p.sender.num_links
 

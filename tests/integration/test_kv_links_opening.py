@@ -180,7 +180,6 @@ def test_a_lost_kv_link_is_opened_again() -> None:
             for count in (1, 2):
                 await eventually(lambda: len(by_hand.hellos) == count)  # noqa: B023
                 with kv_link_by_hand(by_hand.hellos[-1][1]) as link:
-                    by_hand.welcome()
                     await link.granted()
                     link.pass_test()
                     await eventually(d.is_linked)
@@ -197,11 +196,10 @@ def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
             d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
             with kv_link_by_hand(by_hand.hellos[0][1]) as link:
-                by_hand.welcome()
                 await link.granted()
                 link.pass_test()
                 await eventually(d.is_linked)
-                by_hand.welcome(error="nothing crosses any more")
+                by_hand.refuse("nothing crosses any more")
                 await eventually(lambda: len(by_hand.hellos) == 2)
             assert not d.is_linked()
             assert len(by_hand.lost) == 1
@@ -214,8 +212,8 @@ def test_a_carrier_that_was_not_offered_ends_one_attempt_only() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:
             d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
-            by_hand.welcome("carrier pigeon")
-            await eventually(lambda: len(by_hand.hellos) == 2)
+            with kv_link_by_hand(by_hand.hellos[0][1], "carrier pigeon"):
+                await eventually(lambda: len(by_hand.hellos) == 2)
             assert not d.is_linked()
 
     run_async(scenario())
@@ -258,8 +256,7 @@ def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
                 async with prefill_by_hand() as by_hand:
                     d.records = [by_hand.record()]
                     await eventually(lambda: by_hand.hellos)
-                    with kv_link_by_hand(by_hand.hellos[0][1]) as link:
-                        by_hand.welcome("shaky")
+                    with kv_link_by_hand(by_hand.hellos[0][1], "shaky") as link:
                         await link.granted()  # and nothing is sent
                 assert list(by_hand.hellos[0][1].carriers) == ["shaky", "zmq"]
 
@@ -272,7 +269,6 @@ def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
             d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
             with kv_link_by_hand(by_hand.hellos[0][1]) as link:
-                by_hand.welcome()
                 await link.granted()
                 # From here on the loop does not run: it hears of the test and of the end at once.
                 link.pass_test()

@@ -178,7 +178,7 @@ def test_a_sender_that_is_gone_is_noticed_by_what_is_sent_to_it(kind: str) -> No
         pair.prefill.close()
         for _ in range(100):  # what is sent before the connection's end is seen is lost
             other = pair.connect(pair.prefills[1], pair.decode)  # takes credits from the first one
-            pair.until(lambda: other.received.has_opened)  # noqa: B023
+            pair.until(lambda: other.received.carrier)  # noqa: B023
             pair.end(other)
             if pair.decode.lost:
                 break

@@ -22,6 +22,7 @@ from pagewire.shared.kv.messages import (
 from pagewire.tests.support.fake_device import make_sequence
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import (
+    OPEN,
     PROMPT,
     SEGMENT,
     RawReceiver,
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        ([Open()], "the link was opened twice"),
+        ([OPEN], "the link was opened twice"),
         ([Return(0)], " nobody asked for"),
         ([Return(200)], "returns credit 200, which nobody asked for"),
         ([SEGMENT, SEGMENT], "has no use 1"),
@@ -77,7 +78,7 @@ def test_a_segment_without_a_place_ends_its_link(
 def _loses(messages: list[ToReceiver], body: bytes | None, why: str) -> None:
     """Let one of two senders say something that ends its link."""
     with kv_pair("zmq") as pair, raw_sender(pair, pair.decode) as raw:
-        raw.say(Open())
+        raw.say(OPEN)
         first = raw.hear(2)[0]  # one more as the other link returns it
         before = cells(pair)
         for message in messages:
@@ -114,7 +115,7 @@ def _with_credit(message: ToReceiver, grant: ToSender) -> ToReceiver:
         ([Reclaim(200)], "credit 200 was reclaimed and is not here"),
         ([Reclaim(1), Reclaim(1)], "credit 1 was reclaimed and is not here"),
         ([b"garbage"], "not a message of a KV receiver"),
-        ([encode(Open())], "not a message of a KV receiver"),
+        ([encode(OPEN)], "not a message of a KV receiver"),
         ([bytes(MAX_MESSAGE_BYTES + 1)], "bytes exceeds"),
     ],
     ids=lambda value: str(value)[:50],

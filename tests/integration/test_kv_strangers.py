@@ -29,13 +29,14 @@ from pagewire.tests.support.kv_raw import (
 )
 
 pytestmark = pytest.mark.timeout(30)
+OPEN = Open("zmq", b"")
 GARBAGE = [
     b"",
     b"garbage",
     os.urandom(3000),
     b"\x92\xa1\xff\x01",  # msgpack, but its tag is not UTF-8
     b"\x81\xa4type\xa4Oven",
-    encode(Open()) + b"more",
+    encode(OPEN) + b"more",
     encode(Grant([0])),  # a receiver's
     b"\0" * (MAX_MESSAGE_BYTES + 1),
 ]
@@ -52,7 +53,7 @@ def test_malformed_bytes_and_unknown_tokens_are_counted_and_disturb_nobody() -> 
             stranger.send(data)
             stranger.send_multipart([data, b"payload"])
             stranger.send_multipart([b"", data, b"payload", b"more"])
-        said = [Open(), SEGMENT, Return(0)]
+        said = [OPEN, SEGMENT, Return(0)]
         for message in said:
             stranger.send(encode(message))
         expected = {"malformed": 3 * len(GARBAGE), "stray": len(said)}
@@ -106,15 +107,15 @@ def test_only_the_cluster_gets_anything_in(key: str) -> None:
         socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
         token = secrets.token_bytes(16)
         sender = SenderSocket(others.connect(socket.endpoint, token))
-        sender.post(Open())
+        sender.post(OPEN)
         if key == "the cluster's":
             await eventually(socket.is_due)
-            assert list(socket.receive()) == [(token, Open(), None)]
+            assert list(socket.receive()) == [(token, OPEN, None)]
             socket.send(token, Grant([1]))
             await eventually(sender.is_due)
             assert list(sender.receive()) == [Grant([1])]
         elif key == "its own":
-            await eventually(lambda: socket.num_denied)
+            await eventually(lambda: sockets.denied)
         else:
             await asyncio.sleep(0.1)
         assert not list(socket.receive())

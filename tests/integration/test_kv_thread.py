@@ -16,7 +16,6 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_device import generate, make_sequence
@@ -41,17 +40,13 @@ class Running:
     handed_over: int = 0
     outputs: list[StepOutput] = field(default_factory=list)
 
-    @property
-    def watch(self) -> FdWatch:
-        return FdWatch(self.add, self.remove)
-
-    def add(self, fd: int) -> None:
+    def watch(self, fd: int) -> None:
         if self.thread is None:
             self.fds.append(fd)  # it has not started
         else:
             self.thread.watch(fd)
 
-    def remove(self, fd: int) -> None:
+    def unwatch(self, fd: int) -> None:
         self.thread.unwatch(fd)
 
     def submit(self, command: Command) -> None:
@@ -68,8 +63,19 @@ class Workers(JobCallbacks):
     def __init__(self, kind: str) -> None:
         self.prefilling, self.decoding = Running(), Running()
         clock, kinds = Clock(), (kind,)
-        self.prefill = PrefillSide("p0", clock, kinds, 4, 2, {}, watch=self.prefilling.watch)
-        self.decode = DecodeSide("d0", clock, kinds, 4, 2, {}, watch=self.decoding.watch)
+        self.prefill = PrefillSide(
+            "p0",
+            clock,
+            kinds,
+            4,
+            2,
+            {},
+            watch=self.prefilling.watch,
+            unwatch=self.prefilling.unwatch,
+        )
+        self.decode = DecodeSide(
+            "d0", clock, kinds, 4, 2, {}, watch=self.decoding.watch, unwatch=self.decoding.unwatch
+        )
         self.link: SenderLink | None = None
         self.users: Counter[str] = Counter()
         for running, side, take in [
@@ -87,12 +93,7 @@ class Workers(JobCallbacks):
             received = self.decode.receiver.offer("p0")
 
             def connect(_core: EngineCore) -> None:
-                sent = self.link = self.prefill.sender.connect(hello_of(self.decode, received))
-                self.decoding.submit(
-                    lambda _core: self.decode.receiver.accept(
-                        received, sent.carrier, sent.outbound.reply
-                    )
-                )
+                self.link = self.prefill.sender.connect(hello_of(self.decode, received))
 
             self.prefilling.submit(connect)
 

@@ -94,8 +94,8 @@ def test_carriers_that_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> Non
         open_ucx("127.0.0.1", "nixl")
     with pytest.raises(ConfigError, match="needs staging on a GPU: choose 'zmq' or 'ucx'"):
         open_ucx("127.0.0.1", "ipc")
-    monkeypatch.setattr(kv, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"choose 'zmq'.*pip install .*ucxx-cu13"):
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    with pytest.raises(ConfigError, match=r"choose KV transport 'zmq'.*pip install .*ucxx-cu13"):
         open_ucx("127.0.0.1")
 
 

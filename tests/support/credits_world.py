@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagewire.shared.kv.endpoint.credits import ReceiverCredits, SenderCredits, SlotState
+from pagewire.shared.kv.endpoint.credits import (
+    MIN_CREDITS,
+    ReceiverCredits,
+    SenderCredits,
+    SlotState,
+)
 from pagewire.shared.kv.messages import Grant, Reclaim, Return
 
 NUM_CREDITS = 8  # at most
@@ -96,7 +101,7 @@ class World:
                 yield Event("put_back", number, credit)
             if self.closes != 0:
                 yield Event("close", number)
-        if len(self.links) < self.receiver.max_links and self.opens != 0:
+        if len(self.links) < self.receiver.num_slots // MIN_CREDITS and self.opens != 0:
             yield Event("open", min({1, 2, 3} - self.links.keys()))
 
     def deliveries(self) -> Iterator[Event]:
@@ -257,7 +262,6 @@ class World:
         quarantined = [slot for slots in self.quarantine for slot in slots]
         assert len(set(held + quarantined)) == len(held) + len(quarantined)
         count, num_slots = self.receiver.count, self.receiver.num_slots
-        assert self.receiver.links == list(self.links)
         assert count(SlotState.FILLED) == len(self.filled)
         assert count(SlotState.LENT) == len(self.lent) - len(self.filled)
         assert count(SlotState.QUARANTINED) == len(quarantined)

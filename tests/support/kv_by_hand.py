@@ -13,7 +13,7 @@ from pagewire.shared.control.channel import ControlClient, ControlServer, make_c
 from pagewire.shared.control.protocol import (
     ControlMessage,
     KvHello,
-    KvWelcome,
+    KvRefusal,
 )
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.shared.kv.job_messages import Prefill, PrefillDone, PrefillFailed
@@ -67,9 +67,9 @@ class PrefillByHand:
         """Answer the newest connection."""
         self.server.post(self.hellos[-1][0], message)
 
-    def welcome(self, carrier: str = "zmq", error: str | None = None) -> None:
-        """Answer the newest hello."""
-        self.post(KvWelcome(link=self.hellos[-1][1].link, carrier=carrier, error=error))
+    def refuse(self, error: str) -> None:
+        """Refuse the newest hello's link, or end it."""
+        self.post(KvRefusal(link=self.hellos[-1][1].link, error=error))
 
 
 @asynccontextmanager
@@ -99,12 +99,12 @@ async def prefill_by_hand(
 class KvLinkByHand:
     """A sender's end of a link; its calls block the event loop, but `granted`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], hello: KvHello) -> None:
-        self._socket, self._hello = socket, hello
+    def __init__(self, socket: zmq.Socket[bytes], carrier: str) -> None:
+        self._socket, self._carrier = socket, carrier
         self._in_use: int | None = None  # a credit
         self._uses = 0
         self._tickets: list[Prefill] = []
-        self.send(Open())
+        self.send(Open(self._carrier, b""))
 
     def send(self, message: ToReceiver, *body: bytes) -> None:
         """Send a message."""
@@ -117,7 +117,7 @@ class KvLinkByHand:
 
     def break_rules(self) -> None:
         """Say what ends the link on the other side."""
-        self.send(Open())  # a second time
+        self.send(Open(self._carrier, b""))  # a second time
 
     async def granted(self) -> None:
         """Wait for credits."""
@@ -181,20 +181,21 @@ def payload_of_test(seed: int, nbytes: int) -> bytes:
 
 
 @contextmanager
-def kv_link_by_hand(hello: KvHello) -> Iterator[KvLinkByHand]:
+def kv_link_by_hand(hello: KvHello, carrier: str = "zmq") -> Iterator[KvLinkByHand]:
     """Come by the link that a hello offers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.routing_id = hello.token
         KEYS.secure_client(socket)
         socket.connect(hello.endpoint)
-        yield KvLinkByHand(socket, hello)
+        yield KvLinkByHand(socket, carrier)
 
 
 class DecodeByHand:
     """A decode worker's control connection to a prefill worker, and what came by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
         self.received: list[ControlMessage] = []
         self.lost: list[str] = []
         self.client: ControlClient
@@ -213,22 +214,30 @@ class DecodeByHand:
         }
         return KvHello(**(fields | changes))
 
-    def welcomes(self) -> list[KvWelcome]:
+    def refusals(self) -> list[KvRefusal]:
         """Answers to hellos."""
-        return [message for message in self.received if isinstance(message, KvWelcome)]
+        return [message for message in self.received if isinstance(message, KvRefusal)]
 
-    async def say_hello(self, **changes: Any) -> KvWelcome:
-        """Post a hello and wait for the answer."""
-        count = len(self.welcomes())
-        self.client.post(self.hello(**changes))
-        await eventually(lambda: len(self.welcomes()) > count)
-        return self.welcomes()[-1]
+    async def say_hello(self, **changes: Any) -> str | None:
+        """Post a hello and wait for the link, or for its refusal; returns why it is refused."""
+        hello = self.hello(**changes)
+        links, refused = list(self._worker.sender.links), len(self.refusals())
+
+        def is_open() -> bool:
+            return any(link not in links for link in self._worker.sender.links)
+
+        self.client.post(hello)
+        await eventually(lambda: len(self.refusals()) > refused or is_open())
+        if len(self.refusals()) == refused:
+            return None
+        assert self.refusals()[-1].link == hello.link
+        return self.refusals()[-1].error
 
 
 @asynccontextmanager
 async def decode_by_hand(worker: PrefillWorker) -> AsyncIterator[DecodeByHand]:
     """Connect to a prefill worker's control server."""
-    decode = DecodeByHand()
+    decode = DecodeByHand(worker)
     decode.client = ControlClient(
         worker.endpoint,
         KEYS,

@@ -47,7 +47,6 @@ async def failing_job(then: str, **asked: Any) -> AsyncIterator[FailingJob]:
         d.records = [failing.record(), *([other.record()] if is_next else [])]
         await eventually(lambda: failing.hellos)
         with kv_link_by_hand(failing.hellos[0][1]) as link:
-            failing.welcome()
             await link.granted()
             link.pass_test()
             await eventually(

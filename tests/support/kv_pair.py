@@ -146,7 +146,6 @@ class KvPair:
         except TransferError:
             decode.receiver.close(received)
             raise
-        decode.receiver.accept(received, sent.carrier, sent.outbound.reply)
         link = KvLink(prefill, decode, sent, received)
         self.links.append(link)
         return link

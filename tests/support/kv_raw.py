@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import GROUPS, LAYOUT, DecodeSide, PrefillSide
 
+OPEN = Open("zmq", b"")
 _TOKEN = b"0123456789abcdef"
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
 SEGMENT = Segment(
@@ -71,10 +72,11 @@ class RawSender:
 
 
 @contextmanager
-def raw_sender(pair: KvPair, decode: DecodeSide, carrier: str = "zmq") -> Iterator[RawSender]:
+def raw_sender(
+    pair: KvPair, decode: DecodeSide, without: Collection[str] = ()
+) -> Iterator[RawSender]:
     """A link whose sender has not said anything yet."""
-    link = decode.receiver.offer("raw")
-    decode.receiver.accept(link, carrier, b"")
+    link = decode.receiver.offer("raw", without)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.routing_id = link.token
@@ -153,7 +155,7 @@ def reserved() -> Iterator[tuple[KvPair, RawSender, Request]]:
         pair.starts_jobs = False
         request = pair.ask(PROMPT)
         with raw_sender(pair, pair.decode) as raw:
-            raw.say(Open())
+            raw.say(OPEN)
             assert raw.hear(1) == [Grant([0, 1, 2, 3])]
             pair.until(lambda: request.job)
             yield pair, raw, request

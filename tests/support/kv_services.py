@@ -34,7 +34,6 @@ from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.credits import SlotState
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
@@ -278,7 +277,7 @@ def _staging(layout: BlockLayout, slots: int) -> Staging:
 @asynccontextmanager
 async def _open(
     worker: Worker, makers: Sequence[MakeCarrier]
-) -> AsyncIterator[tuple[KvSockets, dict[str, Carrier], FdWatch]]:
+) -> AsyncIterator[tuple[KvSockets, dict[str, Carrier]]]:
     """Open what both halves of the endpoint need, and the control server."""
     async with AsyncExitStack() as stack:
         sockets = KvSockets(KEYS, worker.staging.slot_bytes, worker.times.transfer_s)
@@ -288,9 +287,8 @@ async def _open(
             carrier = make(worker.staging, worker.device)
             stack.callback(carrier.close)
             carriers[carrier.name] = carrier
-        thread = worker.engine.thread
         await stack.enter_async_context(worker.running())
-        yield sockets, carriers, FdWatch(thread.watch, thread.unwatch)
+        yield sockets, carriers
 
 
 @asynccontextmanager
@@ -327,7 +325,7 @@ async def prefill_worker(
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
     identity = WorkerIdentity(worker_id, epoch)
     worker = PrefillWorker(identity, core, device, _staging(layout, slots), layout, times)
-    async with _open(worker, carriers) as (sockets, opened, watch):
+    async with _open(worker, carriers) as (sockets, opened):
         worker.sender = KvSender(
             core=core,
             moves=device,
@@ -336,7 +334,8 @@ async def prefill_worker(
             sockets=sockets,
             carriers=opened,
             timeout_s=times.transfer_s,
-            watch=watch,
+            watch=worker.engine.thread.watch,
+            unwatch=worker.engine.thread.unwatch,
         )
         post = worker.server.post
         links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
@@ -368,7 +367,7 @@ async def decode_worker(
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
     identity = WorkerIdentity(worker_id, 1)
     worker = DecodeWorker(identity, core, device, _staging(layout, slots), layout, times)
-    async with _open(worker, carriers) as (sockets, opened, watch):
+    async with _open(worker, carriers) as (sockets, opened):
         worker.receiver = receiver = KvReceiver(
             core=core,
             moves=device,
@@ -377,7 +376,8 @@ async def decode_worker(
             socket=ReceiverSocket(sockets, HOST, HOST),
             carriers=opened,
             timeout_s=times.transfer_s,
-            watch=watch,
+            watch=worker.engine.thread.watch,
+            unwatch=worker.engine.thread.unwatch,
         )
         worker.links = PrefillLinks(
             identity,

@@ -13,7 +13,6 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.credits import SlotState
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
@@ -43,6 +42,10 @@ LAYOUT = BlockLayout(
     head_dim=1,
     block_bytes=GROUPS.block_bytes,
 )
+
+
+def _ignore(_fd: int) -> None:
+    """Nobody is to wake up."""
 
 
 @dataclass
@@ -132,7 +135,8 @@ class PrefillSide(Side):
     """
 
     divided_bytes: int = DIVIDED_BYTES
-    watch: FdWatch = field(default_factory=FdWatch)
+    watch: Callable[[int], None] = _ignore
+    unwatch: Callable[[int], None] = _ignore
     sender: KvSender = field(init=False)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -148,6 +152,7 @@ class PrefillSide(Side):
             timeout_s=TIMEOUT_S,
             on_link_lost=lambda link, reason: self.lost.append((link, reason)),
             watch=self.watch,
+            unwatch=self.unwatch,
             divided_bytes=self.divided_bytes,
             clock=self.clock,
         )
@@ -175,7 +180,8 @@ class DecodeSide(Side):
         tested: links by which payloads come.
     """
 
-    watch: FdWatch = field(default_factory=FdWatch)
+    watch: Callable[[int], None] = _ignore
+    unwatch: Callable[[int], None] = _ignore
     receiver: KvReceiver = field(init=False)
     tested: list[ReceiverLink] = field(default_factory=list)
 
@@ -192,6 +198,7 @@ class DecodeSide(Side):
             on_link_tested=self.tested.append,
             on_link_lost=lambda link, reason: self.lost.append((link, reason)),
             watch=self.watch,
+            unwatch=self.unwatch,
             clock=self.clock,
         )
         self.core.hooks.append(self.receiver)

@@ -113,7 +113,7 @@ class _Half:
         else:
             self._quarantine[link] = self._inbound.pop(link).close()
         self._pending = [entry for entry in self._pending if entry[1] != link]
-        _say("closed", link, self._carrier.num_abandoned)
+        _say("closed", link, self._carrier.library.num_abandoned)
 
     def poll(self) -> None:
         """Let the carrier work and say what has ended."""
@@ -150,7 +150,7 @@ class _Half:
         for link in [*self._outbound, *self._inbound]:
             self._close(link)
         self._carrier.close()
-        _say("end", self._carrier.num_abandoned)
+        _say("end", self._carrier.library.num_abandoned)
 
 
 def _say(*words: object) -> None:

@@ -115,7 +115,7 @@ def test_pip_takes_the_command(extra: str) -> None:
 
 
 def missing_ucx(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(kv, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ucxx", None)
     with pytest.raises(ConfigError) as caught:
         staging = make_staging(1, 1000, torch.device("cpu"))
         kv.open_carrier("ucx", staging, cast("BlockMoves", None), "127.0.0.1")

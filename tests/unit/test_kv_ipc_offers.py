@@ -73,10 +73,9 @@ def test_staging_on_a_cpu_is_plain_memory() -> None:
     assert (memory.shape, memory.dtype, memory.device.type) == ((2, 512), torch.uint8, "cpu")
 
 
-def test_staging_on_a_cpu_is_neither_offered_nor_sent_from(carrier: IpcCarrier) -> None:
-    with pytest.raises(TransferError, match="not on a GPU"):
+def test_staging_on_a_cpu_is_not_offered(carrier: IpcCarrier) -> None:
+    with pytest.raises(TransferError, match="not GPU memory"):
         carrier.offer(1)
-    assert "not on a GPU" in refusal(carrier, make_offer(OTHER))
 
 
 def test_another_host_is_refused(carrier: IpcCarrier) -> None:

@@ -44,7 +44,7 @@ reports, requests = [
 ]
 to_receiver = st.one_of(
     reports,
-    st.just(Open()),
+    st.builds(Open, carrier=st.text(min_size=1, max_size=64), reply=st.binary(max_size=4096)),
     st.builds(Return, credit_indices),
     st.builds(
         Segment,

@@ -52,8 +52,7 @@ class Job:
         self.final.clear()
 
     def pack(self) -> bool:
-        ready = self.queue.next()
-        assert self.queue.next() == ready  # as long as nobody takes it
+        ready = self.queue.take()
         if ready is None:
             return False
         cut, blocks, plan = ready
@@ -67,7 +66,6 @@ class Job:
         assert self.final[plan] >= cut.positions.stop
         # Not later than it must be.
         assert self.final.get(plan - 1, 0) < cut.positions.stop
-        self.queue.take()
         self.taken.append(cut)
         return True
 
@@ -114,8 +112,7 @@ def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> N
     queue.add([10, 11], 5, by_layer_group=False)
     queue.add([12, 13, 14], 6, by_layer_group=True)
     seen = []
-    while ready := queue.next():
-        queue.take()
+    while ready := queue.take():
         seen.append(ready)
     assert seen == [
         (Cut(range(1, 2), range(4)), [11], 5),
@@ -130,23 +127,21 @@ def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:
     queue = ExportQueue(groups, groups.packed_bytes(4), planned=0)
     queue.add([1, 2, 3], 1, by_layer_group=False)
     queue.lose_blocks()
-    assert queue.next() is None
+    assert queue.take() is None
     queue.add([7, 8], 4, by_layer_group=False)
-    assert queue.next() is None
+    assert queue.take() is None
     queue.add([9, 6], 5, by_layer_group=False)
-    assert queue.next() == (Cut(range(3), range(2)), [7, 8, 9], 5)
-    queue.take()
-    assert queue.next() == (Cut(range(3, 4), range(2)), [6], 5)
+    assert queue.take() == (Cut(range(3), range(2)), [7, 8, 9], 5)
+    assert queue.take() == (Cut(range(3, 4), range(2)), [6], 5)
 
 
 def test_what_is_packed_again_leaves_before_all_else() -> None:
     groups = LayerGroups(1, 8)
     queue = ExportQueue(groups, groups.packed_bytes(1), planned=0)
     queue.add([5, 6], 1, by_layer_group=False)
-    cut, _, _ = queue.next()
-    queue.take()
+    cut, _, _ = queue.take()
     queue.again(cut)
-    assert queue.next() == (cut, [5], 1)
+    assert queue.take() == (cut, [5], 1)
 
 
 @st.composite

@@ -128,7 +128,7 @@ BAD_FRAMES = {
     "bool-as-number": VERSION + PACK({"type": "Pong", "worker_id": "w", "epoch": True}),
     "huge-declared-list": VERSION
     + b"\x82\xa4type\xa8Generate\xb0prompt_token_ids\xdd\xff\xff\xff\xff",
-    "huge-declared-bytes": VERSION + b"\x82\xa4type\xa9KvWelcome\xa7address\xc6\xff\xff\xff\xff",
+    "huge-declared-bytes": VERSION + b"\x82\xa4type\xa9KvRefusal\xa7address\xc6\xff\xff\xff\xff",
 }
 
 

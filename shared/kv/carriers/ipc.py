@@ -77,23 +77,18 @@ class IpcCarrier(Carrier):
         self._staging = staging
         self._quarantine_s, self._clock = quarantine_s, clock
         self._quarantines: list[Quarantine] = []  # of links, that of each begins at its end
-        self._offer = b""
 
     def offer(self, link: int) -> bytes:
         """Return where this worker's staging is; the same for each link.
 
         Raises:
-            TransferError: staging is not on a GPU, or not memory that others may map.
+            TransferError: staging is not GPU memory that others may map.
         """
         memory = self._staging.memory
-        if not self._offer:
-            _check_is_cuda(memory)
-            handle = export_handle(memory)
-            gpu = _uuid(memory.device.index)
-            stride, num_slots = self._staging.stride, self._staging.num_slots
-            offer = IpcOffer(this_process(), gpu, handle, stride, num_slots)
-            self._offer = msgspec.msgpack.encode(offer)
-        return self._offer
+        handle, gpu = export_handle(memory), _uuid(memory.device.index)
+        num_slots, stride = memory.shape
+        offer = IpcOffer(this_process(), gpu, handle, stride, num_slots)
+        return msgspec.msgpack.encode(offer)
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link.
@@ -114,7 +109,6 @@ class IpcCarrier(Carrier):
         """
         remote, here = _decode(offer, IpcOffer), this_process()
         _check_is_near(remote.receiver, here)
-        _check_is_cuda(self._staging.memory)
         device = self._staging.memory.device
         _check_peer_access(remote.gpu, device)
         try:
@@ -131,12 +125,7 @@ class IpcCarrier(Carrier):
 
 class _IpcOutbound(Outbound):
     def __init__(
-        self,
-        staging: Staging,
-        socket: LinkSocket,
-        offer: IpcOffer,
-        address: int,
-        here: Process,
+        self, staging: Staging, socket: LinkSocket, offer: IpcOffer, address: int, here: Process
     ) -> None:
         self._socket, self._offer, self._here = socket, offer, here
         self._address: int | None = address  # of the receiver's staging, while it is mapped
@@ -224,11 +213,6 @@ def _check_is_near(receiver: Process, here: Process) -> None:
             "the receiver is in another IPC namespace: give both containers `ipc: host` and "
             "`pid: host`, or one the other's (`ipc: service:NAME`, `pid: service:NAME`)"
         )
-
-
-def _check_is_cuda(memory: torch.Tensor) -> None:
-    if not memory.is_cuda:
-        raise TransferError("this worker's staging is not on a GPU")
 
 
 def _check_peer_access(gpu: str, device: torch.device) -> None:

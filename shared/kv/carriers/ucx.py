@@ -20,14 +20,7 @@ import torch
 import zmq
 
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import (
-    DONE,
-    Carrier,
-    Inbound,
-    LinkSocket,
-    Outbound,
-    Pending,
-)
+from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
 from pagewire.shared.kv.messages import Segment
@@ -53,6 +46,9 @@ class UcxCarrier(Carrier):
         staging: of this worker.
         settings: UCX's, as `ucx_settings` gives them.
 
+    Attributes:
+        library: counts the workers of links that ended in mid-transfer.
+
     Raises:
         ConfigError: ucxx does not load.
         TransferError: UCX does not start.
@@ -65,7 +61,7 @@ class UcxCarrier(Carrier):
             torch.cuda.set_device(staging.memory.device)
             torch.cuda.synchronize(staging.memory.device)
         self.staging = staging
-        self._library = UcxLibrary(settings)
+        self.library = UcxLibrary(settings)
         self._offered: dict[int, UcxWorker] = {}  # by link
         self._epoll = select.epoll()  # readable when an armed worker has something to do
         self._by_fd: dict[int, UcxWorker] = {}  # that may be progressed
@@ -78,14 +74,9 @@ class UcxCarrier(Carrier):
         )
 
     @property
-    def num_abandoned(self) -> int:
-        """Links that ended in mid-transfer, each of which has left a UCX worker."""
-        return self._library.num_abandoned
-
-    @property
     def should_restart(self) -> bool:
         """Whether this process has no UCX for further links, and so should drain and end."""
-        return self.num_abandoned >= MAX_ABANDONED
+        return self.library.num_abandoned >= MAX_ABANDONED
 
     def offer(self, link: int) -> bytes:
         """Return the address of a new UCX worker.
@@ -97,15 +88,8 @@ class UcxCarrier(Carrier):
         return worker.address
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
-        """Return the receiver's half of a link that was offered.
-
-        Raises:
-            TransferError: it was not offered.
-        """
-        worker = self._offered.pop(link, None)
-        if worker is None:
-            raise TransferError("UCX was not offered for this link")
-        return _UcxInbound(self, link, worker)
+        """Return the receiver's half of a link that was offered."""
+        return _UcxInbound(self, link, self._offered.pop(link))
 
     def withdraw(self, link: int) -> None:
         """Free the worker of an offer."""
@@ -130,7 +114,7 @@ class UcxCarrier(Carrier):
         return _UcxOutbound(self, link, worker, socket)
 
     def _new_worker(self) -> UcxWorker:
-        worker = self._library.new_worker()
+        worker = self.library.new_worker()
         self._by_fd[worker.fd] = worker
         self._epoll.register(worker.fd, select.EPOLLIN)
         self.wake(worker)
@@ -171,12 +155,12 @@ class UcxCarrier(Carrier):
 
     def _poll(self, worker: UcxWorker) -> bool:
         has_happened = worker.poll()
-        if worker.is_usable and not worker.is_busy:
+        if worker.problem is None and not worker.is_busy:
             if worker.arm():
                 del self._unarmed[worker]
             else:
                 has_happened = True  # to be polled once more before the thread sleeps
-        if not worker.is_usable:
+        if worker.problem is not None:
             self._forget(worker)
         return has_happened
 

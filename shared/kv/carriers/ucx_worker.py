@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pagewire.shared.errors import ConfigError, TransferError
+from pagewire.shared.installing import install_command
 from pagewire.shared.kv.device_memory import DeviceBytes
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,10 @@ class UcxLibrary:
             from ucxx import exceptions, libucxx, types
             from ucxx._lib.arr import Array
         except ImportError as exc:
-            raise ConfigError(f"ucxx does not load: {exc}; choose KV transport 'zmq'") from exc
+            raise ConfigError(
+                f"ucxx does not load ({exc}): choose KV transport 'zmq', or install it: "
+                f"{install_command('ucx')}"
+            ) from exc
 
         self.classes, self.tag, self.any_tag = libucxx, types.Tag, types.TagMask(0)
         self.array, self.error = Array, exceptions.UCXError
@@ -107,6 +111,7 @@ class UcxWorker:
 
     Attributes:
         fd: becomes readable when an armed worker has something to do.
+        problem: why it may not be progressed any more.
     """
 
     def __init__(self, library: UcxLibrary) -> None:
@@ -116,7 +121,7 @@ class UcxWorker:
         self.fd = int(self._worker.epoll_file_descriptor)
         self._endpoint: Any = None
         self._under_way: list[UcxRequest] = []
-        self._problem: str | None = None  # why it may not be progressed any more
+        self.problem: str | None = None
         self._is_torn = False  # something failed, or was under way when it broke
         _held.add(self)
 
@@ -132,13 +137,8 @@ class UcxWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way that further polls bring forward."""
-        return bool(self._under_way) and self._problem is None
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it may be progressed."""
-        return self._problem is None
+        """Whether something is under way."""
+        return bool(self._under_way)
 
     def connect(self, address: bytes) -> None:
         """Make the endpoint.
@@ -203,7 +203,7 @@ class UcxWorker:
         for _ in range(_STEPS):
             if not self._progress():
                 break
-        return self._settle() or self._problem is not None
+        return self._settle() or self.problem is not None
 
     def _settle(self) -> bool:
         """Note which requests have ended; returns whether one has."""
@@ -219,7 +219,7 @@ class UcxWorker:
 
     def _progress(self) -> bool:
         """One step; returns whether there may be more to do."""
-        if self._problem is not None:
+        if self.problem is not None:
             return False
         more = bool(self._worker.progress_once())
         if self._endpoint is not None and not self._endpoint.alive:
@@ -235,12 +235,12 @@ class UcxWorker:
             return False
 
     def _check(self) -> None:
-        if self._problem is not None:
-            raise TransferError(f"UCX: {self._problem}")
+        if self.problem is not None:
+            raise TransferError(f"UCX: {self.problem}")
 
     def _break(self, problem: str) -> None:
-        if self._problem is None:
-            self._problem, self._is_torn = problem, bool(self._under_way)
+        if self.problem is None:
+            self.problem, self._is_torn = problem, bool(self._under_way)
 
     def close(self) -> bool:
         """Free it if nothing is under way, else abandon it; returns whether it was freed."""

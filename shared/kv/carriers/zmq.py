@@ -14,14 +14,7 @@ import zmq
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import (
-    DONE,
-    Carrier,
-    Inbound,
-    LinkSocket,
-    Outbound,
-    Pending,
-)
+from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 

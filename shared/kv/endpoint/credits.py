@@ -45,10 +45,8 @@ class SenderCredits:
                 raise ProtocolError(f"credit {credit} was granted twice")
         self.idle += credits
 
-    def take(self) -> tuple[int, int] | None:
-        """Take a credit; returns it and the number of its use. None if all are in use."""
-        if not self.idle:
-            return None
+    def take(self) -> tuple[int, int]:
+        """Take the first idle credit, there is one; returns it and the number of its use."""
         credit = self.idle.popleft()
         self._in_use[credit] = False
         use = self.uses[credit] = self.uses.get(credit, 0) + 1
@@ -109,31 +107,21 @@ class ReceiverCredits:
 
     Attributes:
         num_slots: in all.
-        max_links: that may be open at once.
 
     Raises:
-        ConfigError: there are fewer slots than those links need.
+        ConfigError: there are fewer slots than one link needs.
     """
 
     num_slots: int
-    max_links: int
     _slots: list[_Slot] = field(init=False)
     # In the order of their opening: by slot, the newest use. A credit that leaves a link and comes
     # back has had the uses that it had before.
     _links: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_slots < MIN_CREDITS * self.max_links or self.max_links < 1:
-            raise ConfigError(
-                f"{self.num_slots} staging slots are too few for {self.max_links} links of "
-                f"{MIN_CREDITS} each"
-            )
+        if self.num_slots < MIN_CREDITS:
+            raise ConfigError(f"{self.num_slots} staging slots are too few: {MIN_CREDITS} a link")
         self._slots = [_Slot() for _ in range(self.num_slots)]
-
-    @property
-    def links(self) -> list[int]:
-        """All links that are open."""
-        return list(self._links)
 
     def count(self, state: SlotState) -> int:
         """Return how many slots are in a state."""
@@ -148,19 +136,14 @@ class ReceiverCredits:
         Raises:
             TransferError: as many are open as may be.
         """
-        if num_links >= self.max_links:
+        if num_links >= self.num_slots // MIN_CREDITS:
             raise TransferError(
-                f"{self.max_links} KV links are open, and no more fit the staging slots of this "
+                f"{num_links} KV links are open, and no more fit the staging slots of this "
                 "worker: raise PAGEWIRE_STAGING_SLOTS"
             )
 
     def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:
-        """Give a link its share; returns what to send to which link.
-
-        Raises:
-            TransferError: as many are open as may be.
-        """
-        self.check_room(len(self._links))
+        """Give a link its share; returns what to send to which link."""
         self._links[link] = [0] * self.num_slots
         return self._rebalance()
 
@@ -230,18 +213,14 @@ class ReceiverCredits:
 
     def _held(self, link: int) -> list[int]:
         """Slots that a link has and is to keep."""
-        return [
-            index
-            for index, slot in enumerate(self._slots)
-            if slot.link == link and not slot.is_reclaimed
-        ]
+        slots = enumerate(self._slots)
+        return [n for n, slot in slots if slot.link == link and not slot.is_reclaimed]
 
     def _rebalance(self) -> list[tuple[int, Grant | Reclaim]]:
         """Lend free slots to links below their share, and reclaim what others have above it."""
         if not self._links:
             return []
-        usable = self.num_slots - self.count(SlotState.QUARANTINED)
-        share = usable // len(self._links)
+        share = (self.num_slots - self.count(SlotState.QUARANTINED)) // len(self._links)
         messages: list[tuple[int, Grant | Reclaim]] = []
         free = deque(n for n, slot in enumerate(self._slots) if slot.state is SlotState.FREE)
         missing = 0

@@ -96,14 +96,12 @@ class Expectations:
         Returns:
             Whether it runs on from now on.
         """
-        first_token = expected.first_token
-        if first_token is None or expected.num_unpacking or not expected.coverage.is_full():
-            return False
-        sequence = self._reserved(expected)
-        if sequence is None:
+        are_here = not expected.num_unpacking and expected.coverage.is_full()
+        sequence = self._reserved(expected) if are_here else None
+        if sequence is None or expected.first_token is None:
             return False
         self.forget(expected.request_id)
-        self.core.activate(sequence, first_token)
+        self.core.activate(sequence, expected.first_token)
         return True
 
     def _reserved(self, expected: Expected) -> Sequence | None:

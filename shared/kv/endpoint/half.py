@@ -12,7 +12,6 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.engine.step import StepPlan
 from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.endpoint.fd_watch import FdWatch
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging
 
@@ -49,7 +48,7 @@ class KvHalf(ABC):
         groups: layer groups of a block.
         carriers: that are open in this process, by name, the preferred one first.
         timeout_s: for a payload or its acknowledgement; after it the link is lost.
-        watch: for whose file descriptors the engine's thread wakes up.
+        watch, unwatch: called with file descriptors: the engine's thread wakes up for them.
     """
 
     core: EngineCore
@@ -58,7 +57,8 @@ class KvHalf(ABC):
     groups: LayerGroups
     carriers: Mapping[str, Carrier]
     timeout_s: float
-    watch: FdWatch = field(default_factory=FdWatch)
+    watch: Callable[[int], None] = lambda _fd: None
+    unwatch: Callable[[int], None] = lambda _fd: None
     clock: Callable[[], float] = time.monotonic
     stats: KvStats = field(default_factory=KvStats)
     _next_deadlines_s: float = 0.0

@@ -11,7 +11,7 @@ import torch
 
 from pagewire.shared.engine.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import Pending, has_ended
+from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.segments import Cut
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink
 from pagewire.shared.kv.messages import Segment
@@ -27,16 +27,16 @@ class Outgoing:
     Attributes:
         staging: slots to pack into.
         clock: in seconds.
-        has_freed: a slot has come free since this was last set to False.
+        may_pack: something has changed since nothing more could be packed.
         packing: segments, in the order in which their packing ends.
-        writing: whose payload is leaving which slot, and until when.
+        writing: segments whose payload is leaving its slot.
     """
 
     staging: Staging
     clock: Callable[[], float]
-    has_freed: bool = False
+    may_pack: bool = False
     packing: deque[OutgoingSegment] = field(default_factory=deque)
-    writing: list[tuple[SenderLink, Pending, int]] = field(default_factory=list)
+    writing: list[OutgoingSegment] = field(default_factory=list)
 
     @property
     def is_busy(self) -> bool:
@@ -45,9 +45,9 @@ class Outgoing:
 
     def is_due(self) -> bool:
         """Whether something has ended; takes little time."""
-        if self.packing and has_ended(self.packing[0].pending):
-            return True
-        return bool(self.writing) and has_ended(self.writing[0][1])
+        return any(
+            has_ended(segments[0].pending) for segments in (self.packing, self.writing) if segments
+        )
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a slot and a credit for a link's next segment.
@@ -59,8 +59,7 @@ class Outgoing:
             return False
         if self.staging.num_free > 1 or num_links == 1:
             return True
-        is_packing = any(packing.link is link for packing in self.packing)
-        return not (is_packing or any(writing[0] is link for writing in self.writing))
+        return all(segment.link is not link for segment in (*self.packing, *self.writing))
 
     def launch(
         self,
@@ -85,10 +84,7 @@ class Outgoing:
             TransferError: the link is broken.
             Exception: whatever the packing raises.
         """
-        slot, taken = self.staging.try_acquire(), link.credits.take()
-        if slot is None or taken is None:
-            raise TransferError("there is no free slot or credit")
-        credit, use = taken
+        slot, (credit, use) = self.staging.acquire(), link.credits.take()
         segment = Segment(
             credit=credit,
             use=use,
@@ -107,30 +103,27 @@ class Outgoing:
             self.release(slot)
             link.put_back(credit)
             raise
-        self.packing.append(
-            OutgoingSegment(link, job, life, cut, segment, slot, pending, self.clock())
-        )
+        self.packing.append(OutgoingSegment(link, life, cut, segment, slot, pending, self.clock()))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
         """Free the slots whose payloads have left; returns the links that have failed, and why."""
         failed = []
-        for writing in list(self.writing):
-            link, pending, slot = writing
+        for segment in list(self.writing):
             try:
-                if pending.is_done():
-                    self.writing.remove(writing)
-                    self.release(slot)
+                if segment.pending.is_done():
+                    self.writing.remove(segment)
+                    self.release(segment.slot)
             except TransferError as exc:
-                failed.append((link, exc))
+                failed.append((segment.link, exc))
         return failed
 
     def drop_writes(self, link: SenderLink) -> None:
         """Free the slots from which an ended link was writing."""
-        for writing in [writing for writing in self.writing if writing[0] is link]:
-            self.writing.remove(writing)
-            self.release(writing[2])
+        for segment in [segment for segment in self.writing if segment.link is link]:
+            self.writing.remove(segment)
+            self.release(segment.slot)
 
     def release(self, slot: int) -> None:
         """Free a slot."""
         self.staging.release(slot)
-        self.has_freed = True
+        self.may_pack = True

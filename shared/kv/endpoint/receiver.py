@@ -24,7 +24,7 @@ from pagewire.shared.engine.block_mover import PendingCheck
 from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import Pending
-from pagewire.shared.kv.endpoint.credits import MIN_CREDITS, ReceiverCredits
+from pagewire.shared.kv.endpoint.credits import ReceiverCredits
 from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
 from pagewire.shared.kv.endpoint.half import KvHalf
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
@@ -85,15 +85,14 @@ class KvReceiver(KvHalf):
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        num_slots = self.staging.num_slots
-        self.credits = ReceiverCredits(num_slots, num_slots // MIN_CREDITS)
+        self.credits = ReceiverCredits(self.staging.num_slots)
         self.expected = Expectations(self.core, self.groups, self.clock)
-        self.watch.add(self.socket.fd)
+        self.watch(self.socket.fd)
 
     # Verbs
 
     def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
-        """Open a link that a sender may come by; `accept` says which carrier it has chosen.
+        """Open a link that a sender may come by; its `Open` says which carrier it has chosen.
 
         Args:
             peer: name of the sender.
@@ -116,22 +115,6 @@ class KvReceiver(KvHalf):
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
         self._links[link.token] = self._by_number[link.number] = link
         return link
-
-    def accept(self, link: ReceiverLink, carrier: str, reply: bytes) -> None:
-        """Note the carrier that a link's sender has chosen, and what its half has replied.
-
-        Raises:
-            TransferError: the link has ended, this carrier was not offered, or the reply makes no
-                sense.
-        """
-        if link.token not in self._links or carrier not in link.offers:
-            raise TransferError(f"there is no open link that {carrier!r} was offered for")
-        link.inbound = self.carriers[carrier].inbound(link.number, reply)
-        link.carrier = carrier
-        for name, other in self.carriers.items():
-            if name != carrier:
-                other.withdraw(link.number)
-        self._grant_first(link)
 
     def close(self, link: ReceiverLink) -> None:
         """End a link with all its credits; one that is not open is fine."""
@@ -158,7 +141,7 @@ class KvReceiver(KvHalf):
         self.jobs = JobCallbacks()
         for link in list(self._links.values()):
             self.close(link)
-        self.watch.remove(self.socket.fd)
+        self.unwatch(self.socket.fd)
         self.socket.close()
 
     def fault_counts(self) -> dict[str, int]:
@@ -167,7 +150,7 @@ class KvReceiver(KvHalf):
             "lost": self.stats.lost_links,
             "malformed": self.socket.num_malformed,
             "stray": self.stats.strays,
-            "denied": self.socket.num_denied,
+            "denied": self.socket.shared.denied,
         }
 
     @property
@@ -193,11 +176,9 @@ class KvReceiver(KvHalf):
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
-        if self._unpacking and self._unpacking[0].check.is_done():
-            return True
-        if any(carrier.poll() for carrier in self.carriers.values()):
-            return True
-        return self.socket.is_due()
+        has_unpacked = bool(self._unpacking) and self._unpacking[0].check.is_done()
+        is_due = has_unpacked or self.socket.is_due()
+        return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
     def _poll(self, plan: StepPlan | None) -> bool:
         for token, message, body in self.socket.receive():
@@ -208,8 +189,10 @@ class KvReceiver(KvHalf):
             try:
                 if isinstance(message, Segment):
                     self._receive(link, message, body)
-                elif isinstance(message, Open | Return):
-                    self._on_credits(link, message)
+                elif isinstance(message, Open):
+                    self._on_open(link, message)
+                elif isinstance(message, Return):
+                    self._send_all(self.credits.take_back(link.number, message.credit))
                 else:
                     self.jobs.on_message(link, message)
             except (ProtocolError, TransferError) as exc:
@@ -234,20 +217,6 @@ class KvReceiver(KvHalf):
         self.jobs.check_deadlines()
 
     # A segment comes
-
-    def _on_credits(self, link: ReceiverLink, message: Open | Return) -> None:
-        if isinstance(message, Return):
-            self._send_all(self.credits.take_back(link.number, message.credit))
-            return
-        if link.has_opened:
-            raise ProtocolError("the link was opened twice")
-        link.has_opened = True
-        self._grant_first(link)
-
-    def _grant_first(self, link: ReceiverLink) -> None:
-        """Let a link's sender begin, once it has come and its carrier is known."""
-        if link.has_opened and link.inbound is not None:
-            self._send_all(self.credits.open(link.number))
 
     def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
         self.credits.fill(link.number, segment.credit, segment.use)
@@ -305,11 +274,10 @@ class KvReceiver(KvHalf):
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)
                 expected.coverage.remove(segment.positions, segment.groups)
+            self._activate_if_complete(expected)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)
-        if expected is not None:
-            self._activate_if_complete(expected)
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def complete(self, expected: Expected, first_token: int) -> None:
@@ -331,6 +299,24 @@ class KvReceiver(KvHalf):
         self._send_all([(link.number, ack), *messages])
 
     # Links
+
+    def _on_open(self, link: ReceiverLink, message: Open) -> None:
+        """Let a link's sender begin, by the carrier that it has chosen.
+
+        Raises:
+            ProtocolError: it has begun already, or this carrier was not offered.
+            TransferError: the carrier's reply makes no sense.
+        """
+        if link.inbound is not None:
+            raise ProtocolError("the link was opened twice")
+        if message.carrier not in link.offers:
+            raise ProtocolError(f"carrier {message.carrier!r} was not offered")
+        link.inbound = self.carriers[message.carrier].inbound(link.number, message.reply)
+        link.carrier = message.carrier
+        for name, other in self.carriers.items():
+            if name != link.carrier:
+                other.withdraw(link.number)
+        self._send_all(self.credits.open(link.number))
 
     def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
         for number, message in messages:

@@ -16,9 +16,8 @@ class ReceiverLink:
         peer: its name.
         token: names the link on the socket.
         offers: what a sender needs to know, by carrier.
-        carrier: name of the carrier; empty until the sender has chosen.
+        carrier: name of the carrier; empty until the sender has come.
         is_tested: the first segment has come as it was sent.
-        has_opened: its sender has come.
     """
 
     number: int
@@ -28,4 +27,3 @@ class ReceiverLink:
     carrier: str = ""
     inbound: Inbound | None = None
     is_tested: bool = False
-    has_opened: bool = False

@@ -74,20 +74,16 @@ class ExportQueue:
         """Return how many of further blocks have not been cut yet."""
         return max(0, len(self._blocks) + len(block_ids) - self.planned)
 
-    def next(self) -> tuple[Cut, list[int], int] | None:
-        """Return what is to be packed next, its blocks, and the plan that makes them final.
+    def take(self) -> tuple[Cut, list[int], int] | None:
+        """Remove what is to be packed next; returns it, its blocks, the plan that ends them.
 
         None if nothing is left, or the blocks of the first cut are not exported.
         """
         if not self._cuts or self._cuts[0].positions.stop > len(self._blocks):
             return None
-        cut = self._cuts[0]
+        cut = self._cuts.popleft()
         plan = next(plan for final, plan in self._plans if final >= cut.positions.stop)
         return cut, self._blocks[cut.positions.start : cut.positions.stop], plan
-
-    def take(self) -> None:
-        """Remove what `next` returned."""
-        self._cuts.popleft()
 
     def again(self, cut: Cut) -> None:
         """Have something packed once more, before all else."""
@@ -109,14 +105,7 @@ class Coverage:
 
     def allows(self, positions: range, groups: range) -> bool:
         """Whether a segment lies within what is expected, and nothing of it has arrived."""
-        inside = (
-            len(positions) > 0
-            and len(groups) > 0
-            and self.positions.start <= positions.start
-            and positions.stop <= self.positions.stop
-            and self.groups.start <= groups.start
-            and groups.stop <= self.groups.stop
-        )
+        inside = _is_part(positions, self.positions) and _is_part(groups, self.groups)
         return inside and not any(self._arrived[group] & _bits(positions) for group in groups)
 
     def add(self, positions: range, groups: range) -> None:
@@ -132,6 +121,11 @@ class Coverage:
     def is_full(self) -> bool:
         """Whether everything has arrived."""
         return all(self._arrived[group] == _bits(self.positions) for group in self.groups)
+
+
+def _is_part(part: range, whole: range) -> bool:
+    """Whether a range lies within another one and is not empty."""
+    return whole.start <= part.start < part.stop <= whole.stop
 
 
 def _bits(positions: range) -> int:

@@ -79,7 +79,6 @@ class KvSender(KvHalf):
     _jobs: dict[str, _Job] = field(default_factory=dict)
     _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
     _outgoing: Outgoing = field(init=False)
-    _may_pack: bool = False  # something has changed since nothing more could be packed
 
     def __post_init__(self) -> None:
         self._outgoing = Outgoing(self.staging, self.clock)
@@ -104,14 +103,15 @@ class KvSender(KvHalf):
             )
         socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
         try:
-            socket.post(Open())
             name, outbound = choose_carrier(hello, self.carriers, socket)
         except BaseException:
             socket.close()
             raise
         link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
         self.links.append(link)
-        self.watch.add(socket.fd)
+        self.watch(socket.fd)
+        if not self.post(link, Open(name, outbound.reply)):
+            raise TransferError("the receiver cannot be reached")
         return link
 
     def close(self, link: SenderLink) -> None:
@@ -119,7 +119,7 @@ class KvSender(KvHalf):
         if link not in self.links:
             return
         self.links.remove(link)
-        self.watch.remove(link.socket.fd)
+        self.unwatch(link.socket.fd)
         link.outbound.close()
         link.socket.close()
         self._outgoing.drop_writes(link)
@@ -148,8 +148,8 @@ class KvSender(KvHalf):
         if not units:
             self._end(self._jobs[job])
 
-    def post(self, link: SenderLink, message: JobReport) -> bool:
-        """Send a message about a job; returns whether the link is still open then."""
+    def post(self, link: SenderLink, message: JobReport | Open) -> bool:
+        """Send a message; returns whether the link is still open then."""
         if link in self.links:
             try:
                 link.socket.post(message)
@@ -190,11 +190,8 @@ class KvSender(KvHalf):
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
-        if self._outgoing.is_due():
-            return True
-        if any(carrier.poll() for carrier in self.carriers.values()):
-            return True
-        return any(link.socket.is_due() for link in self.links)
+        is_due = self._outgoing.is_due() or any(link.socket.is_due() for link in self.links)
+        return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
     def _note(self, plan: StepPlan) -> None:
         """Take what a plan says of the jobs' blocks."""
@@ -202,7 +199,7 @@ class KvSender(KvHalf):
             job = self._jobs.get(work.request_id)
             if job is None:
                 continue
-            self._may_pack = True
+            self._outgoing.may_pack = True
             if isinstance(work, Export):
                 num_bytes = job.queue.num_new(work.block_ids) * self.groups.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
@@ -224,8 +221,8 @@ class KvSender(KvHalf):
         for link, error in self._outgoing.free_written():
             self._lose(link, str(error))
         self._free_sent()
-        if self._may_pack or self._outgoing.has_freed:
-            self._may_pack = self._outgoing.has_freed = False
+        if self._outgoing.may_pack:
+            self._outgoing.may_pack = False
             self._pack_all()
         return self._outgoing.is_busy
 
@@ -234,7 +231,7 @@ class KvSender(KvHalf):
         for link in [link for link in self.links if not link.is_tested]:
             self._test(link)
         for job in list(self._jobs.values()):
-            while self._is_live(job) and self._pack(job):
+            while self._jobs.get(job.name) is job and self._pack(job):
                 self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
@@ -263,12 +260,11 @@ class KvSender(KvHalf):
     def _pack(self, job: _Job) -> bool:
         """Launch the packing of a job's next segment; returns whether one could be."""
         has_room = self._outgoing.has_room(job.link, len(self.links))
-        ready = job.queue.next() if has_room else None
+        ready = job.queue.take() if has_room else None
         if ready is None:
             return False
         cut, blocks, plan = ready
         nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
-        job.queue.take()
 
         def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
             return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
@@ -290,14 +286,15 @@ class KvSender(KvHalf):
 
     def _send(self, packed: OutgoingSegment) -> None:
         """Send a segment, or free its slot and credit if nobody wants it any more."""
-        link, segment, job = packed.link, packed.segment, self._jobs.get(packed.job)
+        link, segment = packed.link, packed.segment
+        job = self._jobs.get(segment.job)
         is_open = link in self.links
-        is_wanted = packed.job == TEST_JOB or (job is not None and job.link is link)
+        is_wanted = segment.job == TEST_JOB or (job is not None and job.link is link)
         try:
             packed.pending.is_done()  # raises what has gone wrong
             if is_open and is_wanted and (job is None or job.life == packed.life):
-                written = link.outbound.send(segment, packed.slot)
-                self._outgoing.writing.append((link, written, packed.slot))
+                packed.pending = link.outbound.send(segment, packed.slot)
+                self._outgoing.writing.append(packed)
                 if job is not None:
                     packed.since = self.clock()
                 link.sent[segment.credit] = packed
@@ -324,7 +321,7 @@ class KvSender(KvHalf):
         for message in link.socket.receive():
             if isinstance(message, Grant):
                 link.credits.grant(message.credits)
-                self._may_pack = True
+                self._outgoing.may_pack = True
             elif isinstance(message, Ack):
                 self._on_ack(link, message)
             elif isinstance(message, Reclaim):
@@ -340,11 +337,11 @@ class KvSender(KvHalf):
             raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
         link.credits.acknowledge(ack.credit, ack.use)
         del link.sent[ack.credit]
-        self._may_pack = True
-        if sent.job == TEST_JOB:
+        self._outgoing.may_pack = True
+        if sent.segment.job == TEST_JOB:
             self._on_tested(link, sent, ack)
             return
-        job = self._jobs.get(sent.job)
+        job = self._jobs.get(sent.segment.job)
         self.stats.outcomes[ack.outcome] += 1
         if job is None or job.link is not link:
             return
@@ -368,17 +365,12 @@ class KvSender(KvHalf):
         logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
         self.stats.resends += 1
         job.queue.again(cut)
-        self._may_pack = True
 
     # Ends
-
-    def _is_live(self, job: _Job) -> bool:
-        return self._jobs.get(job.name) is job
 
     def _end(self, job: _Job) -> None:
         del self._jobs[job.name]
         self._sent.add(job.name)
-        self._free_sent()
 
     def _free_sent(self) -> None:
         """Free the sequences that are computed and sent."""
@@ -387,7 +379,7 @@ class KvSender(KvHalf):
             self.core.abort(job)
 
     def _fail(self, job: _Job, reason: str) -> None:
-        if self._is_live(job):
+        if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
             self.core.abort(job.name)
             self.on_failed(job.name, job.link, reason)

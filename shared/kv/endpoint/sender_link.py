@@ -22,16 +22,14 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        job: its name; that of a link's test.
         life: of the job's blocks when it was launched.
         cut: what it has of the job.
         slot: of our staging, until the payload has left.
-        pending: the packing and staging.
+        pending: the packing and staging, then the writing.
         since: when it was announced; a test: launched.
     """
 
     link: SenderLink
-    job: str
     life: int
     cut: Cut
     segment: Segment

@@ -158,13 +158,10 @@ class SenderSocket(_Socket):
         Raises:
             TransferError: the connection is gone, or does not keep up.
         """
-        frames: list[bytes | memoryview] = [encode(message)]
-        has_body = body is not None
-        if body is not None:
-            frames.append(body)
+        bodies = [] if body is None else [body]
         try:
             tracker = self._socket.send_multipart(
-                frames, zmq.NOBLOCK, copy=not has_body, track=has_body
+                [encode(message), *bodies], zmq.NOBLOCK, copy=body is None, track=body is not None
             )
         except zmq.ZMQError as exc:
             raise TransferError(f"the receiver takes no more messages: {exc.strerror}") from exc
@@ -190,6 +187,7 @@ class ReceiverSocket(_Socket):
     """The socket that all of a receiver's links come over.
 
     Attributes:
+        shared: what it was made with.
         endpoint: what a sender connects to.
         num_malformed: messages that made no sense, and were dropped.
     """
@@ -201,15 +199,10 @@ class ReceiverSocket(_Socket):
             ConfigError: this machine has no such address.
         """
         super().__init__(sockets.bind(host))
-        self._sockets = sockets
+        self.shared = sockets
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = with_host(bound, advertise_host)
         self.num_malformed = 0
-
-    @property
-    def num_denied(self) -> int:
-        """Clients without the cluster's key that were turned away."""
-        return self._sockets.denied
 
     def send(self, token: bytes, message: ToSender) -> None:
         """Send a message to one sender.
