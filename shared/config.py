@@ -101,8 +101,8 @@ def description(kind: type[BaseSettings], name: str) -> str:
 
 GENERATION_CONFIG: Any = described(
     "auto",
-    "auto: a request that gives no temperature, top_p, top_k or max_tokens gets those of the "
-    "model's generation_config.json; none turns that off.",
+    "auto: supported sampling parameters and max_tokens that a request does not give are those of "
+    "the model's generation_config.json; none turns that off.",
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
@@ -93,7 +93,7 @@ def decode_case(
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Tensors of one sampling call."""
+    """Tensors of one sampling call, in the order of `Sample`."""
 
     logits: torch.Tensor  # [B, V]
     temperature: torch.Tensor  # [B] float32
@@ -104,8 +104,8 @@ class SamplingInputs:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """What `Sample` takes, in its order."""
-        return self.logits, self.temperature, self.top_k, self.top_p, self.seeds, self.positions
+        """All of them, as `Sample` takes them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def sampling_inputs(

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Client
@@ -34,6 +35,7 @@ from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import BenchError
+from pagewire.shared.config import KvTransport
 
 TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
 PHASES = ("handover", "unloaded", "isolation", "idle")
@@ -128,7 +130,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
     parser.add_argument("--seconds", type=float, default=12.0, help="of each rate")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--kv-transport", default="auto", choices=("auto", "ipc", "ucx", "zmq"))
+    parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
     parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
     parser.add_argument("--no-peer", dest="peer", action="store_false")

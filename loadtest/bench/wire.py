@@ -129,6 +129,7 @@ def measure(options: argparse.Namespace) -> None:
     bench = Bench(options, receiving, total, copy_gb_per_s(options.source, options.target, total))
     engine.thread.start()
     with ExitStack() as stack:
+        stack.callback(engine.close)
 
         def start() -> Sending:
             sender = sending_process(options.carrier, options.source, options.tokens)
@@ -144,7 +145,6 @@ def measure(options: argparse.Namespace) -> None:
             bench.join(joiner)
         if joiners:
             bench.send(first)
-    engine.thread.stop(10)
 
 
 def main() -> int:

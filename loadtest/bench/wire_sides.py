@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -144,6 +144,7 @@ class Engine:
         slot_bytes = self.runner.mover.groups.packed_bytes(SLOT_BLOCKS)
         self.staging = make_staging(SLOTS, slot_bytes, self.device)
         self.sockets: KvSockets | None = None
+        self.open = ExitStack()  # what is closed after the thread has ended
 
     @property
     def block_bytes(self) -> int:
@@ -168,6 +169,11 @@ class Engine:
         for number in range(STEPPING_ROWS):
             self.core.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
 
+    def close(self) -> None:
+        """End the thread, then the endpoint."""
+        self.thread.stop(TIMEOUT_S)
+        self.open.close()
+
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Tokens of sequences that step, and first tokens."""
 
@@ -175,6 +181,8 @@ class Engine:
         """Return what both halves are made with."""
         self.sockets = KvSockets(None, self.staging.slot_bytes)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
+        self.open.callback(self.sockets.close)
+        self.open.callback(opened.close)
         for fd in opened.fds():
             self.thread.watch(fd)
         return {
@@ -211,6 +219,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     if engine.sockets is None:
         raise BenchError("the endpoint has no sockets")
     sender = KvSender(sockets=engine.sockets, **parts)
+    engine.open.callback(sender.close_all)
     engine.core.hooks.append(sender)
     engine.thread.start()
     print("ready", flush=True)
@@ -230,7 +239,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
         first = timers.get(timeout=TIMEOUT_S)
         time.sleep(PAUSE_S)  # until the prompts have crossed: the engine's thread is left alone
         print(first.end_ns(), flush=True)
-    engine.thread.stop(TIMEOUT_S)
+    engine.close()
 
 
 def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: EngineCore) -> None:
@@ -254,6 +263,7 @@ class Receiving(JobCallbacks):
             **parts,
         )
         self._receiver.jobs = self
+        engine.open.callback(self._receiver.close_all)
         engine.core.hooks.append(self._receiver)
         self._rounds = 0
 

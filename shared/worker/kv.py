@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from pagewire.shared.addresses import WILDCARDS
-from pagewire.shared.config import WorkerSettings
+from pagewire.shared.config import KvTransport, WorkerSettings
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
@@ -22,6 +22,8 @@ from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import Staging
 from pagewire.shared.worker.engine_handle import EngineHandle
+
+CARRIERS = tuple(name for name in get_args(KvTransport) if name != "auto")
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
     """Open one carrier.
 
     Args:
-        name: "ipc", "ucx" or "zmq".
+        name: one of `CARRIERS`.
         staging: of this worker.
         moves: queues work on its device.
         host: this machine's own name or address, on whose network device UCX listens. May be
@@ -67,7 +69,7 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
         from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
 
         return UcxCarrier(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
-    raise ConfigError(f"KV transport {name!r} is unknown; choose ipc, ucx or zmq")
+    raise ConfigError(f"KV transport {name!r} is unknown; choose {', '.join(CARRIERS)}")
 
 
 async def open_endpoint(

@@ -8,9 +8,9 @@ import pytest
 
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
+from pagewire.tests.support.kv_sides import CARRIERS
 
 pytestmark = pytest.mark.timeout(30)
-CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 LARGE = {"num_blocks": 64, "max_num_batched_tokens": 64}
 

@@ -10,10 +10,9 @@ from pagewire.shared.kv.endpoint.credits import SlotState
 from pagewire.shared.kv.messages import Grant, Open
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import raw_sender
-from pagewire.tests.support.kv_sides import hello_of
+from pagewire.tests.support.kv_sides import CARRIERS, hello_of
 
 pytestmark = pytest.mark.timeout(30)
-CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from pagewire.shared.kv.endpoint.credits import SlotState
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import TIMEOUT_S
+from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
-CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 
 

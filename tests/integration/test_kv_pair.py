@@ -10,10 +10,9 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
-from pagewire.tests.support.kv_sides import BLOCK_SIZE, GROUPS
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, GROUPS, KINDS
 
 pytestmark = pytest.mark.timeout(30)
-CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 LONG = [n * n % 7 for n in range(70)]  # 18 blocks
 LARGE = {"num_blocks": 64, "max_num_batched_tokens": 64}
@@ -310,7 +309,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    kind=st.sampled_from(["loopback", "zmq"]),
+    kind=st.sampled_from(KINDS),
     slots=st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(1, 3)),
     chunk=st.integers(1, 9),
     overlap=st.booleans(),

@@ -19,10 +19,9 @@ from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_device import generate, make_sequence
-from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
+from pagewire.tests.support.kv_sides import CARRIERS, Clock, DecodeSide, PrefillSide, Side, hello_of
 
 pytestmark = pytest.mark.timeout(30)
-CARRIERS = pytest.mark.parametrize("kind", ["loopback", "zmq"])
 PROMPT = [n * n % 7 for n in range(18)]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.errors import TransferError
 from pagewire.tests.support.kv_pair import KvLink, KvPair, kv_pair
-from pagewire.tests.support.kv_sides import TIMEOUT_S
+from pagewire.tests.support.kv_sides import KINDS, TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
 EVENTS = [
@@ -115,7 +115,7 @@ class World:
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    kind=st.sampled_from(["loopback", "zmq"]),
+    kind=st.sampled_from(KINDS),
     slots=st.tuples(st.integers(1, 4), st.integers(4, 6), st.integers(1, 2)),
     chunk=st.integers(3, 12),
     overlap=st.booleans(),

@@ -28,7 +28,7 @@ def changed(default: Any) -> Any:
         case bool():
             return not default
         case float():
-            return default / 2
+            return default / 2 or 0.5
         case int():
             return default + 1
         case None:

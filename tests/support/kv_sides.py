@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from pagewire.shared.control.protocol import BlockLayout, KvHello
@@ -33,6 +34,8 @@ GROUPS = LayerGroups.of(NUM_GROUPS, BLOCK_SIZE * BYTES_PER_TOKEN)
 TIMEOUT_S = 5.0  # of endpoints, by the test's clock
 _LOOPBACK = "127.0.0.1"
 _CARRIERS = {"loopback": LoopbackCarrier, "zmq": ZmqCarrier}
+KINDS = tuple(_CARRIERS)
+CARRIERS = pytest.mark.parametrize("kind", KINDS)
 LAYOUT = BlockLayout(
     fingerprint="fake",
     dtype="int32",

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.shared.worker.kv import CARRIERS
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fault_board import FaultBoard
 from pagewire.tests.support.fault_cells import CELLS, Cell, CellResult
@@ -55,7 +56,7 @@ class Options:
     """What to run.
 
     Attributes:
-        transport: "zmq", "ipc", "ucx", or on the CPU "memory".
+        transport: one of `CARRIERS`, or on the CPU "memory".
         out: folder for results, and for the logs of clusters in which a cell failed.
         cuda_graphs: workers take longer to start.
     """
@@ -170,7 +171,7 @@ def main(argv: list[str]) -> int:
     """Run all cells by each carrier; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--transport", action="append", choices=["zmq", "ipc", "ucx", MEMORY])
+    parser.add_argument("--transport", action="append", choices=[*CARRIERS, MEMORY])
     parser.add_argument("--requests", type=int, default=32, help="a cell, at least")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clusters", type=int, default=1, help="a carrier, at the same time")

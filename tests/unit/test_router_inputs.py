@@ -360,8 +360,8 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [
-    "prompt", "messages", "max_tokens", "n", "stop", "seed", "temperature", "top_p", "top_k",
-    "stream", "stream_options", "stop_token_ids", "echo", "logprobs", "tools", "response_format",
+    *SamplingFields.__struct_fields__, "prompt", "messages", "max_tokens", "n", "stop", "stream",
+    "stream_options", "echo", "tools", "response_format",
 ]  # fmt: skip
 
 
