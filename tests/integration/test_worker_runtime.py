@@ -237,7 +237,10 @@ def test_what_a_stopping_engine_still_hands_over_leaves_no_task(
         return stop(engine, timeout)
 
     def send_for_ever(service: BusyService, _outputs: StepOutputs) -> None:
-        service.runtime.tasks.spawn(asyncio.sleep(60), "sending")
+        def send() -> None:
+            service.runtime.tasks.spawn(asyncio.sleep(60), "sending")
+
+        service.runtime.in_loop(send)()
 
     async def scenario() -> None:
         monkeypatch.setattr(EngineThread, "stop", stop_with_outputs)
