@@ -1,4 +1,4 @@
-"""What the kernels refuse.
+"""Exceptions of the kernels.
 
 KernelError (a ValueError)
 └── UnsupportedShapeError

@@ -1,4 +1,4 @@
-"""Under which address others reach this service, and where a name leads.
+"""Chooses the address that a service advertises, and resolves the host names of others.
 
 A service in a container listens on all addresses (0.0.0.0), which is none that it could announce.
 What it announces may be a name: its address can then change while the service runs.

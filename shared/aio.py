@@ -1,4 +1,4 @@
-"""Tasks that run alongside everything else until their owner ends them."""
+"""Starts and cancels background asyncio tasks, and logs their failures."""
 
 from __future__ import annotations
 

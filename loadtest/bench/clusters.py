@@ -1,4 +1,4 @@
-"""What is measured: clusters of Pagewire, and two vLLM servers as its peer."""
+"""Starts and stops the clusters that the benches measure: Pagewire's, and pairs of vLLM servers."""
 
 from __future__ import annotations
 

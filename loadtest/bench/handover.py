@@ -1,4 +1,4 @@
-"""What it costs to hand a request over: one prefill and one decode worker, against one for both.
+"""Bench of what disaggregation adds to a request: 1P1D against one aggregated worker.
 
 Both clusters are up at once on the same two GPUs, the aggregated worker on that of the prefill
 worker, and are asked in turn, one request at a time: a machine that slows down slows down both.

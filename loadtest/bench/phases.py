@@ -1,6 +1,6 @@
-"""The three measurements of a cluster that serves.
+"""Measurements of a serving cluster: unloaded TTFT, token gaps under long prompts, goodput.
 
-`unloaded`: TTFT; `isolation`: gaps between tokens while long prompts arrive; `goodput`.
+A function each: `unloaded`, `isolation`, `goodput`.
 """
 
 from __future__ import annotations

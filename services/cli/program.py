@@ -1,4 +1,4 @@
-"""How this program is called."""
+"""The command name to show in advice to users: `pagewire`, or the path of this program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of a decode worker that prefill workers compute: their jobs and their failures.
+"""Prefill jobs of a decode worker: chooses the prefill worker, retries, computes locally.
 
     reserved --> Prefill --> segments (the KV receiver's) --------+-- all there: it runs on
                     |                                             |

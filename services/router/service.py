@@ -1,4 +1,4 @@
-"""Everything that the router's HTTP endpoint uses: the model's tokenizer, Redis, the workers."""
+"""Composes the router: tokenizer, Redis, connections to workers, placement and dispatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The engine's step loop: schedule, run, postprocess. One thread calls it.
+"""The engine's step loop: schedules and runs steps, accepts tokens, decides when sequences end.
+
+One thread calls it.
 
 With overlap, step n + 1 is launched before the tokens of step n are read, so that the host works
 while the device does. Stop conditions are then seen a step late; the one token too many is dropped.

@@ -1,4 +1,4 @@
-"""Plans of an engine, recorded as bytes and run again."""
+"""Records an engine's step plans as bytes, and replays them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sequence of tokens in an engine, as the scheduler sees it."""
+"""The state of one sequence: its tokens, KV blocks and progress. core.py decides when it ends."""
 
 from __future__ import annotations
 

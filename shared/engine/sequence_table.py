@@ -1,4 +1,4 @@
-"""Every live sequence and what it holds: blocks, a slot, a place in the queue.
+"""The queue, the running batch and their KV blocks: how sequences enter, end and free blocks.
 
     waiting ---admitted---> running | reserved ---> ended, or awaiting_send: a prefill job's blocks
      ^   ^                     |         |

@@ -1,4 +1,4 @@
-"""What a step gave its sequences, for those who asked for them."""
+"""The output of one step for each sequence: tokens, finish reason, log probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process at the other end of a link, if it runs on this host."""
+"""Identifies a link's peer process, and keeps memory that it may still write to (`Quarantine`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker a process is."""
+"""The identity of a worker: its id, and the epoch that counts its starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large staging slots are."""
+"""Computes the size of KV staging slots from the settings and the device's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many sequences are in the system: the bound of the router's queue."""
+"""Admission control: counts a router's sequences and refuses those above its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What placement decides on: the workers that can be used now, their caches and their loads."""
+"""Chooses the workers of a request: gives usable workers, cache hits and loads to the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may write to which staging slot of a receiver: both halves, pure.
+"""Flow control of KV links: credits for the receiver's staging slots, on both sides. No I/O.
 
 A receiver has a fixed number of slots and shares them equally among its links. All decisions come
 back as messages to send; nothing here has a socket or a clock.

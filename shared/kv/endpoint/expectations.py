@@ -1,4 +1,4 @@
-"""What a decode worker expects: reserved sequences, and how much of their KV has come."""
+"""Tracks sequences whose KV comes from a prefill worker, and which of their blocks have come."""
 
 from __future__ import annotations
 

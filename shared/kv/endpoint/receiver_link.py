@@ -1,4 +1,4 @@
-"""What a receiver knows of a link."""
+"""The receiver's state of a KV link."""
 
 from __future__ import annotations
 

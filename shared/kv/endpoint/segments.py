@@ -1,4 +1,4 @@
-"""What of a prompt leaves in which segments, and when it may be packed: pure."""
+"""Cuts a prompt's blocks into segments, and decides when each may be packed. No I/O."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class KvSender(KvHalf):
                 f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
                 f"takes {smallest}"
             )
-        socket = SenderSocket(self.sockets.connect(hello.endpoint, hello.token))
+        socket = SenderSocket(self.sockets, hello.endpoint, hello.token)
         try:
             name, outbound = choose_carrier(hello, self.carriers, socket)
         except BaseException:

@@ -1,4 +1,4 @@
-"""What a sender knows of a link and of its segments; how a link's carrier is chosen."""
+"""The sender's state of a KV link and its segments, and the choice of the link's carrier."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The sockets of links: a receiver binds one, a sender connects one for each link.
 
 Used in the engine's thread, which polls them; only the question who may connect (CURVE, ZAP) is
-answered in the event loop. A sender's socket connects once: a second connection would hide what
-the first one lost, so a lost one is noticed by the silence after it.
+answered in the event loop. A sender's sockets connect once: a further connection would hide what
+the one before it lost, so a lost one is noticed by the silence after it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -32,6 +33,7 @@ _IO_THREADS = 2  # in and out at once
 _FRAME_OVERHEAD = 64  # bytes that encryption adds, rounded up
 _QUEUED = 1024  # messages a link; one whose peer leaves more of them unread ends
 TOKEN_BYTES = 16
+_PAYLOADS = b"p"  # after the token of a link: its connection for payloads
 MAX_MESSAGES_PER_POLL = 64
 
 
@@ -148,7 +150,19 @@ class _Socket:
 
 
 class SenderSocket(_Socket):
-    """A sender's end of a link."""
+    """A sender's end of a link: a connection for messages, and one for those with payloads.
+
+    A first token must not wait until the payloads before it have crossed.
+
+    Args:
+        sockets: of this endpoint.
+        endpoint, token: see `KvSockets.connect`.
+    """
+
+    def __init__(self, sockets: KvSockets, endpoint: str, token: bytes) -> None:
+        super().__init__(sockets.connect(endpoint, token))
+        self._connect = partial(sockets.connect, endpoint, token + _PAYLOADS)
+        self._payloads: zmq.Socket[bytes] | None = None  # from the first payload on
 
     def post(self, message: ToReceiver, body: memoryview | None = None) -> Pending:
         """Send a message and, with it, bytes that stay untouched until the result ends.
@@ -158,14 +172,21 @@ class SenderSocket(_Socket):
         Raises:
             TransferError: the connection is gone, or does not keep up.
         """
-        bodies = [] if body is None else [body]
         try:
-            tracker = self._socket.send_multipart(
-                [encode(message), *bodies], zmq.NOBLOCK, copy=body is None, track=body is not None
-            )
+            if body is None:
+                self._socket.send(encode(message), zmq.NOBLOCK)
+                return DONE
+            self._payloads = self._payloads or self._connect()
+            self._payloads.send(encode(message), zmq.NOBLOCK | zmq.SNDMORE)
+            return _Tracked(self._payloads.send(body, zmq.NOBLOCK, copy=False, track=True))
         except zmq.ZMQError as exc:
             raise TransferError(f"the receiver takes no more messages: {exc.strerror}") from exc
-        return DONE if tracker is None else _Tracked(tracker)
+
+    def close(self) -> None:
+        """Close both connections; what has not left is lost."""
+        super().close()
+        if self._payloads is not None:
+            self._payloads.close(linger=0)
 
     def receive(self) -> Iterator[ToSender]:
         """Yield the messages that have come.
@@ -230,7 +251,8 @@ class ReceiverSocket(_Socket):
             except ProtocolError as exc:
                 self._note_malformed(str(exc))
                 continue
-            yield frames[0].bytes, message, frames[2] if len(frames) == 3 else None
+            token = frames[0].bytes[:TOKEN_BYTES]
+            yield token, message, frames[2] if len(frames) == 3 else None
 
     def _note_malformed(self, what: str) -> None:
         self.num_malformed += 1
