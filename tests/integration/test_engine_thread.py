@@ -390,7 +390,7 @@ def test_sleeps_of_the_engines_thread_end_in_time() -> None:
 def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
     core, _ = make_core(num_blocks=4, block_size=4)
     outputs = Outputs()
-    written: list[int] = []
+    written: list[list[int]] = []
 
     class Writing:
         def before_launch(self, plan: StepPlan) -> None:
@@ -398,16 +398,17 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
 
         def after_launch(self, plan: StepPlan | None) -> bool:
             if core.scheduler.waiting and written:  # the scheduler has run
-                core.unpin([written.pop() for _ in range(len(written))])
+                core.unpin(written.pop())
             return False
 
         def is_due(self) -> bool:
             return False
 
     def start(core: EngineCore) -> None:
-        written.extend(core.scheduler.pool.allocate(3))  # of a sequence that has ended
-        core.scheduler.pin(written)
-        core.scheduler.pool.release(written)
+        blocks = core.scheduler.pool.allocate(3)  # of a sequence that has ended
+        core.scheduler.pin(blocks)
+        core.scheduler.pool.release(blocks)
+        written.append(blocks)
         core.add(make_sequence("waiting", [1] * 9, max_tokens=2))
 
     core.hooks.append(Writing())
