@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
@@ -18,6 +19,8 @@ from pagewire.tests.support.redis_server import RedisServer
 
 HASHER = BlockHasher(SECRET, LAYOUT.fingerprint, LAYOUT.dtype, LAYOUT.block_size)
 LONG = [7] * 200
+OTHER_MODEL = msgspec.structs.replace(LAYOUT, fingerprint="another")
+OTHER_BLOCKS = msgspec.structs.replace(LAYOUT, block_size=32)
 
 
 @pytest.fixture
@@ -227,3 +230,34 @@ def test_a_flushed_or_garbled_redis_costs_only_hits(redis):
                     await asyncio.sleep(0.05)
 
     with_cluster(redis, scenario)
+
+
+def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones_live(
+    redis, caplog
+):
+    async def main() -> None:
+        async with live_router(redis.url) as router, AsyncExitStack() as stack:
+            workers = []
+            for number, layout in enumerate((LAYOUT, OTHER_MODEL, LAYOUT, OTHER_BLOCKS)):
+                worker = FakeDecodeWorker(redis.url, SECRET, f"decode-{number}", layout=layout)
+                workers.append(await stack.enter_async_context(worker))
+                await eventually(lambda n=number: reachable(router) == n + 1)
+            for number in range(8):
+                response = await router.complete(prompt=[number] * 40, max_tokens=1)
+                assert response.status_code == 200, response.text
+            assert [bool(worker.generated) for worker in workers] == [True, False, True, False]
+            for worker in (workers[0], workers[2]):
+                await worker.die()
+            await eventually(lambda: reachable(router) == 2)
+            response = await router.complete(prompt=[9] * 40, max_tokens=1)
+            assert response.status_code == 200, response.text
+            assert [len(workers[number].generated) for number in (1, 3)] == [1, 0]
+
+    run_async(main())
+    said = [record.message for record in caplog.records]
+    assert any("decode-1 gets no requests: its model or KV layout differs" in text for text in said)
+
+
+def reachable(router: LiveRouter) -> int:
+    """Workers that the router has a connection to."""
+    return sum(service["state"] == "ready" for service in router.service.health()["services"])

@@ -3,8 +3,8 @@
     body --> schemas.py --> inputs.py --> answers.py --> responses.py --> http_io.py --> client
 
 Entry point: `create_app` (app.py).
-Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters, or is refused),
-`responses.py`.
+Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters, or is refused;
+chooses `max_tokens` if a request gives none), `responses.py`.
 
 May import: all of the router. Nothing of a worker.
 """

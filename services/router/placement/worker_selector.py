@@ -14,6 +14,7 @@ from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
+from pagewire.shared.logs import Complaints
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,25 @@ class WorkerSelector:
         self._directory, self._links, self._index = directory, links, index
         self._policy, self._in_flight = policy, in_flight
         self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
+        self._complaints = Complaints(logger)
 
     def decode_records(self) -> list[WorkerRecord]:
-        """Return the records of the decode workers that take requests and can be reached."""
-        records = (self._directory.get(link.worker_id) for link in self._links)
-        return [record for record in records if record is not None and record.state == "ready"]
+        """Return the records of the decode workers that take requests and can be reached.
+
+        All serve one model with one KV layout: that of the worker that was linked first. Others are
+        used when there is no such worker any more, as after an upgrade.
+        """
+        known = (self._directory.get(link.worker_id) for link in self._links)
+        records = [record for record in known if record is not None and record.state == "ready"]
+        for record in records:
+            if record.layout != records[0].layout:
+                self._complaints.say(
+                    record.worker_id,
+                    record.epoch,
+                    f"{record.worker_id} gets no requests: its model or KV layout differs from "
+                    f"that of {records[0].worker_id}",
+                )
+        return [record for record in records if record.layout == records[0].layout]
 
     def max_model_len(self, model_len: int) -> int:
         """Return the longest sequence that every decode worker takes."""
