@@ -124,7 +124,7 @@ class PrefillLinks:
             raise ChannelError(f"{record.endpoint} is another worker's by now")
         kv = await self._offer(link)
         try:
-            async with asyncio.timeout(2 * timeout_s):  # to be opened, and to be tested
+            async with asyncio.timeout(timeout_s):
                 await link.tested.wait()
         except TimeoutError:
             self._leave_out(link)

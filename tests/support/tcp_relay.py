@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 RELAY_HOST, REAL_HOST = "127.0.0.2", "127.0.0.1"
 RELAYED_ENV = {"PAGEWIRE_ADVERTISE_HOST": RELAY_HOST}
-_POLL_S = 0.1
+_POLL_S = 0.02
 _CHUNK = 1 << 16
 _BYTES_KEPT = 1 << 15  # of each direction of a connection
 _STREAMS_KEPT = 40  # a port
