@@ -39,3 +39,14 @@ async def eventually(condition: Callable[[], Any], timeout: float = 5.0) -> None
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {condition}"
         await asyncio.sleep(0.005)
+
+
+async def until_one_ends(*copies: Coroutine[Any, Any, None]) -> None:
+    """Run these at the same time until one has ended, and cancel the others."""
+    tasks = [asyncio.create_task(copy) for copy in copies]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

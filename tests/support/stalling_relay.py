@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from pagewire.tests.support.aio import until_one_ends
+
 HOST = "127.0.0.1"
 _CHUNK = 1 << 16
 
@@ -35,14 +37,9 @@ class StallingRelay:
     ) -> None:
         """Relay one connection."""
         there, onward = await asyncio.open_connection(HOST, port)
-        copies = [self._copy(reader, onward), self._copy(there, writer)]
-        tasks = [asyncio.create_task(copy) for copy in copies]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await until_one_ends(self._copy(reader, onward), self._copy(there, writer))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for each in (onward, writer):
                 each.close()
                 with contextlib.suppress(OSError):

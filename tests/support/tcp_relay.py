@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from pagewire.tests.support.aio import until_one_ends
+
 RELAY_HOST, REAL_HOST = "127.0.0.2", "127.0.0.1"
 RELAYED_ENV = {"PAGEWIRE_ADVERTISE_HOST": RELAY_HOST}
 _POLL_S = 0.02
@@ -67,14 +69,9 @@ class Recorder:
         self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         there, onward = await asyncio.open_connection(REAL_HOST, port)
-        ways = [(reader, onward), (there, writer)]
-        copies = [asyncio.create_task(self._copy(port, *way)) for way in ways]
         try:
-            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            await until_one_ends(self._copy(port, reader, onward), self._copy(port, there, writer))
         finally:
-            for copy in copies:
-                copy.cancel()
-            await asyncio.gather(*copies, return_exceptions=True)
             onward.close()
 
     async def _copy(
