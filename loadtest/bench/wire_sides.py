@@ -198,7 +198,7 @@ class Engine:
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
         """Add a sequence. In the engine's thread."""
-        spec = RequestSpec(max_tokens=1, ignore_eos=True, seed=1)
+        spec = RequestSpec(max_tokens=2, ignore_eos=True, seed=1)
         sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
         sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
         self.core.add(sequence)
@@ -273,8 +273,9 @@ class Receiving(JobCallbacks):
         self._events.put(expected.job)
 
     def on_activated(self, expected: Expected) -> None:
-        """Note when a prompt has crossed."""
+        """Note when a prompt has crossed; its sequence is not to run on."""
         self._events.put(time.monotonic_ns())
+        self._engine.core.abort(expected.request_id)
 
     def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
         self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))
