@@ -292,9 +292,9 @@ class Simulation:
 
     def check_slots(self) -> None:
         scheduler = self.core.scheduler
-        used = [s.slot for s in scheduler.holders() if s.slot is not None]
+        used = [s.device_slot for s in scheduler.holders() if s.device_slot is not None]
         num_slots = min(self.world.max_num_seqs, self.world.budget)
-        assert sorted([*used, *scheduler._free_slots]) == list(range(num_slots))
+        assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
 
     def check_ends(self) -> None:
         """Every sequence got its own tokens, and nothing is left."""

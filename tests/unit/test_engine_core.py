@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from pagewire.shared.control.protocol import FinishReason
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.engine_iterations import (
@@ -201,7 +201,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     _, device = make_core()
     plan = StepPlan(
         number=1,
-        new_slots=[NewSlot(0, RequestSpec(seed=0)), NewSlot(1, RequestSpec(seed=0))],
+        new_slots=[NewDeviceSlot(0, RequestSpec(seed=0)), NewDeviceSlot(1, RequestSpec(seed=0))],
         blocks=TableEntries([0, 1], [0, 0], [0, 1]),
         chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
         awaits_supply=True,
