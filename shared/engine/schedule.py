@@ -67,7 +67,7 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Schedule:
-    """The scheduler's decision about one step. It has been booked.
+    """The scheduler's decision about one step. It is accounted for.
 
     Attributes:
         plan: None if there is nothing to run and nothing to report.

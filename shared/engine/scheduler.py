@@ -34,7 +34,7 @@ class Scheduler(SequenceTable):
     # One step
 
     def schedule(self) -> Schedule:
-        """Choose and book the next step.
+        """Choose the next step and account for it.
 
         Raises:
             SchedulingError: something failed; names the sequences that had been changed.

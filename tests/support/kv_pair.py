@@ -1,7 +1,7 @@
 """Prefill and decode engines over fake devices and the KV links between them, stepped by hand.
 
 Endpoints and sockets are the real ones; the clock is the test's. `KvPair` plays the services: it
-asks for jobs, delivers first tokens, retries elsewhere and falls back, as these do.
+asks for jobs, delivers first tokens, retries elsewhere or prefills locally, as these do.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class Simulation:
             raise RuntimeError("device on fire")
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Play the KV side: look at what it is told."""
+        """Play the KV side: look at what is reported to it."""
         for work in plan.kv if plan is not None else []:
             sequence = self.lives[work.request_id].sequence
             match work:

@@ -1,4 +1,4 @@
-"""Blocks from another worker, what outputs tell, and a step that waits for a supply."""
+"""Blocks from another worker, what outputs report, and a step that waits for a supply."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("each_executor")
     ],
     ids=["max-tokens-1", "stop-token", "longest-sequence"],
 )
-@pytest.mark.parametrize("arrived", [True, False], ids=["activate", "fall-back"])
+@pytest.mark.parametrize("arrived", [True, False], ids=["activate", "local"])
 def test_first_token_of_another_worker_may_be_the_last(
     length: int, max_tokens: int, stop: frozenset[int], reason: FinishReason, arrived: bool
 ) -> None:
@@ -100,7 +100,7 @@ def test_fallen_back_sequence_is_next_in_line() -> None:
     drain(core)
 
 
-# What outputs tell
+# What outputs report
 
 
 @dataclass
@@ -122,8 +122,8 @@ def test_first_output_alone_has_cache_and_times(overlap: bool) -> None:
     core.step()
     clock.now = 107.0
     outputs = drain(core)
-    told = [(o.cached_tokens, o.queue_s, o.prefill_s) for o in outputs]
-    assert told == [(8, 2.0, 5.0)] + [(None, 0.0, 0.0)] * 3
+    reported = [(o.cached_tokens, o.queue_s, o.prefill_s) for o in outputs]
+    assert reported == [(8, 2.0, 5.0)] + [(None, 0.0, 0.0)] * 3
 
 
 @BOTH

@@ -118,7 +118,7 @@ class LinkSocket(Protocol):
 
 
 class Carrier(Protocol):
-    """One way of moving payloads, open in this process.
+    """A means of sending payloads, open in this process.
 
     Attributes:
         name: as it appears in settings, worker records and metrics.
