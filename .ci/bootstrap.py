@@ -142,7 +142,7 @@ def succeeds(*command: str, quiet: bool = True) -> bool:
 
 
 def say(message: str) -> None:
-    """Tell what happens next."""
+    """Say what happens next."""
     print(f"==> {message}", flush=True)
 
 

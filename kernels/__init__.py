@@ -94,9 +94,9 @@ class RmsNorm(Protocol):
 
 
 class RotaryAndCache(Protocol):
-    """Rotate q in place; write rotated k, and v, into their slots of the paged caches.
+    """Rotate q in place; write rotated k, and v, into their KV slots of the paged caches.
 
-    Half-split ("NeoX") pairing, in float32, as Hugging Face's Llama does. Slot -1 is skipped.
+    Half-split ("NeoX") pairing, in float32, as Hugging Face's Llama does. KV slot -1 is skipped.
     """
 
     def __call__(

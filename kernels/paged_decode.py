@@ -118,10 +118,10 @@ def _paged_decode_kernel(
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_rows[:, None] + dims[None, :], out, mask=member_mask[:, None])
     else:
-        slots = (row64 * (tl.num_programs(0) * GROUP) + heads) * splits + split
-        out_rows = partial_ptr + slots * DIM
+        cells = (row64 * (tl.num_programs(0) * GROUP) + heads) * splits + split
+        out_rows = partial_ptr + cells * DIM
         tl.store(out_rows[:, None] + dims[None, :], result, mask=member_mask[:, None])
-        tl.store(lse_ptr + slots, m_i + tl.log2(safe_l), mask=member_mask)
+        tl.store(lse_ptr + cells, m_i + tl.log2(safe_l), mask=member_mask)
 
 
 @triton.jit
@@ -174,15 +174,15 @@ def choose_splits(programs: int, tiles: int, sms: int) -> int:
     The lengths themselves are unknown here. Minimised is an estimate in units of one tile's time:
     waves of programs, each its split of a context plus a fixed start, plus the combining.
     """
-    slots = sms * _CTAS_PER_SM
+    ctas = sms * _CTAS_PER_SM
     expected = min(tiles, 64)
 
     def cost(splits: int) -> float:
-        waves = -(-programs * splits // slots)
+        waves = -(-programs * splits // ctas)
         combining = 2.0 + 0.05 * splits if splits > 1 else 0.0
         return waves * (-(-expected // splits) + 2.0) + combining
 
-    most = max(1, min(tiles, _MAX_SPLITS, slots))
+    most = max(1, min(tiles, _MAX_SPLITS, ctas))
     return min(range(1, most + 1), key=cost)
 
 

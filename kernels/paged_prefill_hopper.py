@@ -155,7 +155,7 @@ def _attend(
 
 @gluon.jit
 def _clear_stale(parts, stage, used, HALVES: gl.constexpr):
-    """Zero the slots past the sequence in the page that holds its end.
+    """Zero the KV slots past the sequence in the page that holds its end.
 
     They may hold NaN, and a weight of zero times NaN is NaN. Both warp groups write the same.
     """
@@ -330,7 +330,7 @@ def is_supported(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) 
 
 
 def _is_matrix(cache: torch.Tensor) -> bool:
-    """Return whether a cache's slots are rows of one matrix that the copy engine can address.
+    """Return whether a cache's KV slots are rows of one matrix that the copy engine can address.
 
     It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers.
     """
@@ -344,7 +344,7 @@ def _is_matrix(cache: torch.Tensor) -> bool:
 
 
 def _describe(cache: torch.Tensor) -> TensorDescriptor:
-    """Return a descriptor of the matrix; a copy takes half of up to a tile's slots of a block."""
+    """Describe the matrix; a copy takes half of up to a tile's KV slots of a block."""
     block, _, token, _ = cache.stride()
     shape = [cache.shape[0] * (block // token), cache.shape[3]]
     part = [min(cache.shape[2], _BLOCK_N.value), _HALF.value]

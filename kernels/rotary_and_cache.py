@@ -107,7 +107,7 @@ def rotary_and_cache(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Rotate q in place, and write rotated k, and v, into their slots.
+    """Rotate q in place, and write rotated k, and v, into their KV slots.
 
     Shapes are those of `pagewire.kernels.RotaryAndCache`. A program takes a few heads of a token.
     """

@@ -43,9 +43,9 @@ def _chunk_max_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     scores = _load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
     best = tl.max(scores, axis=0)
-    slot = row * tl.num_programs(0) + chunk
-    tl.store(best_ptr + slot, best)
-    tl.store(best_id_ptr + slot, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
+    cell = row * tl.num_programs(0) + chunk
+    tl.store(best_ptr + cell, best)
+    tl.store(best_id_ptr + cell, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
 
 
 @triton.jit
@@ -208,10 +208,10 @@ def _threshold_kernel(
     SHIFT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slots = tl.arange(0, CHUNKS_PAD)
-    inside = slots < chunks
-    best = tl.load(best_ptr + row * chunks + slots, mask=inside, other=float("-inf"))
-    best_id = tl.load(best_id_ptr + row * chunks + slots, mask=inside, other=0x7FFFFFFF)
+    columns = tl.arange(0, CHUNKS_PAD)
+    inside = columns < chunks
+    best = tl.load(best_ptr + row * chunks + columns, mask=inside, other=float("-inf"))
+    best_id = tl.load(best_id_ptr + row * chunks + columns, mask=inside, other=0x7FFFFFFF)
     highest = tl.max(best, axis=0)
     tl.store(out_ptr + row, tl.min(tl.where(best == highest, best_id, 0x7FFFFFFF), axis=0))
     temperature = tl.load(temperature_ptr + row)
@@ -283,9 +283,9 @@ def _draw_kernel(
                 best = tl.where(better, noisy, best)
                 best_id = tl.where(better, ids, best_id)
         top = tl.max(best, axis=0)
-        slot = row * tl.num_programs(0) + chunk
-        tl.store(best_ptr + slot, top)
-        tl.store(best_id_ptr + slot, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), axis=0))
+        cell = row * tl.num_programs(0) + chunk
+        tl.store(best_ptr + cell, top)
+        tl.store(best_id_ptr + cell, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), axis=0))
 
 
 @triton.jit
@@ -299,10 +299,10 @@ def _pick_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(temperature_ptr + row) > 0.0:
-        slots = tl.arange(0, CHUNKS_PAD)
-        inside = slots < chunks
-        best = tl.load(best_ptr + row * chunks + slots, mask=inside, other=float("-inf"))
-        best_id = tl.load(best_id_ptr + row * chunks + slots, mask=inside, other=0x7FFFFFFF)
+        columns = tl.arange(0, CHUNKS_PAD)
+        inside = columns < chunks
+        best = tl.load(best_ptr + row * chunks + columns, mask=inside, other=float("-inf"))
+        best_id = tl.load(best_id_ptr + row * chunks + columns, mask=inside, other=0x7FFFFFFF)
         top = tl.max(best, axis=0)
         tl.store(out_ptr + row, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), axis=0))
 

@@ -58,14 +58,14 @@ def _chunk_kernel(
     token_score = _load_scores(row_ptr, tl.load(tokens_ptr + row), vocab_size)
     # A finite maximum, so that a chunk of -inf has the mass 0.
     highest = tl.maximum(tl.max(scores, axis=0), -3.4028234663852886e38)
-    slot = index * tl.num_programs(0) + chunk
-    tl.store(highest_ptr + slot, highest)
-    tl.store(mass_ptr + slot, tl.sum(tl.exp(scores - highest), axis=0))
-    tl.store(better_ptr + slot, tl.sum((scores > token_score).to(tl.int32), axis=0))
+    cell = index * tl.num_programs(0) + chunk
+    tl.store(highest_ptr + cell, highest)
+    tl.store(mass_ptr + cell, tl.sum(tl.exp(scores - highest), axis=0))
+    tl.store(better_ptr + cell, tl.sum((scores > token_score).to(tl.int32), axis=0))
     keys = _keys_of(scores, ids)
     for place in range(top):
         best = tl.max(keys, axis=0)
-        tl.store(keys_ptr + slot * MOST_TOP + place, best)
+        tl.store(keys_ptr + cell * MOST_TOP + place, best)
         keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
 
 
@@ -89,12 +89,12 @@ def _join_kernel(
     MOST_TOP: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
-    slots = tl.arange(0, CHUNKS_PAD)
-    inside = slots < chunks
+    columns = tl.arange(0, CHUNKS_PAD)
+    inside = columns < chunks
     start = index * chunks
-    highest = tl.load(highest_ptr + start + slots, mask=inside, other=-3.4028234663852886e38)
-    mass = tl.load(mass_ptr + start + slots, mask=inside, other=0.0)
-    better = tl.load(better_ptr + start + slots, mask=inside, other=0)
+    highest = tl.load(highest_ptr + start + columns, mask=inside, other=-3.4028234663852886e38)
+    mass = tl.load(mass_ptr + start + columns, mask=inside, other=0.0)
+    better = tl.load(better_ptr + start + columns, mask=inside, other=0)
     peak = tl.max(highest, axis=0)
     # The highest logit's own share is 1, unless there is none but -inf.
     log_sum = tl.log(tl.maximum(tl.sum(mass * tl.exp(highest - peak), axis=0), 1.0))

@@ -10,7 +10,7 @@ shift
 export PAGEWIRE_WORKER_ID PAGEWIRE_ADVERTISE_HOST
 
 # Each worker takes the first of these GPUs that is free. The lock is gone with the process. The
-# others stay visible behind it, since CUDA IPC reaches only devices that a process can see.
+# others stay visible after it, since CUDA IPC reaches only devices that a process can see.
 if [ -n "${PAGEWIRE_GPUS:-}" ]; then
     for gpu in $(echo "$PAGEWIRE_GPUS" | tr , ' '); do
         exec 9>"${PAGEWIRE_GPU_LOCKS:-/run/pagewire}/gpu-$gpu"

@@ -264,7 +264,7 @@ class WorkerSettings(ClusterSettings, EngineSettings):
     staging_slots: Annotated[int, Field(ge=2, le=256)] = described(
         16, "KV segments in flight at once; a decode worker takes half as many links."
     )
-    # Where workers differ, segments fit the smaller slots of the two.
+    # Where workers differ, segments fit the smaller staging slots of the two.
     staging_slot_bytes: Positive | None = described(
         None,
         "Largest KV segment, in bytes, rounded down to whole blocks.",

@@ -31,7 +31,7 @@ class RequestSpec(
 ):
     """All settings of one request: how its tokens are chosen, reported, and when they end.
 
-    Nothing is unset. `Generate`, `Prefill`, the engine's `Sequence` and `NewSlot` each hold one.
+    Nothing is unset. `Generate`, `Prefill`, the engine's `Sequence` and `NewDeviceSlot` hold one.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.

@@ -45,7 +45,7 @@ class PagedCase:
             device: Where they live.
             dtype: Of queries and cache.
             poison: Fill what no sequence owns with NaN: the spare block 0, to which unused table
-                entries point, and slots past each sequence's end.
+                entries point, and KV slots past each sequence's end.
             seed: Of the draw.
         """
         generator = torch.Generator(device).manual_seed(seed)

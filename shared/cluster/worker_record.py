@@ -14,7 +14,7 @@ from msgspec import Meta
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
 from pagewire.shared.errors import UNDECODABLE, ProtocolError
 
-MAX_CARD_BYTES = 64 << 10
+MAX_RECORD_BYTES = 64 << 10
 MAX_RECORD_BYTES = 1 << 20  # of any version
 
 _Endpoint = Annotated[str, Meta(max_length=512)]
@@ -117,7 +117,7 @@ class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _head_decoder = msgspec.msgpack.Decoder(RecordHead)
-_card_decoder = msgspec.msgpack.Decoder(WorkerRecord)
+_record_decoder = msgspec.msgpack.Decoder(WorkerRecord)
 _epoch_decoder: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(Epoch)
 _name_decoder: msgspec.msgpack.Decoder[str] = msgspec.msgpack.Decoder(_Name)
 
@@ -147,7 +147,7 @@ def decode_record(raw: bytes, worker_id: str) -> WorkerRecord | OtherVersion:
             epoch=head.known_epoch,
             role=head.known_role,
         )
-    return _decode(raw, _card_decoder, MAX_CARD_BYTES)
+    return _decode(raw, _record_decoder, MAX_RECORD_BYTES)
 
 
 def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[_T], max_bytes: int) -> _T:

@@ -31,7 +31,6 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
-MAX_BLOCKS_PER_SLOT = 4096
 MAX_LAYER_GROUPS = 8  # of a block
 MAX_FORKS = 15  # of one `Generate`
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]

@@ -21,7 +21,7 @@ from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list, max_blo
 from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.kv.layer_groups import LayerGroups
 
-# Launches a move, given the list of blocks, the slot, and where to report a wrong checksum.
+# Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -47,7 +47,7 @@ class PendingCheck(PendingMove):
 
     Args:
         corrupt: [] int64 on the host: whether a checksum is wrong, once the move is done and until
-            the slot's next one.
+            the staging slot's next one.
     """
 
     __slots__ = ("_corrupt",)
@@ -67,7 +67,7 @@ class PendingCheck(PendingMove):
 class _MoveGraph:
     """The move between the pool and one staging slot.
 
-    Whoever holds the slot has waited for its last move, so that what belongs to a move can be used
+    Whoever holds it has waited for its last move, so that what belongs to a move can be used
     for the next: to make these again takes the host as long as to launch the graph.
 
     Attributes:
@@ -111,7 +111,7 @@ class BlockMover:
     groups: LayerGroups = field(init=False)
     _rows: torch.Tensor = field(init=False)  # the pool, a row a layer group
     _stream: torch.cuda.Stream | None = None
-    _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the slot's address
+    _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the buffer's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,8 +143,8 @@ class BlockMover:
         Args:
             block_ids: rows of the pool.
             groups: layer groups of each of them; they come to lie next to each other.
-            staging: [>= groups.packed_bytes(len(block_ids), len(groups))] uint8, from a slot's
-                beginning; nobody else touches it before the move is done.
+            staging: [>= groups.packed_bytes(len(block_ids), len(groups))] uint8, the
+                beginning of a staging slot; nobody else touches it before the move is done.
             seed: of the checksums, signed 64 bit.
             after: what `record_event` returned.
 
@@ -185,40 +185,40 @@ class BlockMover:
             work()
             return PendingMove(self.record_event())
 
-    def capture_packing(self, slots: Iterable[torch.Tensor]) -> None:
+    def capture_packing(self, buffers: Iterable[torch.Tensor]) -> None:
         """Make packing into these staging slots quick to launch; nothing else may be running."""
         self._capture(
-            slots,
+            buffers,
             self._packing,
-            lambda copy_list, slot, corrupt: self.ops.pack_blocks(self._rows, copy_list, slot),
+            lambda copy_list, buffer, corrupt: self.ops.pack_blocks(self._rows, copy_list, buffer),
         )
 
-    def capture_unpacking(self, slots: Iterable[torch.Tensor]) -> None:
+    def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
         """Make unpacking from these staging slots quick to launch, likewise."""
         self._capture(
-            slots,
+            buffers,
             self._unpacking,
-            lambda copy_list, slot, corrupt: self.ops.unpack_blocks(
-                slot, self._rows, copy_list, corrupt
+            lambda copy_list, buffer, corrupt: self.ops.unpack_blocks(
+                buffer, self._rows, copy_list, corrupt
             ),
         )
 
     @torch.inference_mode()
     def _capture(
-        self, slots: Iterable[torch.Tensor], graphs: dict[int, _MoveGraph], move: _Move
+        self, buffers: Iterable[torch.Tensor], graphs: dict[int, _MoveGraph], move: _Move
     ) -> None:
         if not self.kv_pool.is_cuda:
             return
         pool = GraphPool(self.kv_pool.device)  # moves are launched one after the other
-        for slot in slots:
-            graphs[slot.data_ptr()] = self._capture_move(pool, slot, move)
+        for buffer in buffers:
+            graphs[buffer.data_ptr()] = self._capture_move(pool, buffer, move)
 
-    def _capture_move(self, pool: GraphPool, slot: torch.Tensor, move: _Move) -> _MoveGraph:
-        copy_list = empty_copy_list(max_blocks(slot.shape[0], self.groups.nbytes)).pin_memory()
+    def _capture_move(self, pool: GraphPool, buffer: torch.Tensor, move: _Move) -> _MoveGraph:
+        copy_list = empty_copy_list(max_blocks(buffer.shape[0], self.groups.nbytes)).pin_memory()
         corrupt = torch.zeros((), dtype=torch.int64).pin_memory()
 
         def step() -> torch.Tensor:
-            move(copy_list, slot, corrupt)
+            move(copy_list, buffer, corrupt)
             return corrupt
 
         graph, _ = pool.capture(step)

@@ -22,7 +22,7 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, TableEntries
+from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, TableEntries
 from pagewire.shared.engine.torch_threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.kv.block_hash import BlockHasher
@@ -316,7 +316,7 @@ def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) 
     block_ids = list(range(-(-(length + 1) // settings.block_size)))
     prefill = StepPlan(
         number=0,
-        new_slots=[NewSlot(0, spec)],
+        new_slots=[NewDeviceSlot(0, spec)],
         blocks=TableEntries([0] * len(block_ids), list(range(len(block_ids))), block_ids),
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )

@@ -87,11 +87,11 @@ class GraphPool:
 class DecodeGraphs:
     """Decode steps, one graph a batch size.
 
-    A batch between two captured sizes is padded with the slot that belongs to nobody.
+    A batch between two captured sizes is padded with the device slot that belongs to nobody.
 
     Attributes:
         sizes: captured batch sizes, ascending.
-        slots: [largest] int64, read by every graph.
+        slots: [largest] int64, device slots, read by every graph.
     """
 
     sizes: list[int]
@@ -111,7 +111,7 @@ class DecodeGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> DecodeGraphs:
-        """Capture `step(slots)` at each size, largest first so that memory is shared."""
+        """Capture `step` at each size, largest first so that memory is shared."""
         slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
         graphs = cls(sorted(sizes), slots, padding_slot)
         for size in reversed(graphs.sizes):
@@ -127,7 +127,7 @@ class DecodeGraphs:
         return num_rows <= self.sizes[-1]
 
     def replay(self, slots: list[int]) -> Sampled:
-        """Run a decode step of these slots."""
+        """Run a decode step of these device slots."""
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         padded = slots + [self.padding_slot] * (size - len(slots))
         if padded != self._current[:size]:

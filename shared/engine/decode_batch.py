@@ -1,9 +1,9 @@
 """The decode rows that go on from step to step, so that a step need not look at each of them.
 
-A sequence joins when the next step finds its input token in its slot, and leaves when it loses its
-slot or has nothing more to run. In between it runs in every step. Its computed tokens are counted
-for the whole batch at once, and the steps at which it needs attention, for a block or because it
-ends, are noted in a calendar.
+A sequence joins when the next step finds its input token in its device slot, and leaves when that
+is taken from it or nothing more is to run. In between it runs in every step. Its computed tokens
+are counted for the whole batch at once, and the steps at which it needs attention, for a block or
+because it ends, are noted in a calendar.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.sequence import Sequence, StepCount, slot_of
+from pagewire.shared.engine.sequence import Sequence, StepCount, device_slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class DecodeRows:
     """
 
     sequences: list[Sequence] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    device_slots: list[int] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     stop_token_ids: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class DecodeBatch:
             sequences = list(self._members)
             self._rows = DecodeRows(
                 sequences,
-                [slot_of(sequence) for sequence in sequences],
+                [device_slot_of(sequence) for sequence in sequences],
                 [sequence.request_id for sequence in sequences],
                 [sequence.token_ids for sequence in sequences],
                 frozenset().union(*self._stops),

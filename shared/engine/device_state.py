@@ -1,9 +1,9 @@
-"""What a running sequence needs on the device from step to step, in slots.
+"""What a running sequence needs on the device from step to step, in device slots.
 
-A decode batch is a list of slots: the next input token, its position, the block table and the
-sampling parameters are read there, and the sampled token is written there, so that step n + 1 can
-be launched before the host knows the tokens of step n. One more slot than sequences: padding rows
-of a CUDA graph's batch use it.
+A decode batch is a list of device slots: the next input token, its position, the block table and
+the sampling parameters are read there, and the sampled token is written there, so that step n + 1
+can be launched before the host knows the tokens of step n. There is one more of them than
+sequences: padding rows of a CUDA graph's batch use it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy.typing as npt
 import torch
 
 from pagewire.shared.engine.prefill_inputs import BlockTables
-from pagewire.shared.engine.step import NewSlot, StepPlan, TableEntries
+from pagewire.shared.engine.step import NewDeviceSlot, StepPlan, TableEntries
 from pagewire.shared.sampling import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A sampling parameter, which has a tensor with an entry for each slot.
+    """A sampling parameter, which has a tensor with an entry for each device slot.
 
     Attributes:
-        default: of slots that nobody has.
+        default: of device slots that nobody has.
         of: takes it out of a request's parameters.
     """
 
@@ -48,7 +48,7 @@ _Words = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class DeviceState:
-    """The slots' tensors, and a copy of the block tables on the host.
+    """The device slots' tensors, and a copy of the block tables on the host.
 
     Attributes:
         last_token: [S + 1] int64, input of the next decode step.
@@ -85,11 +85,11 @@ class DeviceState:
 
     @property
     def padding_slot(self) -> int:
-        """The slot of rows that stand for no sequence."""
+        """The device slot of rows that stand for no sequence."""
         return self.num_slots
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the slots up to date: new owners' parameters, new blocks, inputs.
+        """Bring the device slots up to date: new owners' parameters, new blocks, inputs.
 
         Each copy and each kernel costs the first token, so there are as few as can be.
         """
@@ -130,12 +130,12 @@ class DeviceState:
         return columns[:2]
 
     def sampling(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parameters of these slots, [B] int64, as `kernels.Sample` takes them."""
+        """Return the parameters of device slots, [B] int64, as `kernels.Sample` takes them."""
         return {name: tensor[slots] for name, tensor in self.parameters.items()}
 
 
-def _words_of_parameters(newcomers: list[NewSlot]) -> _Words:
-    """Return slots and the bits of their parameters, [1 + P, n]."""
+def _words_of_parameters(newcomers: list[NewDeviceSlot]) -> _Words:
+    """Return device slots and the bits of their parameters, [1 + P, n]."""
     words = np.empty((1 + len(PARAMETERS), len(newcomers)), np.int64)
     words[0] = [new.slot for new in newcomers]
     for row, parameter in enumerate(PARAMETERS, start=1):

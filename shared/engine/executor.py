@@ -31,17 +31,17 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans in the order in which they come. It knows slots and blocks, not sequences."""
+    """Runs plans in the order in which they come; knows device slots and blocks, not sequences."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a step; later plans' work comes after it.
 
         A plan that awaits a supply gets it before the next plan comes. What a plan changes in
-        slots and blocks is applied even if its rows fail, as `PendingStep.wait` reports.
+        device slots and blocks is applied even if its rows fail, as `PendingStep.wait` reports.
 
         Raises:
             Exception: the plan failed to launch, and may not have been applied: the next one
-                frees its slots again. All that it computes or prepares ends.
+                frees its device slots again. All that it computes or prepares ends.
         """
         ...
 
@@ -68,7 +68,7 @@ class BlockMoves(Protocol):
         Args:
             block_ids: of the pool; the plan exported them, or an earlier one did.
             groups: layer groups of each of them.
-            staging: a slot's bytes; nobody else touches them before the move is done.
+            staging: bytes of a staging slot; nobody else touches them before the move is done.
             seed: of the checksums, signed 64 bit.
             after: number of a plan.
         """

@@ -56,7 +56,7 @@ class ModelRunner:
         kv_pool: [NB, L, 2, KH, BS, D].
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
-        scoring: computes log probabilities where a slot asks for them.
+        scoring: computes log probabilities where a device slot asks for them.
     """
 
     model: CausalLM
@@ -185,11 +185,11 @@ class ModelRunner:
         chunks: Iterable[PrefillChunk] = (),
         first: int = 0,
     ) -> torch.Tensor:
-        """Launch the tokens' log probabilities if a slot asks for them; return the tokens.
+        """Launch the tokens' log probabilities if a device slot asks for them; return the tokens.
 
         Args:
             sampled: of the decode rows and of the chunks that sample.
-            slots: of the decode rows.
+            slots: device slots of the decode rows.
             chunks: likewise; some may not sample.
             first: index in the step's tokens of the first row.
         """
@@ -199,13 +199,13 @@ class ModelRunner:
         return sampled.tokens
 
     def decode(self, slots: torch.Tensor) -> Sampled:
-        """Run one decode step of these slots, [B] int64.
+        """Run one decode step of these device slots, [B] int64.
 
         Everything is read from and written to the device, so that this can be captured.
         """
         inputs = self._decode_inputs(slots)
         hidden = self.model.forward(inputs, self.kv_pool)
-        # The padding slot stays at position 0: it runs in many more steps than a sequence does.
+        # The padding device slot stays at position 0: it runs in more steps than a sequence.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
         return self._sample(self._compute_logits(hidden), slots, positions)
@@ -257,7 +257,7 @@ class ModelRunner:
     def _forward(
         self, slots: list[int], chunks: list[PrefillChunk]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the model; returns hidden states, slots and positions of the rows that sample."""
+        """Run the model; returns hidden states, device slots and positions of rows that sample."""
         state = self.state
         on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
         if not chunks:
@@ -294,7 +294,7 @@ class ModelRunner:
     def _sample(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> Sampled:
-        """Draw a token a row of `logits` [B, vocab] and leave it in its slot."""
+        """Draw a token a row of `logits` [B, vocab] and leave it in its device slot."""
         state = self.state
         tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
         state.last_token.index_copy_(0, slots, tokens)

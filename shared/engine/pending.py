@@ -58,8 +58,8 @@ class PendingSupply:
 
     Attributes:
         hidden: [N, hidden] of the rows that sample.
-        slots, positions: [N] int64, where the tokens go.
-        host_slots: the same slots.
+        positions, slots: [N] int64; the tokens go to these device slots.
+        host_slots: the same on the host.
         tokens: once they are sampled.
     """
 

@@ -13,7 +13,7 @@ from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.model.inputs import ForwardBatch
 
 _Integers = npt.NDArray[np.int64]
-BlockTables = npt.NDArray[np.int64]  # [slots, blocks of a sequence], on the host
+BlockTables = npt.NDArray[np.int64]  # [device slots, blocks of a sequence], on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class PrefillShape:
 class PrefillInputs:
     """All of a step's prefill inputs in one int64 buffer, and where each part lies.
 
-    The order: token ids [T], positions [T], slot mapping [T], slots [P], sequence lengths [P],
+    The order: token ids [T], positions [T], KV slots [T], device slots [P], sequence lengths [P],
     cumulative query lengths [P + 1], then for the chunks that sample: row of the last token [N],
-    slot [N], position of the new token [N].
+    device slot [N], position of the new token [N].
     """
 
     buffer: torch.Tensor
@@ -48,7 +48,7 @@ class PrefillInputs:
     def build(
         cls, chunks: list[PrefillChunk], block_size: int, tables: BlockTables
     ) -> PrefillInputs:
-        """Lay out the inputs of some chunks; `tables` has the slots' block tables."""
+        """Lay out the inputs of some chunks; `tables` has the device slots' block tables."""
         num_samples = sum(chunk.samples for chunk in chunks)
         num_tokens = sum(chunk.length for chunk in chunks)
         longest = max(chunk.length for chunk in chunks)
@@ -68,7 +68,7 @@ class PrefillInputs:
         """Lay out the inputs of some chunks, or of none, in a shape that is large enough.
 
         Padding tokens are written nowhere and belong to no chunk; padding chunks are empty and
-        sample into the slot that belongs to nobody, at position 0.
+        sample into the device slot that belongs to nobody, at position 0.
         """
         tokens, rows = shape.num_tokens, shape.num_chunks
         flat = _lay_out(chunks, block_size, tables, _sizes(tokens, rows, rows), padding_slot)
@@ -86,7 +86,7 @@ class PrefillInputs:
         )
 
     def forward_batch(self, block_tables: torch.Tensor) -> ForwardBatch:
-        """Return the model's view of the chunks, block tables taken from the slots' rows."""
+        """Return the model's view of the chunks, with their device slots' block tables."""
         sizes = _sizes(self.num_tokens, self.num_chunks, self.num_samples)[:6]
         head = self.buffer[: sum(sizes)].split(sizes)
         return ForwardBatch(
@@ -113,7 +113,7 @@ class PrefillInputs:
 
     @property
     def sample_slots(self) -> torch.Tensor:
-        """[N] slots of the sequences that sample."""
+        """[N] device slots of the sequences that sample."""
         return self._tail(1)
 
     @property

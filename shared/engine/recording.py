@@ -37,7 +37,7 @@ class Recorder:
 
 
 def replay(record: Iterable[bytes], executor: Executor) -> Iterator[StepResult]:
-    """Run recorded plans in an executor whose slots are unused; yields the result of each.
+    """Run recorded plans in an executor whose device slots are unused; yields their results.
 
     A plan's blocks must hold what they held when it was recorded: what came from other workers is
     not part of a record.

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.decode_batch import NO_ROWS, DecodeRows
-from pagewire.shared.engine.sequence import Sequence, slot_of
+from pagewire.shared.engine.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.step import (
+    DecodeInput,
     Expect,
     Export,
     KvWork,
-    NewSlot,
+    NewDeviceSlot,
     PrefillChunk,
-    SlotInput,
     StepPlan,
     TableEntries,
     Withdraw,
@@ -27,8 +27,8 @@ class SchedulerLimits:
     """Bounds of a batch and of the queue.
 
     Attributes:
-        max_num_seqs: sequences that run at once; each has a slot on the device. No more of them
-            do than `max_num_batched_tokens`.
+        max_num_seqs: sequences that run at once; each has a device slot. No more of them do
+            than `max_num_batched_tokens`.
         max_num_batched_tokens: of one step.
         max_model_len: tokens of one sequence, output included.
         max_waiting: sequences in the queue.
@@ -67,7 +67,7 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Schedule:
-    """The scheduler's decision about one step. It has been booked.
+    """The scheduler's decision about one step. It is accounted for.
 
     Attributes:
         plan: None if there is nothing to run and nothing to report.
@@ -78,7 +78,7 @@ class Schedule:
         reserved: sequences whose blocks now wait for another worker's KV.
         preempted: sequences that lost their blocks.
         admitted: sequences that got blocks for the first time.
-        touched: sequences whose blocks or slots were changed.
+        touched: sequences whose blocks or device slots were changed.
     """
 
     plan: StepPlan | None = None
@@ -114,33 +114,33 @@ class PlanDraft:
     """What the next plan is to carry, apart from its rows."""
 
     freed: list[int] = field(default_factory=list)
-    new_slots: list[NewSlot] = field(default_factory=list)
+    new_slots: list[NewDeviceSlot] = field(default_factory=list)
     blocks: TableEntries = field(default_factory=TableEntries)
     copies: dict[int, int] = field(default_factory=dict)  # target -> source
-    inputs: list[SlotInput] = field(default_factory=list)
+    inputs: list[DecodeInput] = field(default_factory=list)
     kv: list[KvWork] = field(default_factory=list)
 
-    def add_slot(self, sequence: Sequence) -> None:
-        """Note the owner of a slot, and its blocks so far."""
-        self.new_slots.append(NewSlot(slot_of(sequence), sequence.spec))
+    def add_device_slot(self, sequence: Sequence) -> None:
+        """Note the owner of a device slot, and its blocks so far."""
+        self.new_slots.append(NewDeviceSlot(device_slot_of(sequence), sequence.spec))
         self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:
         """Note the blocks of a sequence from entry `first` on."""
-        self.blocks.add(slot_of(sequence), first, sequence.block_ids[first:])
+        self.blocks.add(device_slot_of(sequence), first, sequence.block_ids[first:])
 
     def put_input(self, sequence: Sequence, position: int) -> None:
-        """Note the token of a row that no step has left in its slot."""
+        """Note the token of a row that no step has left in its device slot."""
         token = sequence.token_ids[position]
-        self.inputs.append(SlotInput(slot_of(sequence), token, position))
+        self.inputs.append(DecodeInput(device_slot_of(sequence), token, position))
 
     def drop_copies(self, blocks: list[int]) -> None:
         """Note that these blocks belong to nobody any more."""
         for block in blocks if self.copies else ():
             self.copies.pop(block, None)
 
-    def free_slot(self, slot: int) -> None:
-        """Note that a slot's owner is gone, and drop what the draft has for it."""
+    def free_device_slot(self, slot: int) -> None:
+        """Note that a device slot's owner is gone, and drop what the draft has for it."""
         self.freed.append(slot)
         self.new_slots = [new for new in self.new_slots if new.slot != slot]
         self.blocks = self.blocks.without(slot)
@@ -176,12 +176,12 @@ class PlanDraft:
         self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
 
     def plan(self, number: int, decision: Schedule) -> StepPlan | None:
-        """Return the plan of a decision; None if nothing but freed slots is to be reported."""
+        """Return a decision's plan; None if nothing but freed device slots is to be reported."""
         if not (decision.rows or decision.chunks or self.new_slots or self.copies or self.kv):
             return None
         return StepPlan(
             number=number,
-            decodes=decision.rows.slots,
+            decodes=decision.rows.device_slots,
             chunks=[_chunk_of(chunk) for chunk in decision.chunks],
             freed=self.freed,
             new_slots=self.new_slots,
@@ -197,4 +197,4 @@ def _chunk_of(chunk: ScheduledTokens) -> PrefillChunk:
     tokens, scored = sequence.token_ids[start:end], []
     if sequence.awaits_scores:
         scored = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-    return PrefillChunk(slot_of(sequence), start, tokens, chunk.samples, scored)
+    return PrefillChunk(device_slot_of(sequence), start, tokens, chunk.samples, scored)

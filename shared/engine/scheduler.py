@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
-from pagewire.shared.engine.sequence import Sequence, slot_of
+from pagewire.shared.engine.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.sequence_table import SequenceTable
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import SchedulingError
@@ -34,7 +34,7 @@ class Scheduler(SequenceTable):
     # One step
 
     def schedule(self) -> Schedule:
-        """Choose and book the next step.
+        """Choose the next step and account for it.
 
         Raises:
             SchedulingError: something failed; names the sequences that had been changed.
@@ -106,7 +106,7 @@ class Scheduler(SequenceTable):
     def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
         """Give each row the one block that it lacks, all in one allocation."""
         decision.touched += growing
-        slots = [slot_of(sequence) for sequence in growing]
+        slots = [device_slot_of(sequence) for sequence in growing]
         blocks, entries = self.pool.allocate(len(growing)), self._draft.blocks
         entries.slots.extend(slots)
         entries.positions.extend([len(sequence.block_ids) for sequence in growing])
@@ -119,7 +119,7 @@ class Scheduler(SequenceTable):
         if len(self._decoding) == len(self.running):
             return []
         prefilling = []
-        for sequence in [s for s in self.running if not s.decodes_from_slot]:
+        for sequence in [s for s in self.running if not s.decodes_from_device]:
             if sequence.num_uncomputed_tokens > 1:
                 prefilling.append(sequence)
             elif sequence.status is RequestStatus.RUNNING:
@@ -132,7 +132,7 @@ class Scheduler(SequenceTable):
         if self._grow(sequence, start + 1, decision):
             self._draft.put_input(sequence, start)
             decision.entries.append(ScheduledTokens(sequence, start, start + 1, samples=True))
-            sequence.decodes_from_slot = True
+            sequence.decodes_from_device = True
             self._decoding.join(sequence)
 
     def _add_tokens(self, sequence: Sequence, budget: int, decision: Schedule) -> int:
@@ -174,7 +174,7 @@ class Scheduler(SequenceTable):
         for chunk in decision.chunks:
             chunk.sequence.num_computed_tokens = chunk.end
             if chunk.samples:
-                chunk.sequence.decodes_from_slot = True
+                chunk.sequence.decodes_from_device = True
                 if chunk.end < chunk.sequence.run_until:
                     self._decoding.join(chunk.sequence)
         scheduled = [each.sequence for each in (*decision.entries, *decision.chunks)]
@@ -192,8 +192,8 @@ class Scheduler(SequenceTable):
                 budget -= self._add_tokens(admitted, budget, decision)
 
     def _admit(self, decision: Schedule) -> Sequence | None:
-        """Give the first in the queue its blocks and a slot, if there are enough of both."""
-        if not self.waiting or not self._free_slots:
+        """Give the first in the queue its blocks and a device slot, if there are enough of both."""
+        if not self.waiting or not self._free_device_slots:
             return None
         sequence = self.waiting[0]
         if sequence.num_late_tokens > 0:
@@ -214,8 +214,8 @@ class Scheduler(SequenceTable):
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             decision.admitted.append(sequence)
-        sequence.slot = self._free_slots.pop()
-        self._draft.add_slot(sequence)
+        sequence.device_slot = self._free_device_slots.pop()
+        self._draft.add_device_slot(sequence)
         self._let_run_or_reserve(sequence, decision)
         return sequence
 
@@ -245,7 +245,7 @@ class Scheduler(SequenceTable):
         decision.preempted.append(victim)
         victim.transition(RequestStatus.PREEMPTED)
         self.waiting.appendleft(victim)
-        self._give_up_slot(victim)
+        self._give_up_device_slot(victim)
         self._give_up_blocks(victim)
         self.num_preemptions += 1
         return victim

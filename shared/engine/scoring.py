@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens and of prompts, for the slots that ask for them.
+"""Log probabilities of sampled tokens and of prompts, for the device slots that ask for them.
 
 They are computed from the logits that a step leaves on the device, after its graphs have run. A
 batch in which nobody asks launches nothing for them and copies nothing.
@@ -58,10 +58,10 @@ class DeviceScores:
 
 @dataclass(slots=True)
 class Scoring:
-    """Knows which slots ask for log probabilities, and launches their computation.
+    """Knows which device slots ask for log probabilities, and launches their computation.
 
     Attributes:
-        of_tokens, of_prompts: slot -> how many most likely tokens it asks for.
+        of_tokens, of_prompts: device slot -> how many most likely tokens it asks for.
         upload: copies equally long rows of integers to the device.
     """
 
@@ -72,7 +72,7 @@ class Scoring:
     _scores: list[DeviceScores] = field(default_factory=list)  # of the present step
 
     def apply(self, plan: StepPlan) -> None:
-        """Note what the slots' new owners ask for, and begin a step."""
+        """Note what the device slots' new owners ask for, and begin a step."""
         self._scores = []
         for slot in plan.freed if self.of_tokens or self.of_prompts else ():
             self.of_tokens.pop(slot, None)
@@ -96,7 +96,7 @@ class Scoring:
         Args:
             logits: [B, vocab] as they were before sampling.
             tokens: [B] int64.
-            slots: of the B rows.
+            slots: device slots of the B rows.
             first: index in the step's tokens of the first row.
         """
         rows = [row for row, slot in enumerate(slots) if slot in self.of_tokens]

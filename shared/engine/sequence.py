@@ -43,8 +43,8 @@ class Sequence:
         num_cached_tokens: found in the prefix cache at the first admission.
         scored_until: position of the next prompt token whose log probability is to be reported.
         num_exported_blocks: of this life, reported as final to the KV side.
-        slot: row of the device state while it runs.
-        decodes_from_slot: the slot holds the next input token.
+        device_slot: row of the device state while it runs.
+        decodes_from_device: the device slot holds the next input token.
         run_until: position of its last token, unless a stop token ends it earlier.
         has_known_token: the host knows a token that was sampled in this life.
         children: wait, not in the queue, until its prompt is computed, and fork from it then.
@@ -66,8 +66,8 @@ class Sequence:
     num_cached_tokens: int | None = None
     scored_until: int = 1
     num_exported_blocks: int = 0
-    slot: int | None = None
-    decodes_from_slot: bool = False
+    device_slot: int | None = None
+    decodes_from_device: bool = False
     run_until: int = 0
     has_known_token: bool = False
     first_scheduled_s: float | None = None
@@ -97,14 +97,14 @@ class Sequence:
     @property
     def num_in_flight_tokens(self) -> int:
         """Tokens sampled by launched steps, not yet known to the host."""
-        if self.decodes_from_slot:
+        if self.decodes_from_device:
             return self.num_computed_tokens + 1 - len(self.token_ids)
         return self.num_late_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the next steps have to run, as far as they can be known."""
-        return 1 if self.decodes_from_slot else len(self.token_ids) - self.num_computed_tokens
+        return 1 if self.decodes_from_device else len(self.token_ids) - self.num_computed_tokens
 
     @property
     def awaits_scores(self) -> bool:
@@ -156,12 +156,12 @@ def new_sequence(
     )
 
 
-def slot_of(sequence: Sequence) -> int:
-    """Return the slot of a sequence that runs or is reserved.
+def device_slot_of(sequence: Sequence) -> int:
+    """Return the device slot of a sequence that runs or is reserved.
 
     Raises:
         IntegrityError: it has none.
     """
-    if sequence.slot is None:
-        raise IntegrityError(f"{sequence.request_id} is to run and has no slot")
-    return sequence.slot
+    if sequence.device_slot is None:
+        raise IntegrityError(f"{sequence.request_id} is to run and has no device slot")
+    return sequence.device_slot

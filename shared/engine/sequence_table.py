@@ -52,7 +52,7 @@ class SequenceTable:
     awaiting_send: dict[str, Sequence] = field(default_factory=dict)
     unforked: set[Sequence] = field(default_factory=set)
     block_size: int = field(init=False)
-    _free_slots: list[int] = field(init=False)
+    _free_device_slots: list[int] = field(init=False)
     _decoding: DecodeBatch = field(init=False)
     _draft: PlanDraft = field(default_factory=PlanDraft)
     _pinned: list[list[int]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class SequenceTable:
             )
         # In a larger batch some sequences would hold blocks and not run.
         num_slots = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_device_slots = list(range(num_slots - 1, -1, -1))
 
     # Requests come and go
 
@@ -115,7 +115,7 @@ class SequenceTable:
         else:
             self.waiting.remove(sequence)
         self._pass_on_children(sequence)
-        self._give_up_slot(sequence)
+        self._give_up_device_slot(sequence)
         if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
             self.awaiting_send[sequence.request_id] = sequence
         else:
@@ -143,7 +143,7 @@ class SequenceTable:
         del self.reserved[sequence.request_id]
         sequence.remote_prefill = False
         self._draft.withdraw(sequence)
-        self._give_up_slot(sequence)
+        self._give_up_device_slot(sequence)
         self._give_up_blocks(sequence)
         self.waiting.appendleft(sequence)
 
@@ -159,7 +159,7 @@ class SequenceTable:
                 continue  # it has ended
             child.scored_until = max(child.scored_until, parent.scored_until)
             # One that awaits scores needs the logits of all its prompt.
-            if self._free_slots and self.pool.num_available and not child.awaits_scores:
+            if self._free_device_slots and self.pool.num_available and not child.awaits_scores:
                 self._run_fork(parent, child)
             else:
                 queued.append(child)
@@ -186,8 +186,8 @@ class SequenceTable:
         child.block_hashes = parent.block_hashes[:num_shared]
         child.num_computed_tokens = child.num_cached_tokens = known
         child.remote_prefill = False  # if it is preempted, it is computed again here
-        child.slot = self._free_slots.pop()
-        self._draft.add_slot(child)
+        child.device_slot = self._free_device_slots.pop()
+        self._draft.add_device_slot(child)
         child.transition(RequestStatus.RUNNING)
         self.running.append(child)
 
@@ -206,14 +206,14 @@ class SequenceTable:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _give_up_slot(self, sequence: Sequence) -> None:
+    def _give_up_device_slot(self, sequence: Sequence) -> None:
         sequence.num_late_tokens = sequence.num_in_flight_tokens
-        sequence.decodes_from_slot = False
+        sequence.decodes_from_device = False
         self._decoding.leave(sequence)
-        if sequence.slot is not None:
-            self._free_slots.append(sequence.slot)
-            self._draft.free_slot(sequence.slot)
-            sequence.slot = None
+        if sequence.device_slot is not None:
+            self._free_device_slots.append(sequence.device_slot)
+            self._draft.free_device_slot(sequence.device_slot)
+            sequence.device_slot = None
 
     def _give_up_blocks(self, sequence: Sequence) -> None:
         if sequence.num_exported_blocks:
@@ -250,7 +250,7 @@ class SequenceTable:
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be prefilled, here and in the running batch's chunks."""
         waiting = sum(len(sequence.token_ids) for sequence in self.waiting)
-        chunked = [sequence for sequence in self.running if not sequence.decodes_from_slot]
+        chunked = [sequence for sequence in self.running if not sequence.decodes_from_device]
         return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
 
     def check_integrity(self) -> None:

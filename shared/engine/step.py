@@ -7,18 +7,18 @@
                                            +--StepPlan.kv--> KvSender, KvReceiver
 
 The scheduler decides and accounts. It returns a `Schedule` and calls nobody. The core keeps the
-schedule, which names sequences, and gives the plan to the executor, which knows slots and blocks
-only. So a plan can be encoded, sent to another process, recorded and replayed, and an executor is
-the model on this process's device, a rank of several, a fake, or a recording.
+schedule, which names sequences, and gives the plan to the executor, which knows device slots and
+blocks only. So a plan can be encoded, sent to another process, recorded and replayed, and an
+executor is the model on this process's device, a rank of several, a fake, or a recording.
 
 A plan is applied in this order: `copies`, `freed`, `new_slots`, `blocks`, `inputs`, then the decode
-rows and the prefill chunks. A plan without rows is a plan: it prepares slots, or carries
+rows and the prefill chunks. A plan without rows is a plan: it prepares device slots, or carries
 news for the KV side. Plans are numbered from 1, and "after plan n" names a point in the device's
 work; each executor maps it to an event of its own.
 
 The result of plan n is read after plan n + 1 has been launched. What makes that possible: the next
 input token of a running sequence, its position, its block table and its sampling parameters lie in
-its slot on the device, so that a decode row is a slot number and nothing else.
+its device slot, so that a decode row is the number of one and nothing else.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.sampling import RequestSpec
 
 
-class NewSlot(msgspec.Struct, frozen=True):
-    """A slot of a sequence that has just been admitted; its block table is empty.
+class NewDeviceSlot(msgspec.Struct, frozen=True):
+    """A device slot of a sequence that has just been admitted; its block table is empty.
 
     Attributes:
         spec: with a seed.
@@ -46,7 +46,7 @@ class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
     """Entries of block tables that are written, a list for each column.
 
     Attributes:
-        slots: whose table it is.
+        slots: the device slots whose tables these are.
         positions: in the table.
         block_ids: what is written there.
     """
@@ -59,20 +59,20 @@ class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
         return len(self.slots)
 
     def add(self, slot: int, first: int, block_ids: list[int]) -> None:
-        """Add blocks of a slot's table from position `first` on."""
+        """Add blocks of a device slot's table from position `first` on."""
         self.slots.extend([slot] * len(block_ids))
         self.positions.extend(range(first, first + len(block_ids)))
         self.block_ids.extend(block_ids)
 
     def without(self, slot: int) -> TableEntries:
-        """Return the entries of the other slots."""
+        """Return the entries of the other device slots."""
         kept = [other != slot for other in self.slots]
         columns = (self.slots, self.positions, self.block_ids)
         return TableEntries(*(list(compress(column, kept)) for column in columns))
 
 
-class SlotInput(msgspec.Struct, frozen=True):
-    """The token of a decode row that no step has left in the slot, and its position."""
+class DecodeInput(msgspec.Struct, frozen=True):
+    """The token of a decode row that no step has left in the device slot, and its position."""
 
     slot: int
     token: int
@@ -146,13 +146,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
     Attributes:
         number: 1, 2, 3, ...
-        decodes: slots of the decode rows; each runs the token that lies in its slot, and samples.
+        decodes: device slots of the decode rows; each runs the token that lies there, and samples.
         chunks: of prompts.
-        freed: slots that nobody has any more.
-        new_slots: slots that got an owner; one may be among `freed` as well.
+        freed: device slots that nobody has any more.
+        new_slots: device slots that got an owner; one may be among `freed` as well.
         blocks: additions to block tables.
         copies: pairs (from, to) of blocks; all are read before one is written.
-        inputs: of decode rows whose slot does not have it.
+        inputs: of decode rows whose device slot does not have it.
         kv: what the KV side is to do.
         awaits_supply: sampling waits for `Executor.supply`.
     """
@@ -161,10 +161,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     decodes: list[int] = []
     chunks: list[PrefillChunk] = []
     freed: list[int] = []
-    new_slots: list[NewSlot] = []
+    new_slots: list[NewDeviceSlot] = []
     blocks: TableEntries = msgspec.field(default_factory=TableEntries)
     copies: list[tuple[int, int]] = []
-    inputs: list[SlotInput] = []
+    inputs: list[DecodeInput] = []
     kv: list[KvWork] = []
     awaits_supply: bool = False
 
@@ -185,7 +185,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class StepScores(msgspec.Struct, frozen=True):
-    """The log probabilities that a step's slots ask for.
+    """The log probabilities that a step's device slots ask for.
 
     Attributes:
         tokens: index in `StepResult.tokens` -> of that token.
@@ -202,7 +202,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         number: of the plan.
         tokens: one of each decode row, then one of each chunk that samples.
-        scores: None if no slot asks for any.
+        scores: None if no device slot asks for any.
     """
 
     number: int

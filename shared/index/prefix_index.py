@@ -286,7 +286,7 @@ class IndexPublisher:
 
     def _note(self, hashes: Iterable[BlockHash], cached: bool) -> None:
         with self._lock:
-            # The last word on a block counts; telling it twice does no harm.
+            # The last word on a block counts; writing it twice does no harm.
             for block_hash in hashes:
                 self._pending[block_hash] = cached
             if len(self._pending) > MAX_PENDING:
@@ -332,10 +332,10 @@ class IndexPublisher:
         if now >= self._refresh_at:
             self._needs_resync = True  # before entries expire
         if self._needs_resync and now >= self._next_resync:
-            await self._tell_all()
+            await self._publish_all()
         batch = self._take_batch()
         try:
-            await self._tell(batch)
+            await self._publish(batch)
         except BaseException:
             self._give_back(batch)
             raise
@@ -358,13 +358,13 @@ class IndexPublisher:
                 self._pending.clear()
                 self._needs_resync = True
 
-    async def _tell(self, batch: dict[BlockHash, bool]) -> None:
+    async def _publish(self, batch: dict[BlockHash, bool]) -> None:
         added = [block_hash for block_hash, cached in batch.items() if cached]
         removed = [block_hash for block_hash, cached in batch.items() if not cached]
         if not await self._index.publish(self._worker_id, self._epoch, added, removed):
             self._needs_resync = True
 
-    async def _tell_all(self) -> None:
+    async def _publish_all(self) -> None:
         now = time.monotonic()
         self._next_resync = now + _MIN_RESYNC_INTERVAL_S
         self._needs_resync = False
@@ -373,7 +373,7 @@ class IndexPublisher:
         try:
             await self._index.publish(self._worker_id, self._epoch, [], [])
             for start in range(0, len(hashes), BATCH_BLOCKS):
-                await self._tell(dict.fromkeys(hashes[start : start + BATCH_BLOCKS], True))
+                await self._publish(dict.fromkeys(hashes[start : start + BATCH_BLOCKS], True))
         except BaseException:
             self._needs_resync = True
             raise

@@ -8,16 +8,16 @@ optimistic entry. Several 16-byte block hashes come as one string. Lua cannot ho
 # Leading blocks that each worker has. ARGV: key prefix, hashes, now in ms, then id, epoch pairs.
 LOOKUP = """
 local prefix, hashes, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local counts, ids, epochs, slots = {}, {}, {}, {}
+local counts, ids, epochs, places = {}, {}, {}, {}
 for i = 4, #ARGV, 2 do
   counts[#counts + 1] = 0
-  ids[#ids + 1], epochs[#epochs + 1], slots[#slots + 1] = ARGV[i], ARGV[i + 1], #counts
+  ids[#ids + 1], epochs[#epochs + 1], places[#places + 1] = ARGV[i], ARGV[i + 1], #counts
 end
 for block = 0, #hashes / 16 - 1 do
   local key = prefix .. string.sub(hashes, block * 16 + 1, block * 16 + 16)
   local values = redis.pcall('HMGET', key, unpack(ids))
   if values.err then break end
-  local next_ids, next_epochs, next_slots = {}, {}, {}
+  local next_ids, next_epochs, next_places = {}, {}, {}
   for i = 1, #ids do
     local value, has = values[i], false
     if value then
@@ -29,13 +29,13 @@ for block = 0, #hashes / 16 - 1 do
       end
     end
     if has then
-      counts[slots[i]] = block + 1
+      counts[places[i]] = block + 1
       local n = #next_ids + 1
-      next_ids[n], next_epochs[n], next_slots[n] = ids[i], epochs[i], slots[i]
+      next_ids[n], next_epochs[n], next_places[n] = ids[i], epochs[i], places[i]
     end
   end
   if #next_ids == 0 then break end
-  ids, epochs, slots = next_ids, next_epochs, next_slots
+  ids, epochs, places = next_ids, next_epochs, next_places
 end
 return counts
 """

@@ -4,8 +4,8 @@
 
 and, between them, the messages of prefill jobs (job_messages.py).
 
-A credit is a staging slot of the receiver that the sender may write to. A use is one segment in a
-slot; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
+A credit is a staging slot of the receiver that the sender may write to. A use is one segment in
+it; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
 the sender's again. To `Reclaim` the answer is `Return`, or the `Segment` that is under way: then
 its `Ack` does not give the credit back. `KvHello`, which comes before, and `KvRefusal` are control
 messages (shared/control/protocol.py).

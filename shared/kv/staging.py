@@ -9,15 +9,15 @@ import torch
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.device_memory import allocate
 
-_ALIGNMENT = 256  # of each slot: what kernels are quickest with
+_ALIGNMENT = 256  # of each staging slot: what kernels are quickest with
 
 
 class Staging:
-    """Equal slots in one allocation. One thread uses them.
+    """Equal staging slots in one allocation. One thread uses them.
 
     Attributes:
-        memory: the allocation, uint8 [num_slots, slot_bytes and what aligns the next slot].
-        slot_bytes: size of a slot.
+        memory: the allocation, uint8 [num_slots, slot_bytes and what aligns the next one].
+        slot_bytes: size of each.
     """
 
     def __init__(self, memory: torch.Tensor, slot_bytes: int) -> None:
@@ -28,7 +28,7 @@ class Staging:
 
     @property
     def num_slots(self) -> int:
-        """How many slots there are."""
+        """How many staging slots there are."""
         return len(self.buffers)
 
     @property
@@ -37,11 +37,11 @@ class Staging:
         return len(self._free)
 
     def acquire(self) -> int:
-        """Take the slot that has been free longest; there is one."""
+        """Take the staging slot that has been free longest; there is one."""
         return self._free.popleft()
 
     def release(self, slot: int) -> None:
-        """Give a slot back.
+        """Give a staging slot back.
 
         Raises:
             IntegrityError: nobody holds it.

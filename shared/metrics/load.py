@@ -20,7 +20,7 @@ def load_families(load: WorkerLoad) -> Iterator[Metric]:
     yield blocks
     for name, text, value in (
         ("requests_running", "Sequences in the running batch", load.running),
-        ("requests_waiting", "Sequences that wait, for a slot or for KV", load.waiting),
+        ("requests_waiting", "Sequences that wait, for a device slot or for KV", load.waiting),
         ("queued_prefill_tokens", "Prompt tokens not yet computed", load.queued_prefill_tokens),
     ):
         yield GaugeMetricFamily(f"pagewire_{name}", text, value=value)

@@ -72,12 +72,12 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces: list[str] = []
+        parts: list[str] = []
         missing = MAX_RENDERED_CHARS
         try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                missing -= len(piece)
+            for part in self._template.generate(variables):
+                parts.append(part)
+                missing -= len(part)
                 if missing < 0:
                     raise InvalidRequestError(
                         f"the rendered conversation is longer than {MAX_RENDERED_CHARS} characters",
@@ -87,11 +87,11 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {exc}", param="messages"
             ) from exc
-        return "".join(pieces)
+        return "".join(parts)
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks answers for training; here it is no more."""
+    """`{% generation %}...{% endgeneration %}` marks answers for training; ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 

@@ -229,9 +229,9 @@ class WorkerRuntime:
 
     def _staging_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
         """What this worker's staging takes of a device's memory."""
-        return self.settings.staging_slots * self._slot_bytes(groups, total_bytes)
+        return self.settings.staging_slots * self._staging_slot_bytes(groups, total_bytes)
 
-    def _slot_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
+    def _staging_slot_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
         settings = self.settings
         share = slot_share(total_bytes, settings.staging_slots)
         return slot_size(settings.staging_slot_bytes, groups, share)
@@ -239,7 +239,7 @@ class WorkerRuntime:
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         groups, device = LayerGroups.of_layout(self.built.layout), self.built.device
-        slot_bytes = self._slot_bytes(groups, device_memory(device))
+        slot_bytes = self._staging_slot_bytes(groups, device_memory(device))
         self.kv = await open_endpoint(
             stack,
             settings,
@@ -254,13 +254,13 @@ class WorkerRuntime:
         self.built.core.hooks.append(self.kv)
         self.metrics_registry.register(KvCollector(self.kv))
 
-    def _capture_moves(self, slots: list[torch.Tensor]) -> None:
+    def _capture_moves(self, buffers: list[torch.Tensor]) -> None:
         """Make moves between the KV pool and staging quick to launch, before the engine runs."""
         mover = self.built.runner.mover
         if self.role == "prefill":
-            mover.capture_packing(slots)
+            mover.capture_packing(buffers)
         else:
-            mover.capture_unpacking(slots)
+            mover.capture_unpacking(buffers)
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings

@@ -6,16 +6,16 @@ import sys
 
 import torch
 
-from pagewire.shared.control.protocol import MAX_BLOCKS_PER_SLOT
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
 
 # Unless one is asked for, or a single block is larger. A segment costs each side a fraction of a
-# millisecond of the host's time, so that over NVLink smaller ones are the slower way. All slots
+# millisecond of the host's time, so that over NVLink smaller ones are slower. All staging slots
 # together are to take a small share of a GPU's memory.
 LARGEST_SLOT_BYTES = 256 << 20
 STAGING_SHARE = 1 / 64
 MOST_BLOCKS_PER_SLOT = 128
+MAX_BLOCKS_PER_SLOT = 4096  # whatever is asked for
 
 
 def device_memory(device: torch.device) -> int:
@@ -25,9 +25,9 @@ def device_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def slot_share(total_bytes: int, slots: int) -> int:
-    """Return what each of `slots` slots may take of a device's memory, in bytes."""
-    return int(total_bytes * STAGING_SHARE / slots)
+def slot_share(total_bytes: int, num_slots: int) -> int:
+    """Return what each of the staging slots may take of a device's memory, in bytes."""
+    return int(total_bytes * STAGING_SHARE / num_slots)
 
 
 def slot_size(asked: int | None, groups: LayerGroups, share: int = LARGEST_SLOT_BYTES) -> int:
@@ -35,13 +35,13 @@ def slot_size(asked: int | None, groups: LayerGroups, share: int = LARGEST_SLOT_
 
     Args:
         asked: an upper bound of the blocks in bytes. None: large segments keep a link busy, but
-            small blocks need no large slots.
+            small blocks need no large ones.
         groups: layer groups of a block.
-        share: what a slot may take of the device's memory, unless one is asked for or a single
-            block is larger.
+        share: what a staging slot may take of the device's memory, unless one is asked for or
+            a single block is larger.
 
     Raises:
-        ConfigError: what was asked for holds no block, or more than a slot may.
+        ConfigError: what was asked for holds no block, or more than a staging slot may.
     """
     block_bytes = groups.block_bytes
     if asked is None:
@@ -50,7 +50,7 @@ def slot_size(asked: int | None, groups: LayerGroups, share: int = LARGEST_SLOT_
     blocks = asked // block_bytes
     if not 1 <= blocks <= MAX_BLOCKS_PER_SLOT:
         raise ConfigError(
-            f"setting staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES) cannot be {asked}: a slot "
+            f"setting staging_slot_bytes (PAGEWIRE_STAGING_SLOT_BYTES) cannot be {asked}: it "
             f"holds 1 to {MAX_BLOCKS_PER_SLOT} KV blocks, here {block_bytes} to "
             f"{MAX_BLOCKS_PER_SLOT * block_bytes} bytes"
         )

@@ -48,7 +48,7 @@ root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv \
     bookworm "$root" >/tmp/debootstrap.log 2>&1 || give_up "debootstrap failed: /tmp/debootstrap.log"
-# What this machine trusts, pip shall trust, too; and it may install beside Debian's packages.
+# What this machine trusts, pip shall trust, too; and it may install alongside Debian's packages.
 cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
 printf '[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n' >"$root/etc/pip.conf"
 rm -f "$root"/usr/lib/python3*/EXTERNALLY-MANAGED

@@ -103,7 +103,7 @@ class ComposeCluster:
         run(*command, timeout=BUILD_TIMEOUT_S, env=self._env, cwd=self._tree)
 
     def containers(self, service: str | None = None) -> list[dict[str, Any]]:
-        """Return what `docker inspect` tells of the containers, of one service or of all."""
+        """Return what `docker inspect` says of the containers, of one service or of all."""
         filters = [f"label=com.docker.compose.project={self.project}"]
         if service:
             filters.append(f"label=com.docker.compose.service={service}")

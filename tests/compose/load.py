@@ -97,7 +97,7 @@ class Load:
                 await asyncio.sleep(1)
             finally:
                 over.set()
-        # A stream that failed leaves generators to the garbage collector; they end in a later turn.
+        # A stream that failed leaves generators to the garbage collector; they end a bit later.
         await asyncio.sleep(0.1)
         return outcome
 

@@ -88,9 +88,9 @@ def test_a_taken_port_is_refused_with_who_has_it(cluster: LocalCluster) -> None:
 def test_the_ready_box_names_workers_and_measured_transport(cluster: LocalCluster) -> None:
     cluster.wait_for_line("Ctrl-C stops everything")
     assert "decode-0" in cluster.output
-    ways = re.findall(r"(prefill-\d) -> decode-0: (\w+), ([\d.]+) GB/s", cluster.output)
-    assert {way[:2] for way in ways} == {("prefill-0", "zmq"), ("prefill-1", "zmq")}  # on a CPU
-    assert all(float(speed) > 0 for _, _, speed in ways)
+    links = re.findall(r"(prefill-\d) -> decode-0: (\w+), ([\d.]+) GB/s", cluster.output)
+    assert {link[:2] for link in links} == {("prefill-0", "zmq"), ("prefill-1", "zmq")}  # on a CPU
+    assert all(float(speed) > 0 for _, _, speed in links)
 
 
 def test_openai_client_streams_a_chat_answer(client: openai.OpenAI) -> None:

@@ -1,7 +1,7 @@
 """Workers are killed and stopped at each point of a transfer, over ZeroMQ.
 
 A cell of each point, and over a one-sided carrier the one in which a stopped sender writes to a
-slot that another one has filled. All of them are played by
+staging slot that another one has filled. All of them are played by
 `python -P -m pagewire.tests.support.transfer_faults`.
 """
 

@@ -23,11 +23,11 @@ def test_no_point_of_a_transfer_costs_a_token(tmp_path: Path) -> None:
     for results in found.values():
         assert [result.problem for result in results] == [""] * len(CELLS)
         assert sum(result.num_requests for result in results) >= NUM_REQUESTS * len(CELLS)
-        # A slot is known at each point but the first one.
+        # A staging slot is known at each point but the first one.
         assert sum(result.num_reused for result in results) == 7
     assert _late_copy(found["ipc"]).counts["corrupt"], "the copy of a stopped sender was not seen"
 
 
 def _late_copy(results: list[CellResult]) -> CellResult:
-    """Return what came of a sender that had packed, and copied once another had its slot."""
+    """Return what came of a sender that had packed, and copied into another one's staging slot."""
     return next(each for each in results if each.cell.split() == ["packed", "SIGSTOP", "sender"])

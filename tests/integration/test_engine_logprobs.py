@@ -13,7 +13,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.engine import scoring
 from pagewire.shared.engine.outputs import RequestOutput
 from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.logprobs import MAX_POSITIONS
@@ -137,7 +137,7 @@ def test_a_stop_string_cuts_the_log_probabilities_with_the_tokens() -> None:
 def test_masked_tokens_have_the_log_probabilities_of_the_raw_logits(truth: LogprobTruth) -> None:
     runner = make_llm().engine.runner
     prompt = PROMPTS[2][:12]
-    slots = [NewSlot(slot, RequestSpec(temperature=0, seed=0, logprobs=2)) for slot in (0, 1)]
+    slots = [NewDeviceSlot(slot, RequestSpec(temperature=0, seed=0, logprobs=2)) for slot in (0, 1)]
     plan = StepPlan(
         number=1,
         new_slots=slots,
@@ -208,7 +208,7 @@ def test_a_batch_in_which_nobody_asks_computes_no_log_probabilities(
     llm.generate(PROMPTS, ASKED)
     assert launched
     launched.clear()
-    llm.generate(PROMPTS, silent)  # in slots whose owners before them asked
+    llm.generate(PROMPTS, silent)  # in device slots whose owners before them asked
     assert launched == []
 
 

@@ -347,7 +347,7 @@ def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFix
 def test_waiting_for_the_device_is_not_idleness(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The books are checked when that holds nobody up, not between two steps."""
+    """The block accounting is checked when that holds nobody up, not between two steps."""
     monkeypatch.setattr(thread_module, "INTEGRITY_INTERVAL_S", 0.0)
     core, device = make_core()
     device.has_run = False

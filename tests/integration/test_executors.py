@@ -14,7 +14,7 @@ from pagewire.shared.engine.executor import PendingStep
 from pagewire.shared.engine.recording import Recorder, replay
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
@@ -103,7 +103,7 @@ def test_model_in_another_process_gives_the_same_tokens(
 
 def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     runner = make_llm().engine.runner
-    slots = [NewSlot(slot, RequestSpec(temperature=0, seed=0)) for slot in (0, 1)]
+    slots = [NewDeviceSlot(slot, RequestSpec(temperature=0, seed=0)) for slot in (0, 1)]
     plan = StepPlan(
         number=1,
         new_slots=slots,

@@ -198,12 +198,12 @@ def end_by_abort(pair: KvPair, request: Request) -> None:
     pair.abort(request)
 
 
-def end_by_fall_back(pair: KvPair, request: Request) -> None:
+def end_by_local_prefill(pair: KvPair, request: Request) -> None:
     pair.decode.core.recompute_locally(request.sequence, next(iter(request.tokens), None))
 
 
 @CARRIERS
-@pytest.mark.parametrize("end", [end_by_abort, end_by_fall_back])
+@pytest.mark.parametrize("end", [end_by_abort, end_by_local_prefill])
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_late_segments_of_a_request_that_has_ended_are_dropped(
     kind: str, end: Callable[[KvPair, Request], None], has_stepped: bool

@@ -1,4 +1,4 @@
-"""Links open and share the receiver's slots."""
+"""Links open and share the receiver's staging slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.messages import Grant, Open
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import raw_sender
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(30)
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 
 
-def count(pair: KvPair, state: SlotState) -> int:
+def count(pair: KvPair, state: StagingSlotState) -> int:
     return pair.decode.receiver.credits.count(state)
 
 
@@ -200,7 +200,7 @@ def test_slots_that_may_still_be_written_to_are_used_by_nobody(kind: str) -> Non
         pair.until(lambda: sum(idle(pair)) == 3)
         pair.ask(PROMPT)
         pair.until(lambda: all(request.is_over for request in pair.requests.values()))
-        assert count(pair, SlotState.QUARANTINED) == 3
+        assert count(pair, StagingSlotState.QUARANTINED) == 3
         assert not pair.decode.core.hooks_busy, "an idle worker waits for it"
         pair.decode.carrier.holds_slots = False
         pair.until(lambda: idle(pair) == [3, 3])
@@ -216,8 +216,8 @@ def test_a_slot_that_is_read_is_used_by_nobody_after_its_link_has_ended(kind: st
         pair.end(pair.link)
         for _ in range(3):
             pair.step()
-        assert count(pair, SlotState.QUARANTINED) == 4
+        assert count(pair, StagingSlotState.QUARANTINED) == 4
         pair.decode.device.has_moved = True
         pair.finish()
         assert request.is_over
-        assert count(pair, SlotState.FREE) == 4
+        assert count(pair, StagingSlotState.FREE) == 4

@@ -16,7 +16,7 @@ from pagewire.tests.support.kv_router import router_of
 from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
 
 SOON_S = 3.0  # much less than any time-out of the workers
-IMPATIENT = Times(transfer_s=0.5)
+SHORT_TIMES = Times(transfer_s=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -141,8 +141,8 @@ def test_where_a_carrier_brings_nothing_the_next_is_taken(
 
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=both, times=IMPATIENT) as p,
-            decode_worker(carriers=both, times=IMPATIENT) as d,
+            prefill_worker(carriers=both, times=SHORT_TIMES) as p,
+            decode_worker(carriers=both, times=SHORT_TIMES) as d,
         ):
             await d.link_to(p)
             assert [link.carrier for link in p.sender.links] == ["zmq"]
@@ -282,12 +282,12 @@ def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
 
 def test_a_busy_engine_leaves_no_link_of_an_attempt_that_was_given_up() -> None:
     async def scenario() -> None:
-        async with prefill_by_hand() as mute, decode_worker(times=IMPATIENT) as d:
+        async with prefill_by_hand() as mute, decode_worker(times=SHORT_TIMES) as d:
             with d.stuck():
                 d.records = [mute.record()]
-                await asyncio.sleep(2 * IMPATIENT.transfer_s)
+                await asyncio.sleep(2 * SHORT_TIMES.transfer_s)
                 d.records = []
-                await asyncio.sleep(2 * IMPATIENT.transfer_s)
+                await asyncio.sleep(2 * SHORT_TIMES.transfer_s)
             await d.engine.call(lambda _core: None, 5)
             await eventually(lambda: not d.receiver.num_links)
 

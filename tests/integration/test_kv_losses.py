@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S
 
@@ -146,7 +146,7 @@ def test_a_link_lost_at_any_point_leaves_nothing(
         if end is sender_closes:
             pair.until(lambda: not pair.prefill.held(), pair.prefill)
         if end is receiver_closes:
-            pair.until(lambda: pair.decode.receiver.credits.count(SlotState.FREE) == 4)
+            pair.until(lambda: pair.decode.receiver.credits.count(StagingSlotState.FREE) == 4)
         pair.clock.now += TIMEOUT_S + 1
         pair.step()
         if end in (receiver_closes, receiver_dies) and link.sent.sent:
@@ -160,7 +160,7 @@ def test_a_link_lost_at_any_point_leaves_nothing(
             pair.until(lambda: not pair.prefill.held())
         else:
             pair.finish()
-            assert pair.decode.receiver.credits.count(SlotState.FREE) == 4
+            assert pair.decode.receiver.credits.count(StagingSlotState.FREE) == 4
         assert [side.carrier.num_open for side in pair.sides] == [0, 0]
 
 

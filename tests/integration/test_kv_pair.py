@@ -143,7 +143,7 @@ def test_blocks_of_a_step_of_which_only_the_end_is_known_leave_whole() -> None:
         assert packed(pair) == [(2, [0, 1]), (2, [0, 1]), (1, [0, 1])]
 
 
-# Slots and credits
+# Staging slots and credits
 
 
 @CARRIERS

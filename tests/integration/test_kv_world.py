@@ -18,7 +18,7 @@ EVENTS = [
     "hold moves",
     "hold writes",
     "hold payloads",
-    "hold slots",
+    "hold staging slots",
     "let go",
     "corrupt",
     "fail",
@@ -59,7 +59,7 @@ class World:
                 carrier.holds_writes = True
             case "hold payloads":
                 carrier.holds_payloads = True
-            case "hold slots":
+            case "hold staging slots":
                 carrier.holds_slots = True
             case "let go":
                 pair.let_go()

@@ -70,7 +70,7 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
     run_async(main())
 
 
-def test_health_names_workers_and_their_ways(redis_url):
+def test_health_names_workers_and_their_links(redis_url):
     async def main() -> None:
         async with (
             live_router(redis_url) as router,

@@ -63,10 +63,10 @@ def test_openai_client_streams_a_chat(redis_url):
         )
         chunks = list(stream)
         assert chunks[0].choices[0].delta.role == "assistant"
-        pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
-        assert "".join(pieces) == TEXT
-        assert len([piece for piece in pieces if piece]) > 3
-        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        parts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+        assert "".join(parts) == TEXT
+        assert len([part for part in parts if part]) > 3
+        assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert chunks[-1].usage.completion_tokens == len(ANSWER)
 

@@ -217,13 +217,13 @@ def test_a_flushed_or_garbled_redis_costs_only_hits(redis):
     async def scenario(cluster: Cluster) -> None:
         with redis.client() as client:
             tag = cluster_tag(SECRET)
-            for damage in (
+            for corrupt in (
                 client.flushall,
                 lambda: client.set(f"pagewire:{tag}:workers", b"\x00garbage"),
                 lambda: client.set(f"pagewire:{tag}:worker:decode-0", b"\xff" * 100),
                 lambda: client.sadd(f"pagewire:{tag}:workers", "nobody", b"\xff\xfe"),
             ):
-                damage()
+                corrupt()
                 for _ in range(5):
                     response = await cluster.router.complete(prompt=LONG, max_tokens=1)
                     assert response.status_code == 200

@@ -19,7 +19,7 @@ from pagewire.tests.support.worker_records import ids, record, registry_at
 
 
 class Watched:
-    """A directory and what it told its listeners."""
+    """A directory and what it reported to its listeners."""
 
     def __init__(self, registry: Registry, **options: Any) -> None:
         self.events: list[tuple[str, str, int]] = []

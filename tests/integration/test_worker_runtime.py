@@ -14,14 +14,14 @@ from typing import Any, cast
 import pytest
 
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.control.protocol import MAX_BLOCKS_PER_SLOT, ControlMessage
+from pagewire.shared.control.protocol import ControlMessage
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.worker import runtime as runtime_module
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
-from pagewire.shared.worker.staging_size import slot_share, slot_size
+from pagewire.shared.worker.staging_size import MAX_BLOCKS_PER_SLOT, slot_share, slot_size
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -107,7 +107,7 @@ def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
     assert slot_size(None, GROUPS, share=3 * BLOCK + 5) == GROUPS.packed_bytes(3)
     assert slot_size(None, GROUPS, share=5) == GROUPS.packed_bytes(1)
     assert slot_size(4 * BLOCK, GROUPS, share=5) == GROUPS.packed_bytes(4)
-    assert slot_share(64 * 8 * 1000, slots=8) == 1000
+    assert slot_share(64 * 8 * 1000, num_slots=8) == 1000
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 32])

@@ -49,7 +49,7 @@ def test_linear_with_a_bias_that_has_gaps(device, kernels, reference, assert_clo
     assert_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias))
 
 
-def test_shares_are_added_up_again_and_again(device, kernels):
+def test_splits_are_added_up_again_and_again(device, kernels):
     assert choose_tiling(3, 64, 1024, 4).split_k > 1
     x, weight = _operands(3, 64, 1024, device, torch.float16)
     first = kernels.linear(x, weight)
@@ -69,7 +69,7 @@ def test_out_is_written(outs, with_bias, backend, request, device, assert_close)
     assert_close(out, ops.linear(x, weight, bias))
 
 
-def test_tilings_fill_the_processors():
+def test_tilings_fill_the_sms():
     for rows in (1, 16, 17, 32, 33, 64):
         for outs, ins in SHAPES_8B:
             tiling = choose_tiling(rows, outs, ins, H200_SMS)

@@ -19,7 +19,7 @@ PACKED = ((1, 129, 0, 17, 300, 64), (1, 8320, 5, 33, 300, 513))
 def hopper_prefill():
     """The Hopper kernel itself, which the launcher would quietly replace where it cannot load."""
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the device is no Hopper GPU")
+        pytest.skip("the device is not a Hopper GPU")
 
     def call(q, *args, out=None):
         out = torch.empty_like(q) if out is None else out

@@ -10,7 +10,7 @@ from pagewire.shared.kv.endpoint.credits import (
     MIN_CREDITS,
     ReceiverCredits,
     SenderCredits,
-    SlotState,
+    StagingSlotState,
 )
 from pagewire.shared.kv.messages import Grant, Reclaim, Return
 
@@ -47,7 +47,7 @@ class Acknowledged(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happens next: a method of `World`, and of which link, credit or slots."""
+    """What happens next: a method of `World`, and of which link, credit or staging slots."""
 
     name: str
     of: int = 0
@@ -71,11 +71,11 @@ class World:
     Attributes:
         busy: credits that a sender uses at once, at most.
         opens, closes: how often links may open and end from now on; None: without bounds.
-        lent: by slot, the link that the receiver has granted it to, until the receiver is told that
-            it is back.
-        filled: by slot, the use that is announced and not acknowledged.
-        reclaimed: slots of `lent` that the receiver wants back.
-        quarantine: slots of links that have ended.
+        lent: by staging slot, the link that the receiver has granted it to, until the receiver
+            knows that it is back.
+        filled: by staging slot, the use that is announced and not acknowledged.
+        reclaimed: those of `lent` that the receiver wants back.
+        quarantine: staging slots of links that have ended.
     """
 
     receiver: ReceiverCredits
@@ -235,21 +235,21 @@ class World:
 
     @property
     def share(self) -> int:
-        """Slots that each link is to have."""
+        """Staging slots that each link is to have."""
         usable = self.receiver.num_slots - sum(map(len, self.quarantine))
         return usable // len(self.links) if self.links else 0
 
     @property
     def lacking(self) -> int:
-        """Slots that links have below their share."""
+        """Staging slots that links have below their share."""
         return sum(max(0, self.share - self.kept(number)) for number in self.links)
 
     def kept(self, number: int) -> int:
-        """Return how many slots a link has and is to keep."""
+        """Return how many staging slots a link has and is to keep."""
         return sum(self.lent[s] == number for s in self.lent.keys() - self.reclaimed)
 
     def check(self) -> None:
-        """See that each slot is in one place, and that both halves agree on it."""
+        """See that each staging slot is in one place, and that both halves agree on it."""
         held: list[int] = []
         for number, link in self.links.items():
             mine = self._held(number, link)
@@ -262,13 +262,13 @@ class World:
         quarantined = [slot for slots in self.quarantine for slot in slots]
         assert len(set(held + quarantined)) == len(held) + len(quarantined)
         count, num_slots = self.receiver.count, self.receiver.num_slots
-        assert count(SlotState.FILLED) == len(self.filled)
-        assert count(SlotState.LENT) == len(self.lent) - len(self.filled)
-        assert count(SlotState.QUARANTINED) == len(quarantined)
-        assert count(SlotState.FREE) == num_slots - len(self.lent) - len(quarantined)
+        assert count(StagingSlotState.FILLED) == len(self.filled)
+        assert count(StagingSlotState.LENT) == len(self.lent) - len(self.filled)
+        assert count(StagingSlotState.QUARANTINED) == len(quarantined)
+        assert count(StagingSlotState.FREE) == num_slots - len(self.lent) - len(quarantined)
 
     def _held(self, number: int, link: Link) -> list[int]:
-        """Return the slots of a link, wherever they are."""
+        """Return the staging slots of a link, wherever they are."""
         held = [*link.sender.idle, *link.packing]
         held += [slot for slot in self.filled if self.lent[slot] == number]
         held += [message.credit for message in link.to_receiver]

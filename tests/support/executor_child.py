@@ -82,7 +82,7 @@ def _model(settings: dict[str, Any]) -> Executor:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what anybody prints is no reply
+    os.dup2(2, 1)  # what anybody prints is not a reply
     child = Child(replies)
     while data := read_frame(sys.stdin.buffer):
         child.on_command(msgspec.msgpack.decode(data, type=Command))

@@ -140,7 +140,7 @@ class FakeDecodeWorker:
         await self._publisher.close()
 
     def put_record(self, **changes: Any) -> None:
-        """Change what the worker tells of itself."""
+        """Change what the worker says about itself."""
         self.record = msgspec.structs.replace(self.record, **changes)
 
     async def _stop_serving(self) -> None:

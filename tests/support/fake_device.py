@@ -130,7 +130,7 @@ class FakeCheck(PendingCheck):
 
 @dataclass
 class FakeSlot:
-    """What a slot of the device has.
+    """What a device slot has.
 
     Attributes:
         token, position: input of the next decode row, if a step has left one.
@@ -154,9 +154,9 @@ class FakeDevice:
         cells: [block][offset], the token that was run there.
         batches: (tokens, rows and chunks) of every step.
         num_decode_rows: of all steps together.
-        longest_table: most blocks that a slot ever had in a step.
-        prepared: slots that were made known before they ran.
-        specs: of each slot that was made known, in order.
+        longest_table: most blocks that a device slot ever had in a step.
+        prepared: device slots that were made known before they ran.
+        specs: of each device slot that was made known, in order.
         replays: steps are such that nothing but their end is known.
         moved: blocks, layer groups, and the plan that was waited for, of all that was packed.
         has_run: whether the device is done with its steps.
@@ -306,7 +306,7 @@ class FakeDevice:
         running = {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
         for new in plan.new_slots:
             owner = self._slots.get(new.slot)  # the same one, if the last plan failed to launch
-            assert owner is None or owner.computed is None, "the slot has an owner"
+            assert owner is None or owner.computed is None, "the device slot has an owner"
             self.specs.append(new.spec)
             scores = new.spec.logprobs is not None
             self._slots[new.slot] = FakeSlot(new.spec.seed or 0, scores)

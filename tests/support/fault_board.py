@@ -51,7 +51,7 @@ class Segment:
 
     Attributes:
         sender, receiver: processes.
-        credit: slot of the receiver; -1 before there is one.
+        credit: staging slot of the receiver; -1 before there is one.
     """
 
     sender: int
@@ -80,7 +80,7 @@ class FaultBoard:
         return None if found is None else Order(**found)
 
     def hold(self, segment: Segment) -> None:
-        """Note a stopped sender that goes on once the slot is used again."""
+        """Note a stopped sender that goes on once the staging slot is used again."""
         _write(self._held, asdict(segment))
 
     def held(self) -> Segment | None:
@@ -142,7 +142,7 @@ class Points:
             signal.pthread_kill(threading.get_ident(), order.signal)
 
     def on_arrival(self, segment: Segment) -> None:
-        """A segment's slot is filled: let a stopped sender that had it before write to it."""
+        """A staging slot is filled: let a stopped sender that had it before write to it."""
         held = self.board.held()
         is_same_slot = held is not None and held.receiver == segment.receiver
         if not is_same_slot or held.credit != segment.credit or held.sender == segment.sender:

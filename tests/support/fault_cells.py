@@ -65,7 +65,7 @@ class CellResult:
 
     Attributes:
         targets: workers that got the signal.
-        num_reused: stopped senders that went on when another one had filled their slot.
+        num_reused: stopped senders that went on when another one had filled their staging slot.
         counts: of `COUNTED`, without those of workers that were killed.
         problem: why it failed.
     """

@@ -152,7 +152,7 @@ class FaultyCluster:
         return 0
 
     async def _stop_for_long(self, fired: dict[str, Any]) -> int:
-        """Let it go on once its peer has given it up, and its slot is used again."""
+        """Let it go on once its peer has given it up, and its staging slot is used again."""
         target = fired["target"]
         is_sender, has_slot = target == fired["sender"], fired["credit"] >= 0
         peer = fired["receiver"] if is_sender else fired["sender"]

@@ -77,7 +77,7 @@ class IpcPeer:
         self.outbound.pop(link).close()
 
     def write(self, slot: int, credit: int, seed: int, nbytes: int) -> None:
-        """Fill a slot, bring it into the receiver's, and announce it."""
+        """Fill a staging slot, bring it into the receiver's, and announce it."""
         self.memory[slot, :nbytes] = pattern(seed, nbytes, self.device)
         torch.cuda.synchronize()  # for the moves' stream
         staged = self.outbound[-1].stage(slot, credit, nbytes, PendingMove(None))
@@ -88,13 +88,13 @@ class IpcPeer:
         assert self.announced.segments.pop() == segment
 
     def holds(self, slot: int, seed: int, nbytes: int) -> bool:
-        """Whether a slot has this payload, and no byte after it."""
+        """Whether a staging slot has this payload, and no byte after it."""
         wanted = pattern(seed, nbytes, self.device)
         rest = self.memory[slot, nbytes:]
         return torch.equal(self.memory[slot, :nbytes], wanted) and not rest.any().item()
 
     def queue_copies(self, count: int) -> None:
-        """Queue copies of whole slots, and wait for none."""
+        """Queue copies of whole staging slots, and wait for none."""
         for index in range(count):
             staged = self.outbound[-1].stage(
                 index % 2, index % 2, self.slot_bytes, PendingMove(None)
@@ -109,7 +109,7 @@ class IpcPeer:
         return torch.arange(1000, device=self.device).sum().item() == 499500
 
     def gb_per_s(self, count: int) -> float:
-        """Return how fast whole slots cross, after a few to warm up."""
+        """Return how fast whole staging slots cross, after a few to warm up."""
         self.queue_copies(4)
         self.finish_copies()
         start = time.perf_counter()

@@ -39,8 +39,8 @@ class LateMove(PendingCheck):
 class LateDevice(FakeDevice):
     """Reads and writes as late as it may: when somebody finds that it has.
 
-    What was launched while `has_moved` is false reads and writes blocks and slots that may have got
-    other owners meanwhile.
+    What was launched while `has_moved` is false reads and writes blocks and staging slots that may
+    have got other owners meanwhile.
     """
 
     fails_to_move: Exception | None = None  # raised by the next packing or unpacking
@@ -112,9 +112,9 @@ class FaultyCarrier:
     Attributes:
         num_corrupt: payloads to come in which a bit is wrong.
         fails: next of its doings to fail: "stage", "staged", "send", "sent" or "receive".
-        holds_writes: our slots are not free again after a payload has left.
+        holds_writes: our staging slots are not free again after a payload has left.
         holds_payloads: announced payloads do not come.
-        holds_slots: something may still write to the slots of links that have ended.
+        holds_slots: something may still write to the staging slots of links that have ended.
         num_open: halves of links that have not been closed.
     """
 

@@ -1,7 +1,7 @@
 """Prefill and decode engines over fake devices and the KV links between them, stepped by hand.
 
 Endpoints and sockets are the real ones; the clock is the test's. `KvPair` plays the services: it
-asks for jobs, delivers first tokens, retries elsewhere and falls back, as these do.
+asks for jobs, delivers first tokens, retries elsewhere or prefills locally, as these do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
@@ -313,10 +313,10 @@ class KvPair:
         """Return what is held anywhere, in words."""
         held = [what for side in self.sides if not side.is_dead for what in side.held()]
         for decode in [decode for decode in self.decodes if not decode.is_dead]:
-            lent = decode.receiver.credits.count(SlotState.LENT)
+            lent = decode.receiver.credits.count(StagingSlotState.LENT)
             idle = sum(len(k.sent.credits.idle) for k in self.links if k.decode is decode)
             if lent != idle:
-                held.append(f"{lent} slots of {decode.name} lent, {idle} known to senders")
+                held.append(f"{lent} staging slots of {decode.name} lent, {idle} known to senders")
         return held
 
     def let_go(self) -> None:

@@ -33,7 +33,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
@@ -265,7 +265,7 @@ class DecodeWorker(Worker):
     def is_idle(self) -> bool:
         """Whether nothing is held, and no link is open."""
         receiver = self.receiver
-        is_free = receiver.credits.count(SlotState.FREE) == receiver.staging.num_slots
+        is_free = receiver.credits.count(StagingSlotState.FREE) == receiver.staging.num_slots
         return is_free and not (self.used_blocks or receiver.num_links or self.service.num_active)
 
 

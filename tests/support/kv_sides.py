@@ -13,7 +13,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.endpoint.credits import SlotState
+from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
@@ -167,8 +167,8 @@ class PrefillSide(Side):
 
     def held(self) -> list[str]:
         sender, held = self.sender, super().held()
-        if self.staging.num_free < self.staging.num_slots:
-            held.append(f"{self.staging.num_slots - self.staging.num_free} slots of {self.name}")
+        if used := self.staging.num_slots - self.staging.num_free:
+            held.append(f"{used} staging slots of {self.name}")
         if sender.num_jobs:
             held.append(f"{sender.num_jobs} jobs of {self.name}")
         in_use = sum(link.credits.num_in_use for link in sender.links)
@@ -213,13 +213,13 @@ class DecodeSide(Side):
     @property
     def is_receiving(self) -> bool:
         """Whether a segment has been announced and not acknowledged."""
-        return self.receiver.credits.count(SlotState.FILLED) > 0
+        return self.receiver.credits.count(StagingSlotState.FILLED) > 0
 
     def held(self) -> list[str]:
         held = super().held()
-        for state in (SlotState.FILLED, SlotState.QUARANTINED):
+        for state in (StagingSlotState.FILLED, StagingSlotState.QUARANTINED):
             if count := self.receiver.credits.count(state):
-                held.append(f"{count} {state.name} slots of {self.name}")
+                held.append(f"{count} {state.name} staging slots of {self.name}")
         return held
 
 

@@ -34,7 +34,7 @@ class LiveRouter:
     http: httpx.AsyncClient
 
     async def ready(self, workers: int = 1) -> "LiveRouter":
-        """Wait until the router can use so many decode workers."""
+        """Wait until the router can use this many decode workers."""
         await eventually(lambda: len(self.service.selector.decode_records()) == workers)
         return self
 

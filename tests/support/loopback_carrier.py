@@ -1,6 +1,6 @@
 """Payloads within one process: a one-sided carrier for tests.
 
-A sender's copy is queued after its packing, straight into the receiver's slot, as by CUDA IPC.
+A sender's copy is queued after its packing, straight into the receiver's staging, as by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _LoopbackOutbound(Outbound):
         self._source, self._target, self._moves, self._socket = source, target, moves, socket
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Copy a payload into the receiver's slot."""
+        """Copy a payload into the receiver's staging slot."""
         source, target = self._source.buffers[slot], self._target.buffers[credit]
         return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
 

@@ -1,6 +1,6 @@
 """A one-sided carrier without a GPU: senders map the receiver's staging, which lies in a file.
 
-Like CUDA IPC, it lets a sender that was stopped write to a slot that is another one's by then.
+Like CUDA IPC, it lets a sender that was stopped write to a staging slot that is another one's.
 """
 
 from __future__ import annotations

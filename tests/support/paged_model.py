@@ -10,7 +10,7 @@ import torch
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.llama import LlamaForCausalLM
 
-GARBAGE = 1e4  # what unwritten slots hold: nobody may read it
+GARBAGE = 1e4  # what unwritten KV slots hold: nobody may read it
 
 
 @dataclass

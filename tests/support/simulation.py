@@ -227,7 +227,7 @@ class Simulation:
             raise RuntimeError("device on fire")
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Play the KV side: look at what it is told."""
+        """Play the KV side: look at what is reported to it."""
         for work in plan.kv if plan is not None else []:
             sequence = self.lives[work.request_id].sequence
             match work:
@@ -292,9 +292,9 @@ class Simulation:
 
     def check_slots(self) -> None:
         scheduler = self.core.scheduler
-        used = [s.slot for s in scheduler.holders() if s.slot is not None]
+        used = [s.device_slot for s in scheduler.holders() if s.device_slot is not None]
         num_slots = min(self.world.max_num_seqs, self.world.budget)
-        assert sorted([*used, *scheduler._free_slots]) == list(range(num_slots))
+        assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
 
     def check_ends(self) -> None:
         """Every sequence got its own tokens, and nothing is left."""

@@ -3,7 +3,7 @@
 A cell is a point of `fault_points`, a signal, and the side of the transfer whose process gets it
 from the worker that is at the point. While it happens, clients ask for completions whose tokens are
 known. SIGSTOP comes twice: for a moment, and until the others have given the process up and, if it
-is the sender, another one has filled the slot that it was about to write to.
+is the sender, another one has filled the staging slot that it was about to write to.
 
     python -P -m pagewire.tests.support.transfer_faults --device cuda \\
         --transport ipc --transport ucx --clusters 2 --out FOLDER

@@ -62,7 +62,7 @@ class Toll:
     """What happened.
 
     Attributes:
-        moves: requests that went on at another decode worker.
+        migrations: requests that went on at another decode worker.
         local_prefills: prompts that decode workers of the last lives computed themselves.
         num_failures: requests that were not answered as asked.
         failures: what went wrong with the first of them.
@@ -72,7 +72,7 @@ class Toll:
     tokens: int = 0
     kills: int = 0
     freezes: int = 0
-    moves: int = 0
+    migrations: int = 0
     local_prefills: int = 0
     num_failures: int = 0
     failures: list[str] = field(default_factory=list)
@@ -252,7 +252,7 @@ def make_trouble(device: str, seconds: float, logs: Path, *options: str) -> Toll
     ):
         try:
             run_async(ask_amid_trouble(cluster, serving, seconds, toll), seconds + 600)
-            toll.moves = int(sum(_sums(cluster, "pagewire_request_migrations_total")))
+            toll.migrations = int(sum(_sums(cluster, "pagewire_request_migrations_total")))
             toll.local_prefills = int(sum(_sums(cluster, "pagewire_local_prefills_total{")))
         finally:
             print(json.dumps({"what": "trouble", "device": device, **asdict(toll)}), flush=True)

@@ -117,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.counts() == before
 
     @invariant()
-    def books_add_up(self) -> None:
+    def accounting_adds_up(self) -> None:
         references = Counter(block for holder in self.holders for block in holder.blocks)
         self.pool.check_integrity(references)
         counts = self.pool.counts()

@@ -100,7 +100,7 @@ def test_without_ids_usage_says_how_many_tokens_came() -> None:
     assert reply.cached_tokens == 4
 
 
-def test_without_ids_and_usage_each_piece_of_text_is_a_token() -> None:
+def test_without_ids_and_usage_each_part_of_the_text_is_a_token() -> None:
     reply = replied((0.5, text_chunk("a b")), (0.6, text_chunk("")), (1.5, text_chunk("c d")))
     assert reply.num_tokens == 2
 

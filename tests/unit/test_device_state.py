@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.step import NewSlot, SlotInput, StepPlan, TableEntries
+from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, StepPlan, TableEntries
 from pagewire.shared.sampling import RequestSpec
 
 
@@ -12,8 +12,8 @@ def make_state() -> DeviceState:
 
 
 def admitted(slot: int, blocks: list[int], seed: int = 0) -> StepPlan:
-    """A plan without rows that prepares a slot."""
-    new = NewSlot(slot, RequestSpec(seed=seed))
+    """A plan without rows that prepares a device slot."""
+    new = NewDeviceSlot(slot, RequestSpec(seed=seed))
     entries = TableEntries([slot] * len(blocks), list(range(len(blocks))), blocks)
     return StepPlan(number=1, new_slots=[new], blocks=entries)
 
@@ -30,7 +30,7 @@ def test_later_plan_brings_what_is_new() -> None:
     state = make_state()
     state.apply(admitted(0, [7, 8]))
     plan = StepPlan(
-        number=2, blocks=TableEntries([0], [2], [9]), inputs=[SlotInput(0, 6, 3)], decodes=[0]
+        number=2, blocks=TableEntries([0], [2], [9]), inputs=[DecodeInput(0, 6, 3)], decodes=[0]
     )
     state.apply(plan)
     assert state.block_tables[0].tolist() == [7, 8, 9, 0]

@@ -232,7 +232,7 @@ def test_children_of_a_prompt_computed_elsewhere_fork_when_its_kv_is_there(
 
 
 @BOTH
-def test_children_of_a_sequence_that_falls_back_fork_from_its_prompt(overlap: bool) -> None:
+def test_children_of_a_sequence_that_is_recomputed_locally_fork_from_it(overlap: bool) -> None:
     core, _ = make_core(overlap=overlap, caching=False)
     parent, *children = family(9, remote_prefill=True)
     wanted = add(core, [parent, *children])

@@ -1,4 +1,4 @@
-"""Blocks from another worker, what outputs tell, and a step that waits for a supply."""
+"""Blocks from another worker, what outputs report, and a step that waits for a supply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from pagewire.shared.control.protocol import FinishReason
-from pagewire.shared.engine.step import NewSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.engine_iterations import (
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("each_executor")
     ],
     ids=["max-tokens-1", "stop-token", "longest-sequence"],
 )
-@pytest.mark.parametrize("arrived", [True, False], ids=["activate", "fall-back"])
+@pytest.mark.parametrize("arrived", [True, False], ids=["activate", "local"])
 def test_first_token_of_another_worker_may_be_the_last(
     length: int, max_tokens: int, stop: frozenset[int], reason: FinishReason, arrived: bool
 ) -> None:
@@ -100,7 +100,7 @@ def test_fallen_back_sequence_is_next_in_line() -> None:
     drain(core)
 
 
-# What outputs tell
+# What outputs report
 
 
 @dataclass
@@ -122,8 +122,8 @@ def test_first_output_alone_has_cache_and_times(overlap: bool) -> None:
     core.step()
     clock.now = 107.0
     outputs = drain(core)
-    told = [(o.cached_tokens, o.queue_s, o.prefill_s) for o in outputs]
-    assert told == [(8, 2.0, 5.0)] + [(None, 0.0, 0.0)] * 3
+    reported = [(o.cached_tokens, o.queue_s, o.prefill_s) for o in outputs]
+    assert reported == [(8, 2.0, 5.0)] + [(None, 0.0, 0.0)] * 3
 
 
 @BOTH
@@ -201,7 +201,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     _, device = make_core()
     plan = StepPlan(
         number=1,
-        new_slots=[NewSlot(0, RequestSpec(seed=0)), NewSlot(1, RequestSpec(seed=0))],
+        new_slots=[NewDeviceSlot(0, RequestSpec(seed=0)), NewDeviceSlot(1, RequestSpec(seed=0))],
         blocks=TableEntries([0, 1], [0, 0], [0, 1]),
         chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
         awaits_supply=True,

@@ -134,7 +134,7 @@ class LosesOne:
 def test_failed_launch_spares_those_that_it_did_not_prepare(
     applied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan frees a slot, and has the copy of one child; the other has found no room."""
+    """The plan frees a device slot, and has the copy of one child; the other has found no room."""
     core, _ = make_core(num_blocks=4, max_num_seqs=3, caching=False)
     parent, child, other = (make_sequence(f"s{seed}", [1] * 6, seed=seed) for seed in range(3))
     expected = generate(other, LIMIT)
@@ -148,7 +148,7 @@ def test_failed_launch_spares_those_that_it_did_not_prepare(
     assert ends_of(outputs) == {"s0": "error", "s1": "error", "s2": "length"}
     assert tokens_of(outputs, "s2") == expected
     assert "out of memory" in caplog.text
-    for seed in range(3):  # one in each slot
+    for seed in range(3):  # one in each device slot
         core.add(make_sequence(f"s{seed}", [0] * 2, seed=seed, max_tokens=2))
     assert ends_of(drain(core)) == dict.fromkeys(("s0", "s1", "s2"), "length")
     assert_idle(core)

@@ -152,7 +152,7 @@ GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
     ],
     ids=["transport", "worker-command", "packages", "broken-torch", "cpu-build", "doctor-ucx"],
 )
-def test_each_piece_of_advice(
+def test_each_advice(
     say: Callable[[pytest.MonkeyPatch], str],
     expected: set[str],
     options: set[str],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pagewire.shared.errors import ConfigError, IntegrityError, ProtocolError, TransferError
-from pagewire.shared.kv.endpoint.credits import ReceiverCredits, SenderCredits, SlotState
+from pagewire.shared.kv.endpoint.credits import ReceiverCredits, SenderCredits, StagingSlotState
 from pagewire.shared.kv.messages import Grant, Reclaim, Return
 from pagewire.tests.support.credits_world import Acknowledged, World
 
@@ -28,8 +28,8 @@ def world_of(
     """Return a world in which links have opened and closed and nothing is in flight.
 
     Args:
-        before: "+1": link 1 opened, and all was settled; "-1": it ended, and its slots are in
-            quarantine.
+        before: "+1": link 1 opened, and all was settled; "-1": it ended, and its staging
+            slots are in quarantine.
     """
     world = World(ReceiverCredits(num_slots), busy)
     for step in before:
@@ -116,24 +116,24 @@ def check_no_circle(leads_to: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("world", "at_least"),
     [
-        pytest.param(world_of(2, 2, opens=None, closes=None), 30, id="one link, two slots"),
-        pytest.param(world_of(3, 3, opens=None, closes=None), 150, id="one link, three slots"),
+        pytest.param(world_of(2, 2, opens=None, closes=None), 30, id="one link, 2 staging slots"),
+        pytest.param(world_of(3, 3, opens=None, closes=None), 150, id="one link, 3 staging slots"),
         pytest.param(world_of(4, 1, opens=2, closes=1), 2000, id="two open, one ends"),
         pytest.param(world_of(4, 2, "+1", opens=1, closes=0), 15_000, id="one joins a busy one"),
         pytest.param(
             world_of(5, 1, "+1", "+2", "-1", opens=1, closes=0),
             500,
-            id="one joins, three of five slots in quarantine",
+            id="one joins, 3 of 5 staging slots in quarantine",
         ),
         pytest.param(
             world_of(6, 1, "+1", "+2", "-1", opens=1, closes=0),
             500,
-            id="one joins, three of six slots in quarantine",
+            id="one joins, 3 of 6 staging slots in quarantine",
         ),
         pytest.param(
             world_of(4, 1, "+1", "+2", "-1", "-2", opens=2, closes=0),
             500,
-            id="two open, all slots in quarantine",
+            id="two open, all staging slots in quarantine",
         ),
     ],
 )
@@ -284,7 +284,7 @@ def test_what_the_receiver_itself_gets_wrong_is_an_integrity_error() -> None:
     assert receiver.close(2) == ([], [])  # no link of ours
     slots, messages = receiver.close(1)
     assert (slots, messages) == ([0, 1], [])
-    assert receiver.count(SlotState.QUARANTINED) == 2
+    assert receiver.count(StagingSlotState.QUARANTINED) == 2
     assert receiver.release(slots) == []
     with pytest.raises(IntegrityError, match="not in quarantine"):
         receiver.release([0])

@@ -1,4 +1,4 @@
-"""CUDA IPC as far as it goes without a GPU: offers, refusals, and when slots may be used again."""
+"""CUDA IPC as far as it goes without a GPU: offers, refusals, when staging may be used again."""
 
 from __future__ import annotations
 

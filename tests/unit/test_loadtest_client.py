@@ -1,4 +1,4 @@
-"""The measuring client, against a real HTTP server that says what it is told."""
+"""The measuring client, against a real HTTP server that follows a script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def usage_event() -> bytes:
 
 
 class ScriptedServer:
-    """Answers each POST with a status and pieces of a chunked body, with a pause before each.
+    """Answers each POST with a status and parts of a chunked body, with a pause before each.
 
     Args:
         ends: whether the body's end is marked; otherwise the connection breaks off.
@@ -45,8 +45,8 @@ class ScriptedServer:
         broken: set when a client has hung up.
     """
 
-    def __init__(self, status: int, pieces: list[bytes], ends: bool) -> None:
-        self.status, self.pieces, self.ends = status, pieces, ends
+    def __init__(self, status: int, parts: list[bytes], ends: bool) -> None:
+        self.status, self.parts, self.ends = status, parts, ends
         self.bodies: list[dict[str, Any]] = []
         self.broken = threading.Event()
         script = self
@@ -71,9 +71,9 @@ class ScriptedServer:
         handler.send_header("Connection", "close")
         handler.end_headers()
         try:
-            for piece in self.pieces:
+            for part in self.parts:
                 time.sleep(PAUSE_S)
-                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
             if self.ends:
                 handler.wfile.write(b"0\r\n\r\n")
         except OSError:
@@ -82,9 +82,9 @@ class ScriptedServer:
 
 @contextmanager
 def scripted(
-    *pieces: bytes, status: int = 200, ends: bool = True
+    *parts: bytes, status: int = 200, ends: bool = True
 ) -> Iterator[tuple[ScriptedServer, ChatClient]]:
-    script = ScriptedServer(status, list(pieces), ends)
+    script = ScriptedServer(status, list(parts), ends)
     thread = threading.Thread(target=script.server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -103,8 +103,8 @@ def asked(client: ChatClient, cancel_after: int | None = None) -> tuple[RequestR
 
 
 def test_every_token_has_the_time_of_its_chunk() -> None:
-    pieces = (event("A", [1]), event(" b c", [2, 3]), event("d", [4]) + usage_event() + DONE)
-    with scripted(*pieces) as (script, client):
+    parts = (event("A", [1]), event(" b c", [2, 3]), event("d", [4]) + usage_event() + DONE)
+    with scripted(*parts) as (script, client):
         record, text = asked(client)
     assert (record.outcome, text) == ("ok", "A b cd")
     assert script.bodies[0]["model"] == "m"
@@ -136,7 +136,7 @@ def test_a_client_that_has_enough_hangs_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "status", "error"),
+    ("parts", "status", "error"),
     [
         pytest.param(
             (b'{"error": {"message": "too busy"}}',),
@@ -156,8 +156,8 @@ def test_a_client_that_has_enough_hangs_up() -> None:
         pytest.param((b"data: 1\n\n",), 200, "not OpenAI's", id="no-object"),
     ],
 )
-def test_errors_are_in_the_record(pieces: tuple[bytes, ...], status: int, error: str) -> None:
-    with scripted(*pieces, status=status) as (_, client):
+def test_errors_are_in_the_record(parts: tuple[bytes, ...], status: int, error: str) -> None:
+    with scripted(*parts, status=status) as (_, client):
         record, text = asked(client)
     assert (record.outcome, text) == ("error", "")
     assert error in record.error

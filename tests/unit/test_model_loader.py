@@ -171,11 +171,11 @@ CORRUPTED = {
 }
 
 
-@pytest.mark.parametrize("damage", CORRUPTED)
-def test_corrupt_file(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("how", CORRUPTED)
+def test_corrupt_file(tmp_path: Path, how: str) -> None:
     _save(tmp_path)
     data = (tmp_path / WEIGHTS).read_bytes()
-    (tmp_path / WEIGHTS).write_bytes(CORRUPTED[damage](data))
+    (tmp_path / WEIGHTS).write_bytes(CORRUPTED[how](data))
     _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} is truncated or corrupt")
 
 

@@ -22,7 +22,7 @@ class Answers:
 
 
 class Client:
-    """Takes the first `takes` messages and then nothing; leaves when told to."""
+    """Takes the first `takes` messages and then nothing; leaves when it is to."""
 
     def __init__(self, takes: int = 1000) -> None:
         self.taken: list[dict] = []

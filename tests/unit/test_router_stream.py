@@ -67,15 +67,15 @@ async def deltas(answer: AnswerStream) -> list[TextDelta]:
 @pytest.mark.parametrize(
     "text", [" there was a river.", " naïve café — 東京 🌍🚀 done", "\n\tcode {\n}\n", " e\u0301"]
 )
-def test_pieces_join_to_the_text_and_never_cut_a_character(text):
+def test_parts_join_to_the_text_and_never_cut_a_character(text):
     token_ids = ids(text)
     assembler = TextAssembler(TOKENIZER, PROMPT, [])
-    pieces = [
+    parts = [
         assembler.push([token_id], "length" if i == len(token_ids) - 1 else None).text
         for i, token_id in enumerate(token_ids)
     ]
-    assert "".join(pieces) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(parts) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
     assert assembler.num_tokens == len(token_ids)
 
 

@@ -17,9 +17,9 @@ def expected(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+def run(parts: list[str], stops: list[str]) -> tuple[str, bool]:
     matcher = StopMatcher(stops)
-    out = "".join([matcher.push(piece) for piece in pieces])
+    out = "".join([matcher.push(part) for part in parts])
     if not matcher.matched:
         out += matcher.flush()
     return out, matcher.matched
@@ -27,12 +27,12 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 
 @given(TEXT, STOPS, st.data())
 def test_text_ends_before_the_first_complete_stop_however_it_is_cut(text, stops, data):
-    pieces, rest = [], text
+    parts, rest = [], text
     while rest:
         size = data.draw(st.integers(1, len(rest)))
-        pieces.append(rest[:size])
+        parts.append(rest[:size])
         rest = rest[size:]
-    assert run(pieces, stops) == expected(text, stops)
+    assert run(parts, stops) == expected(text, stops)
 
 
 @given(TEXT, STOPS)
@@ -49,7 +49,7 @@ def test_only_what_may_begin_a_stop_is_held_back(text, stops):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "stops", "text", "matched"),
+    ("parts", "stops", "text", "matched"),
     [
         (["Hello ", "wor", "ld"], ["world"], "Hello ", True),
         (["Hello ", "wor", "m"], ["world"], "Hello worm", False),
@@ -61,8 +61,8 @@ def test_only_what_may_begin_a_stop_is_held_back(text, stops):
         (["ab", "ab", "abc"], ["ababc"], "ab", True),
     ],
 )
-def test_examples(pieces, stops, text, matched):
-    assert run(pieces, stops) == (text, matched)
+def test_examples(parts, stops, text, matched):
+    assert run(parts, stops) == (text, matched)
 
 
 def test_nothing_comes_after_a_match():

@@ -1,4 +1,4 @@
-"""The tokenizer against Hugging Face's own, chat templates, and detokenizing piece by piece."""
+"""The tokenizer against Hugging Face's own, chat templates, and detokenizing part by part."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ class TestIncrementalDetokenizer:
     def test_any_text_comes_back(self, text: str, prompt: str, step: int) -> None:
         ids = DEMO.encode(text, add_special_tokens=False)
         stream = IncrementalDetokenizer(DEMO, DEMO.encode(prompt))
-        pieces = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)]
-        assert "".join(pieces) + stream.flush() == text
+        parts = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)]
+        assert "".join(parts) + stream.flush() == text
         if "\ufffd" not in text:
-            assert not any("\ufffd" in piece for piece in pieces)
+            assert not any("\ufffd" in part for part in parts)
 
     @given(st.lists(st.integers(0, DEMO.vocab_size - 1), max_size=200))
     def test_any_ids_come_back_as_decode_has_them(self, ids: list[int]) -> None:
@@ -190,9 +190,9 @@ class TestIncrementalDetokenizer:
     def test_garbage_is_not_held_for_ever(self) -> None:
         lead = DEMO.encode("👋", add_special_tokens=False)[0]
         stream = IncrementalDetokenizer(DEMO, [])
-        pieces = [stream.push([lead]) for _ in range(1000)]
-        assert len("".join(pieces)) > 900
-        assert "".join(pieces) + stream.flush() == DEMO.decode([lead] * 1000)
+        parts = [stream.push([lead]) for _ in range(1000)]
+        assert len("".join(parts)) > 900
+        assert "".join(parts) + stream.flush() == DEMO.decode([lead] * 1000)
 
     def test_special_tokens_are_silent(self) -> None:
         end = DEMO.encode("<|end|>", add_special_tokens=False)
@@ -212,10 +212,10 @@ class TestSentencePieceStyle:
         prompt_ids = [1, *sentencepiece.encode(prompt)]
         ids = sentencepiece.encode("hello world 日本 👋 bye")
         stream = IncrementalDetokenizer(sentencepiece, prompt_ids)
-        pieces = [stream.push([i]) for i in ids]
+        parts = [stream.push([i]) for i in ids]
         whole = sentencepiece.decode([*prompt_ids, *ids])
-        assert "".join(pieces) + stream.flush() == whole.removeprefix(prompt)
-        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(parts) + stream.flush() == whole.removeprefix(prompt)
+        assert not any("\ufffd" in part for part in parts)
 
 
 class TestFromDir:
@@ -234,7 +234,7 @@ class TestFromDir:
             ("chat_template.jinja", "{% for %}"),
         ],
     )
-    def test_damage_is_one_line_that_names_the_file(
+    def test_a_corrupt_file_is_one_line_that_names_the_file(
         self, model_dir: Path, file: str, content: str
     ) -> None:
         (model_dir / file).write_bytes(content.encode("latin-1"))

@@ -8,7 +8,7 @@ from pagewire.tests.support.aio import run_async
 
 
 async def stubborn(refusals: int) -> None:
-    """Swallow so many cancellations, as `asyncio.wait_for` may."""
+    """Swallow this many cancellations, as `asyncio.wait_for` may."""
     for _ in range(refusals):
         try:
             await asyncio.sleep(60)

@@ -93,8 +93,8 @@ class Reply:
 
     def token_times(self) -> list[float]:
         """Return when each token came; tokens of one chunk came at one time."""
-        pieces = zip(self.arrivals, self.counts, strict=True)
-        return [at for at, count in pieces for _ in range(count)]
+        chunks = zip(self.arrivals, self.counts, strict=True)
+        return [at for at, count in chunks for _ in range(count)]
 
     def gaps(self) -> list[float]:
         """Return the times between tokens; tokens that came together share the time before them."""

@@ -1,9 +1,9 @@
 """The interface of a carrier.
 
 Everything here is called in the engine's thread and never waits, except where it says otherwise.
-One-sided carriers write into the receiver's slot from the sender's device, queued right after the
-packing; two-sided ones send when the payload has been packed. A carrier leaves what it has no use
-for as it is here.
+One-sided carriers write into the receiver's staging slot from the sender's device, queued right
+after the packing; two-sided ones send when the payload has been packed. A carrier leaves what it
+has no use for as it is here.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Outbound(Protocol):
         return b""
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Queue on the device, after a slot's packing, what comes before `send`.
+        """Queue on the device, after a staging slot's packing, what comes before `send`.
 
         Args:
-            slot: of our staging; it is being packed.
-            credit: slot of the receiver.
+            slot: our staging slot; it is being packed.
+            credit: the receiver's.
             nbytes: of the payload.
             packed: the packing.
 
@@ -70,7 +70,7 @@ class Outbound(Protocol):
         """Announce a segment that has been packed and staged, and send what has not crossed.
 
         Returns:
-            Ends when our slot may be used again.
+            Ends when our staging slot may be used again.
 
         Raises:
             TransferError: the link is broken.
@@ -86,10 +86,10 @@ class Inbound(Protocol):
     """The receiver's half of one link."""
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """Take an announced payload into the slot `segment.credit`.
+        """Take an announced payload into the staging slot `segment.credit`.
 
         Args:
-            segment: its payload fits the slot.
+            segment: its payload fits there.
             body: what came with the announcement.
 
         Returns:
@@ -101,7 +101,7 @@ class Inbound(Protocol):
         return DONE
 
     def close(self) -> Pending:
-        """End it; the result ends when nothing writes to the link's slots any more."""
+        """End it; the result ends when nothing writes to the link's staging slots any more."""
         return DONE
 
 
@@ -118,7 +118,7 @@ class LinkSocket(Protocol):
 
 
 class Carrier(Protocol):
-    """One way of moving payloads, open in this process.
+    """A means of sending payloads, open in this process.
 
     Attributes:
         name: as it appears in settings, worker records and metrics.

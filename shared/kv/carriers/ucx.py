@@ -5,8 +5,8 @@ Each link has a UCX worker of its own on both sides; an offer is the address of 
 
     63..40: link | 39..32: credit | 31..0: use
 
-What a stopped receiver reads after the sender has given up is what the slot has become by then: it
-finds out by the checksums.
+What a stopped receiver reads after the sender has given up is what the staging slot has become by
+then: it finds out by the checksums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Payloads over the link's own ZeroMQ socket, in one message with their announcement.
 
 Works everywhere: through host memory, encrypted with the cluster's keys. Payloads leave from
-staging without a copy; those on a GPU by way of page-locked memory, a slot each.
+staging without a copy; those on a GPU by way of page-locked memory of the same size.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class ZmqCarrier(Carrier):
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link."""
-        return _ZmqInbound(self._staging, self._host_slots(), self._moves)
+        return _ZmqInbound(self._staging, self._host_buffers(), self._moves)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link."""
-        return _ZmqOutbound(self._staging, self._host_slots(), self._moves, socket)
+        return _ZmqOutbound(self._staging, self._host_buffers(), self._moves, socket)
 
-    def _host_slots(self) -> list[torch.Tensor]:
-        """Return the slots as they lie in host memory."""
+    def _host_buffers(self) -> list[torch.Tensor]:
+        """Return the staging slots as they lie in host memory."""
         if not self._staging.memory.is_cuda:
             return self._staging.buffers
         if self._pinned is None:
@@ -82,7 +82,7 @@ class _ZmqInbound(Inbound):
         self._staging, self._host, self._moves = staging, host, moves
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """Copy the payload into its slot."""
+        """Copy the payload into its staging slot."""
         if body is None or len(body) != segment.nbytes:
             size = 0 if body is None else len(body)
             raise TransferError(f"a payload of {size} bytes, announced as {segment.nbytes}")

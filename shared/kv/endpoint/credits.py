@@ -1,7 +1,7 @@
 """Flow control of KV links: credits for the receiver's staging slots, on both sides. No I/O.
 
-A receiver has a fixed number of slots and shares them equally among its links. All decisions come
-back as messages to send; nothing here has a socket or a clock.
+A receiver has a fixed number of staging slots and shares them equally among its links. All
+decisions come back as messages to send; nothing here has a socket or a clock.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class SenderCredits:
         return Return(credit)
 
 
-class SlotState(Enum):
-    """What a receiver's slot is doing."""
+class StagingSlotState(Enum):
+    """What a receiver's staging slot is doing."""
 
     FREE = auto()
     LENT = auto()  # a credit of a link, idle or about to be used
@@ -96,25 +96,25 @@ class SlotState(Enum):
 
 @dataclass(slots=True)
 class _Slot:
-    state: SlotState = SlotState.FREE
+    state: StagingSlotState = StagingSlotState.FREE
     link: int = 0  # that it is lent to, or filled by; they count from 1
     is_reclaimed: bool = False
 
 
 @dataclass(slots=True)
 class ReceiverCredits:
-    """The slots of a receiver and the links that they are lent to.
+    """The staging slots of a receiver and the links that they are lent to.
 
     Attributes:
         num_slots: in all.
 
     Raises:
-        ConfigError: there are fewer slots than one link needs.
+        ConfigError: there are fewer staging slots than one link needs.
     """
 
     num_slots: int
     _slots: list[_Slot] = field(init=False)
-    # In the order of their opening: by slot, the newest use. A credit that leaves a link and comes
+    # In the order of their opening: by credit, the newest use. One that leaves a link and comes
     # back has had the uses that it had before.
     _links: dict[int, list[int]] = field(default_factory=dict)
 
@@ -123,8 +123,8 @@ class ReceiverCredits:
             raise ConfigError(f"{self.num_slots} staging slots are too few: {MIN_CREDITS} a link")
         self._slots = [_Slot() for _ in range(self.num_slots)]
 
-    def count(self, state: SlotState) -> int:
-        """Return how many slots are in a state."""
+    def count(self, state: StagingSlotState) -> int:
+        """Return how many staging slots are in a state."""
         return sum(slot.state is state for slot in self._slots)
 
     def check_room(self, num_links: int) -> None:
@@ -154,10 +154,10 @@ class ReceiverCredits:
             ProtocolError: the link does not have this credit, or has had this use of it.
         """
         slot = self._slots[credit] if credit < self.num_slots else _Slot()
-        is_lent = (slot.state, slot.link) == (SlotState.LENT, link)
+        is_lent = (slot.state, slot.link) == (StagingSlotState.LENT, link)
         if not is_lent or use <= self._links[link][credit]:
             raise ProtocolError(f"link {link} has no use {use} of credit {credit}")
-        slot.state = SlotState.FILLED
+        slot.state = StagingSlotState.FILLED
         self._links[link][credit] = use
 
     def empty(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
@@ -167,10 +167,10 @@ class ReceiverCredits:
             IntegrityError: none was announced.
         """
         slot = self._slots[credit]
-        if (slot.state, slot.link) != (SlotState.FILLED, link):
-            raise IntegrityError(f"slot {credit} is not filled by link {link}")
+        if (slot.state, slot.link) != (StagingSlotState.FILLED, link):
+            raise IntegrityError(f"staging slot {credit} is not filled by link {link}")
         if not slot.is_reclaimed:
-            slot.state = SlotState.LENT
+            slot.state = StagingSlotState.LENT
             return []
         self._slots[credit] = _Slot()
         return self._rebalance()
@@ -182,7 +182,7 @@ class ReceiverCredits:
             ProtocolError: it was not reclaimed from this link.
         """
         slot = self._slots[credit] if credit < self.num_slots else _Slot()
-        if (slot.state, slot.link) != (SlotState.LENT, link) or not slot.is_reclaimed:
+        if (slot.state, slot.link) != (StagingSlotState.LENT, link) or not slot.is_reclaimed:
             raise ProtocolError(f"link {link} returns credit {credit}, which nobody asked for")
         self._slots[credit] = _Slot()
         return self._rebalance()
@@ -191,44 +191,44 @@ class ReceiverCredits:
         """End a link with all its credits; unknown ones are fine.
 
         Returns:
-            Its slots, to be released once nothing can be written to them; what to send.
+            Its staging slots, to be released once nothing can be written to them; what to send.
         """
         self._links.pop(link, None)
         lost = [n for n, slot in enumerate(self._slots) if slot.link == link]
         for index in lost:
-            self._slots[index] = _Slot(SlotState.QUARANTINED)
+            self._slots[index] = _Slot(StagingSlotState.QUARANTINED)
         return lost, self._rebalance()
 
     def release(self, slots: list[int]) -> list[tuple[int, Grant | Reclaim]]:
-        """End the quarantine of slots; returns what to send.
+        """End the quarantine of staging slots; returns what to send.
 
         Raises:
             IntegrityError: one is not in quarantine.
         """
         for index in slots:
-            if self._slots[index].state is not SlotState.QUARANTINED:
-                raise IntegrityError(f"slot {index} is not in quarantine")
+            if self._slots[index].state is not StagingSlotState.QUARANTINED:
+                raise IntegrityError(f"staging slot {index} is not in quarantine")
             self._slots[index] = _Slot()
         return self._rebalance()
 
     def _held(self, link: int) -> list[int]:
-        """Slots that a link has and is to keep."""
+        """Credits that a link has and is to keep."""
         slots = enumerate(self._slots)
         return [n for n, slot in slots if slot.link == link and not slot.is_reclaimed]
 
     def _rebalance(self) -> list[tuple[int, Grant | Reclaim]]:
-        """Lend free slots to links below their share, and reclaim what others have above it."""
+        """Lend free staging slots to links below their share; reclaim what others have above it."""
         if not self._links:
             return []
-        share = (self.num_slots - self.count(SlotState.QUARANTINED)) // len(self._links)
+        share = (self.num_slots - self.count(StagingSlotState.QUARANTINED)) // len(self._links)
         messages: list[tuple[int, Grant | Reclaim]] = []
-        free = deque(n for n, slot in enumerate(self._slots) if slot.state is SlotState.FREE)
+        free = deque(n for n, slot in enumerate(self._slots) if slot.state is StagingSlotState.FREE)
         missing = 0
         for link in self._links:
             wanted = share - len(self._held(link))
             granted = [free.popleft() for _ in range(min(wanted, len(free)))]
             for index in granted:
-                self._slots[index] = _Slot(SlotState.LENT, link)
+                self._slots[index] = _Slot(StagingSlotState.LENT, link)
             if granted:
                 messages.append((link, Grant(granted)))
             missing += max(0, wanted - len(granted))
@@ -236,7 +236,7 @@ class ReceiverCredits:
         for link in self._links if missing > 0 else ():
             held = self._held(link)
             # Idle ones first: they come back at once.
-            held.sort(key=lambda index: self._slots[index].state is SlotState.FILLED)
+            held.sort(key=lambda index: self._slots[index].state is StagingSlotState.FILLED)
             for index in held[: min(missing, max(0, len(held) - share))]:
                 self._slots[index].is_reclaimed = True
                 messages.append((link, Reclaim(index)))

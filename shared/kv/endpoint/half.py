@@ -44,7 +44,7 @@ class KvHalf(ABC):
     Attributes:
         core: its sequences are looked up, and run on or are freed.
         moves: of its blocks.
-        staging: slots that payloads leave from, or come into.
+        staging: what payloads leave from, or come into.
         groups: layer groups of a block.
         carriers: that are open in this process, by name, the preferred one first.
         timeout_s: for a payload or its acknowledgement; after it the link is lost.

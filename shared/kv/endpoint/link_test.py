@@ -12,7 +12,7 @@ from pagewire.shared.kv.carriers.base import Pending
 
 TEST_JOB = "test"
 MAX_TEST_BYTES = 64 << 20
-_PATTERN_BYTES = 4096  # at the payload's end; the rest is whatever lies in the slot
+_PATTERN_BYTES = 4096  # at the payload's end; the rest is whatever lies there
 
 
 def _pattern(nbytes: int, seed: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def _pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def fill_test(moves: BlockMoves, payload: torch.Tensor, seed: int) -> PendingMove:
-    """Queue the writing of a test's payload, uint8 [nbytes], into a slot."""
+    """Queue the writing of a test's payload, uint8 [nbytes], into a staging slot."""
     host = _pattern(len(payload), seed)
     if payload.is_cuda:
         host = host.pin_memory()

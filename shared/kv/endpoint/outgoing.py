@@ -22,14 +22,14 @@ TEST_CUT = Cut(range(0), range(0))  # no blocks: a test of the link
 
 @dataclass(slots=True)
 class Outgoing:
-    """What is in the slots.
+    """What is in the staging slots.
 
     Attributes:
-        staging: slots to pack into.
+        staging: to pack into.
         clock: in seconds.
         may_pack: something has changed since nothing more could be packed.
         packing: segments, in the order in which their packing ends.
-        writing: segments whose payload is leaving its slot.
+        writing: segments whose payload is leaving its staging slot.
     """
 
     staging: Staging
@@ -50,10 +50,10 @@ class Outgoing:
         )
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
-        """Whether there is a slot and a credit for a link's next segment.
+        """Whether there is a staging slot and a credit for a link's next segment.
 
-        A receiver that has stopped must not hold up the others: the last slot is for a link that
-        has none.
+        A receiver that has stopped must not hold up the others: the last staging slot is for a
+        link that has none.
         """
         if not link.credits.idle or not self.staging.num_free:
             return False
@@ -78,7 +78,7 @@ class Outgoing:
             life: of the job's blocks.
             cut: what it has of the job.
             nbytes: of its payload.
-            pack: launches the packing into a slot, with a seed.
+            pack: launches the packing into a buffer, with a seed.
 
         Raises:
             TransferError: the link is broken.
@@ -106,7 +106,7 @@ class Outgoing:
         self.packing.append(OutgoingSegment(link, life, cut, segment, slot, pending, self.clock()))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
-        """Free the slots whose payloads have left; returns the links that have failed, and why."""
+        """Free the staging slots whose payloads have left; returns failed links, and why."""
         failed = []
         for segment in list(self.writing):
             try:
@@ -118,12 +118,12 @@ class Outgoing:
         return failed
 
     def drop_writes(self, link: SenderLink) -> None:
-        """Free the slots from which an ended link was writing."""
+        """Free the staging slots from which an ended link was writing."""
         for segment in [segment for segment in self.writing if segment.link is link]:
             self.writing.remove(segment)
             self.release(segment.slot)
 
     def release(self, slot: int) -> None:
-        """Free a slot."""
+        """Free a staging slot."""
         self.staging.release(slot)
         self.may_pack = True

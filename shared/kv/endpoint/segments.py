@@ -36,7 +36,7 @@ class ExportQueue:
 
     Attributes:
         groups: of a block.
-        slot_bytes: a segment fits them, and a block does.
+        slot_bytes: of a staging slot; a segment fits them, and a block does.
         planned: blocks before this position have been cut, or are not wanted.
     """
 

@@ -24,7 +24,7 @@ class OutgoingSegment:
     Attributes:
         life: of the job's blocks when it was launched.
         cut: what it has of the job.
-        slot: of our staging, until the payload has left.
+        slot: our staging slot, until the payload has left.
         pending: the packing and staging, then the writing.
         since: when it was announced; a test: launched.
     """
@@ -45,7 +45,7 @@ class SenderLink:
     Attributes:
         peer: its name.
         carrier: name of the carrier.
-        slot_bytes: of the receiver's slots.
+        slot_bytes: of the receiver's staging slots.
         gb_per_s: of the test, from its launch to its acknowledgement.
     """
 
