@@ -306,6 +306,17 @@ class RouterSettings(ClusterSettings):
         "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
     )
     max_queue: Positive = described(1024, "Requests in one router at once; more are answered 429.")
+    max_connections: Positive | None = described(
+        None,
+        "Open connections of one router. Those that wait for their clients make room for new "
+        "ones; if all are served, new ones are answered 503.",
+        unset="what the limit of open files allows",
+    )
+    trust_proxy_protocol: bool = described(
+        False,
+        "Take the client's address from a PROXY protocol v2 header in front of a connection's "
+        "first request; only for a router that clients reach through a gateway alone.",
+    )
     request_timeout_s: Seconds = described(
         300.0, "A request without any token for this many seconds fails."
     )

@@ -14,15 +14,16 @@ import uvicorn
 import uvloop
 
 from pagewire.services.router.http.app import create_app
-from pagewire.services.router.service import RouterService
+from pagewire.services.router.service import KEEP_ALIVE_S, RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.logs import configure_logging
+from pagewire.shared.open_files import raise_open_file_limit
 
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30
-KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
@@ -33,6 +34,7 @@ def run(settings: RouterSettings) -> int:
         ConfigError: the port is in use, the model cannot be read, Redis refuses.
     """
     configure_logging(settings.log_level)
+    raise_open_file_limit()
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     # Each request is in the metrics; these libraries' own lines would only repeat them.
     for name in ("uvicorn", "httpx"):
@@ -46,8 +48,10 @@ async def _serve(settings: RouterSettings) -> int:
         service = await RouterService.connect(settings)
         config = uvicorn.Config(
             create_app(service),
+            http=protocol_factory(service.connections, settings.trust_proxy_protocol),
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             ws="none",
             lifespan="on",

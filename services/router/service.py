@@ -33,10 +33,13 @@ from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.open_files import connection_bound
 
 INLINE_BODY_BYTES = 8 << 10  # a larger body is read in a thread, while the streams go on
 INPUT_THREADS = 2
+KEEP_ALIVE_S = 75
 
 InputReader = Callable[[bytes, ServedModel, int], GenerationInput]
 
@@ -46,6 +49,7 @@ class RouterService:
 
     Attributes:
         is_draining: shutting down: nothing new is taken.
+        connections: of the HTTP endpoint.
     """
 
     def __init__(self, settings: RouterSettings, model: ServedModel, redis: Redis) -> None:
@@ -91,6 +95,9 @@ class RouterService:
             )
         )
         self.bodies = BodyMemory()
+        bound = connection_bound(settings.max_connections)
+        self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
+        registry.register(ConnectionCollector("pagewire_router", self.connections))
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(model.name, self._http, registry)
         self._threads = ThreadPoolExecutor(INPUT_THREADS, thread_name_prefix="input")

@@ -22,9 +22,13 @@ from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.http.connections import ConnectionCollector, Connections
+from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.metrics.load import load_families
 
 STOP_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64  # scrapers, routers and health checks
+KEEP_ALIVE_S = 5
 
 LocalPrefill = Literal["short", "no_worker", "no_link", "failed"]
 
@@ -95,6 +99,8 @@ class MetricsServer:
         self._listener: socket.socket | None = None
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
+        self._connections = Connections("the metrics port", MAX_CONNECTIONS, KEEP_ALIVE_S)
+        registry.register(ConnectionCollector("pagewire_worker", self._connections))
 
     async def start(self, host: str, port: int) -> str:
         """Listen; return the base URL.
@@ -106,7 +112,17 @@ class MetricsServer:
         app = Starlette(
             routes=[Route("/metrics", self._metrics), Route("/health", self._health)],
         )
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            app,
+            http=protocol_factory(self._connections),
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            backlog=MAX_CONNECTIONS,  # asyncio accepts as many at once
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
         self._server = _QuietServer(config)
         self._task = start_task(self._server.serve(sockets=[listener]), "metrics server")
         bound_host, bound_port = listener.getsockname()[:2]

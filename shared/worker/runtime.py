@@ -46,6 +46,7 @@ from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.model.source import default_served_name
+from pagewire.shared.open_files import raise_open_file_limit
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import POLL_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
@@ -372,6 +373,7 @@ def run_worker(
         ConfigError: what was asked for is not to be had here.
     """
     configure_logging(settings.log_level)
+    raise_open_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def main() -> int:

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.router_process import health, router_process
 from pagewire.tests.support.sse import arriving_events
 
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
@@ -28,34 +27,6 @@ WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=F
 def redis_url() -> Iterator[str]:
     with RedisServer() as server:
         yield server.url
-
-
-@contextlib.contextmanager
-def router_process(redis_url: str, port: int, *options: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "router"]
-    arguments = ["--redis-url", redis_url, "--port", str(port), "--served-model-name", MODEL]
-    process = subprocess.Popen(
-        [*command, *arguments, *options],
-        env={"PATH": "/usr/bin:/bin", "PAGEWIRE_CLUSTER_SECRET": SECRET},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-async def health(http: httpx.AsyncClient, status: int) -> None:
-    """Wait until /health answers with a status."""
-    for _ in range(200):
-        with contextlib.suppress(httpx.TransportError):
-            if (await http.get("/health")).status_code == status:
-                return
-        await asyncio.sleep(0.05)
-    pytest.fail(f"no {status} from /health")
 
 
 def refusal(redis_url: str, port: int, *options: str) -> str:

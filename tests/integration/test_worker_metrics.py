@@ -1,15 +1,18 @@
 """The HTTP server with a worker's metrics and health, on addresses of either family."""
 
 import asyncio
+import os
 import socket
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.worker.metrics import MetricsServer, local_prefill_counter
+from pagewire.shared.http import connections
+from pagewire.shared.worker.metrics import MAX_CONNECTIONS, MetricsServer, local_prefill_counter
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.silent_crowd import silent_crowd
 
 
 def has_ipv6() -> bool:
@@ -20,6 +23,7 @@ def has_ipv6() -> bool:
     return True
 
 
+OPEN = "pagewire_worker_http_connections "
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
 
@@ -55,6 +59,62 @@ def test_metrics_are_served_on(host: str, shown: str | None, reached: list[str])
             await server.close()
 
     run_async(scenario())
+
+
+def test_a_thousand_silent_connections_keep_no_scraper_out() -> None:
+    async def scenario() -> None:
+        server = MetricsServer(CollectorRegistry(), lambda: True)
+        url = await server.start("127.0.0.1", 0)
+        before = len(os.listdir("/proc/self/fd"))
+        port = int(url.rpartition(":")[2])
+        try:
+            # In another thread: this one's loop takes the connections.
+            context = silent_crowd(port, 1000)
+            crowd = await asyncio.to_thread(context.__enter__)
+            for _ in range(5):
+                assert (await get(url, "/health")).json() == {"ready": True}
+                answer = await get(url, "/metrics")
+            assert len(os.listdir("/proc/self/fd")) < before + MAX_CONNECTIONS + 20
+            assert await asyncio.to_thread(crowd.leave) >= 1000 - MAX_CONNECTIONS
+            context.__exit__(None, None, None)
+            assert f"pagewire_worker_http_connections_limit {MAX_CONNECTIONS}.0" in answer.text
+        finally:
+            await server.close()
+
+    run_async(scenario())
+
+
+def test_a_client_that_takes_no_response_is_given_up_and_a_slow_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "TAKING_TIMEOUT_S", 2.0)
+
+    async def scenario() -> None:
+        registry = CollectorRegistry()
+        gauge = Gauge("large", "A page of 2 MB", ["label"], registry=registry)
+        for label in range(20_000):
+            gauge.labels(f"{label:080}")
+        server = MetricsServer(registry, lambda: True)
+        url = await server.start("127.0.0.1", 0)
+        loop, asked = asyncio.get_running_loop(), b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        clients = [socket.socket() for _ in range(2)]
+        try:
+            for client in clients:
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", int(url.rpartition(":")[2])))
+                await loop.sock_sendall(client, asked * 10)
+            for _ in range(60):
+                await asyncio.sleep(0.1)
+                assert await loop.sock_recv(clients[0], 200_000)
+            answer = await get(url, "/metrics")
+            found = [line for line in answer.text.splitlines() if line.startswith(OPEN)]
+            assert found == [f"{OPEN}2.0"]  # the slow one and this one
+        finally:
+            for client in clients:
+                client.close()
+            await server.close()
+
+    run_async(scenario(), 60)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])

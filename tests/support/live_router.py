@@ -13,6 +13,7 @@ import uvicorn
 from pagewire.services.router.http.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
+from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
@@ -80,7 +81,14 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
     # asyncio sets TCP_NODELAY where the protocol is named; the real router's uvloop always does.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(create_app(service), log_config=None, lifespan="on", ws="none"))
+    config = uvicorn.Config(
+        create_app(service),
+        http=protocol_factory(service.connections, chosen.trust_proxy_protocol),
+        log_config=None,
+        lifespan="on",
+        ws="none",
+    )
+    server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

@@ -28,6 +28,7 @@ PACKAGES = (
     "shared.control",
     "shared.cluster",
     "shared.metrics",
+    "shared.http",
     "shared.model",
     "shared.kv",
     "shared.index",

@@ -21,6 +21,7 @@ from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
+from pagewire.shared.open_files import raise_open_file_limit
 
 ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
 BOTH = ("model", "log_level")
@@ -86,6 +87,7 @@ def up(
     """
     with one_line_errors():
         context = prepare(ctx.params)
+        raise_open_file_limit()
         asyncio.run(run_cluster(context))
 
 

@@ -45,7 +45,10 @@ async def _on_error(request: Request, exc: Exception) -> Response:
     """Answer with OpenAI's error object; the log has the rest."""
     error = describe(exc)
     level = logging.WARNING if error.status == SERVER_ERROR else logging.INFO
-    logger.log(level, "%s %r: %d: %r", request.method, request.url.path, error.status, exc)
+    client = request.client.host if request.client else "-"
+    logger.log(
+        level, "%s %s %r: %d: %r", client, request.method, request.url.path, error.status, exc
+    )
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
     return error.response()

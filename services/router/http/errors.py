@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -18,6 +17,7 @@ from pagewire.shared.errors import (
     OverloadedError,
     PagewireError,
 )
+from pagewire.shared.http.refusals import error_object
 
 NO_WORKER_RETRY_S = 2.0
 SERVER_ERROR = 500
@@ -38,6 +38,10 @@ class ContextLengthError(InvalidRequestError):
 
 class BodyTooLargeError(InvalidRequestError):
     """The request's body has more bytes than the router reads."""
+
+
+class BodyTimeoutError(InvalidRequestError):
+    """The request's body did not arrive in time."""
 
 
 class ClientGoneError(PagewireError):
@@ -63,13 +67,7 @@ class ApiError:
 
     def body(self) -> bytes:
         """Return the JSON error object."""
-        error = {
-            "message": self.message,
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        return error_object(self.message, self.kind, self.param, self.code)
 
     def response(self) -> Response:
         """Return the HTTP response."""
@@ -87,6 +85,8 @@ def describe(exc: Exception) -> ApiError:
             return ApiError(400, exc.message, _INVALID, exc.param, "context_length_exceeded")
         case BodyTooLargeError():
             return ApiError(413, exc.message, _INVALID, exc.param, "request_too_large")
+        case BodyTimeoutError():
+            return ApiError(408, exc.message, _INVALID, exc.param, "request_timeout")
         case InvalidRequestError():
             return ApiError(400, exc.message, _INVALID, exc.param)
         case OverloadedError():

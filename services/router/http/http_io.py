@@ -15,13 +15,14 @@ from starlette.types import Message, Receive, Scope, Send
 from pagewire.services.router.http.answers import AnswerSet
 from pagewire.services.router.http.errors import (
     SERVER_ERROR,
+    BodyTimeoutError,
     BodyTooLargeError,
     ClientGoneError,
     describe,
 )
 from pagewire.services.router.http.responses import DONE, Format, error_event
 from pagewire.shared.aio import end_task, start_task
-from pagewire.shared.errors import InvalidRequestError, OverloadedError, PagewireError
+from pagewire.shared.errors import OverloadedError, PagewireError
 from pagewire.shared.text.answer_text import TextDelta
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 << 20
 MAX_BODIES_BYTES = 256 << 20  # of all requests together
 BODY_TIMEOUT_S = 60.0
+BODY_SILENCE_S = 10.0  # without a byte of it
 
 
 class BodyMemory:
@@ -69,7 +71,7 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
     Raises:
         BodyTooLargeError: it has more than `MAX_BODY_BYTES`.
         OverloadedError: the bodies of all requests are too many.
-        InvalidRequestError: it did not arrive in time.
+        BodyTimeoutError: it did not arrive in time.
         ClientGoneError: the client left.
     """
     body = bytearray()
@@ -84,16 +86,20 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + BODY_TIMEOUT_S
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(BODY_SILENCE_S) as silence:
             async for chunk in request.stream():
+                silence.reschedule(min(loop.time() + BODY_SILENCE_S, end))
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _too_large()
                 memory.take(len(chunk))
                 body += chunk
     except TimeoutError as exc:
-        raise InvalidRequestError(
-            f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds"
+        raise BodyTimeoutError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds, or nothing of it for "
+            f"{BODY_SILENCE_S:g}"
         ) from exc
     except ClientDisconnect as exc:
         raise ClientGoneError("the client left while it sent its request") from exc

@@ -1,0 +1,11 @@
+"""How HTTP ports are served: uvicorn's httptools protocol with deadlines and bounds.
+
+    connection --> protocol.py --> connections.py (bounds, deadlines) --> phases.py (who waits)
+
+Entry points: `Connections` (connections.py), one for each port, and its `protocol`, for
+`uvicorn.Config`.
+Read first: `protocol.py` (what is added to uvicorn's protocol), `phases.py` (which connection makes
+room for a new one), `proxy_header.py` (the client's address as a gateway reports it).
+
+May import: small modules. Never torch: routers import it.
+"""

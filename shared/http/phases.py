@@ -1,0 +1,74 @@
+"""Which connections wait for their clients, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from functools import partial
+from itertools import takewhile
+from typing import Generic, TypeVar
+
+PeerT = TypeVar("PeerT")
+
+
+class Phase(IntEnum):
+    """What a connection waits for. The first ones make room for new connections first."""
+
+    ENDING = 0  # answered with an error; the client is to take that and close
+    HEADER = 1  # a request's header, of which some may be there
+    IDLE = 2  # the next request
+    BODY = 3  # the rest of a request
+    TAKING = 4  # that the client takes what is sent
+
+
+class Phases(Generic[PeerT]):
+    """All connections of a port, and which of them wait for their clients.
+
+    Args:
+        deadlines: seconds in a phase after which a connection is overdue.
+    """
+
+    def __init__(self, deadlines: Mapping[Phase, float]) -> None:
+        self._deadlines = deadlines
+        self._phase_of: dict[PeerT, Phase | None] = {}
+        self._since: dict[Phase, dict[PeerT, float]] = {phase: {} for phase in Phase}  # in order
+
+    def __len__(self) -> int:
+        return len(self._phase_of)
+
+    def add(self, peer: PeerT, phase: Phase, now: float) -> None:
+        """Note a new connection."""
+        self._phase_of[peer] = phase
+        self._since[phase][peer] = now
+
+    def move(self, peer: PeerT, phase: Phase | None, now: float) -> None:
+        """Note what a connection waits for now, None if it is served; one removed stays so."""
+        before = self._phase_of.get(peer, phase)
+        if before is phase:
+            return
+        if before is not None:
+            del self._since[before][peer]
+        self._phase_of[peer] = phase
+        if phase is not None:
+            self._since[phase][peer] = now
+
+    def remove(self, peer: PeerT) -> None:
+        """Forget a connection. Idempotent."""
+        phase = self._phase_of.pop(peer, None)
+        if phase is not None:
+            del self._since[phase][peer]
+
+    def longest_waiting(self) -> PeerT | None:
+        """Return the connection that makes room first; None if all are served."""
+        return next((next(iter(peers)) for peers in self._since.values() if peers), None)
+
+    def overdue(self, now: float) -> list[tuple[PeerT, Phase]]:
+        """Return the connections that have waited too long, and for what."""
+        return [
+            (peer, phase)
+            for phase, deadline in self._deadlines.items()
+            for peer in takewhile(partial(self._is_late, phase, now - deadline), self._since[phase])
+        ]
+
+    def _is_late(self, phase: Phase, latest: float, peer: PeerT) -> bool:
+        return self._since[phase][peer] <= latest

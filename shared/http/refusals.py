@@ -1,0 +1,78 @@
+"""What a connection is answered that is ended before its request reaches a route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_FIELDS = 100
+
+
+def error_object(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    """Return OpenAI's JSON error object."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An HTTP error after which the connection is closed.
+
+    Attributes:
+        kind: OpenAI's `type`.
+        reason: its name in the metrics.
+    """
+
+    status: HTTPStatus
+    message: str
+    kind: str
+    code: str
+    reason: str
+
+    def response(self) -> bytes:
+        """Return the whole HTTP response."""
+        body = error_object(self.message, self.kind, None, self.code)
+        retry = "Retry-After: 1\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
+            "Content-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n"
+            f"{retry}Connection: close\r\n\r\n"
+        )
+        return head.encode("ascii") + body
+
+
+_INVALID = "invalid_request_error"
+
+NO_ROOM = Refusal(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "All connections that this server can hold are in use. Try again in a moment.",
+    "server_error",
+    "too_many_connections",
+    "refused",
+)
+SLOW_HEADER = Refusal(
+    HTTPStatus.REQUEST_TIMEOUT,
+    "The request's header did not arrive in time.",
+    _INVALID,
+    "request_timeout",
+    "slow",
+)
+LARGE_HEADER = Refusal(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    f"The request's header is too large: at most {MAX_HEADER_BYTES} bytes and "
+    f"{MAX_HEADER_FIELDS} fields.",
+    _INVALID,
+    "header_too_large",
+    "invalid",
+)
+MALFORMED = Refusal(
+    HTTPStatus.BAD_REQUEST,
+    "This is not a valid HTTP/1.1 request.",
+    _INVALID,
+    "malformed_request",
+    "invalid",
+)

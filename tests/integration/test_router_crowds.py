@@ -1,0 +1,149 @@
+"""Crowds in front of a router process: more connections than it may hold keep nobody out."""
+
+import asyncio
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, SECRET
+from pagewire.tests.support.local_cluster import free_port
+from pagewire.tests.support.raw_http import RawClient
+from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.router_process import health, router_process
+from pagewire.tests.support.silent_crowd import silent_crowd
+from pagewire.tests.support.sse import arriving_events
+
+WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
+ASKED = {"model": MODEL, "prompt": "Hi", "max_tokens": 20}
+PREFIX = "pagewire_router_http_connections"
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
+    lines = (await http.get("/metrics")).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith(PREFIX)]
+    return {name.removeprefix(PREFIX): float(value) for name, value in pairs}
+
+
+async def answers(url: str) -> float:
+    """Ask on a new connection; returns the seconds that it took."""
+    started = time.monotonic()
+    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+        response = await http.post("/v1/completions", json=ASKED)
+    assert response.json()["choices"][0]["text"] == " the" * 20
+    return time.monotonic() - started
+
+
+async def listens(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        await health(http, 200)
+
+
+def test_silent_connections_above_the_limit_of_open_files_keep_nobody_out(redis_url):
+    """Streams and kept connections go on, and new connections are answered at once."""
+
+    async def scenario() -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        with router_process(redis_url, port, open_files=1024) as process:
+            async with (
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 400, step_s=0.01),
+                httpx.AsyncClient(base_url=url, timeout=20) as http,
+            ):
+                await listens(url)
+                asked = ASKED | {"max_tokens": 400, "stream": True}
+                async with http.stream("POST", "/v1/completions", json=asked) as response:
+                    events = arriving_events(response)
+                    await anext(events)
+                    with silent_crowd(port, 1300) as crowd:
+                        assert max([await answers(url) for _ in range(20)]) < 2
+                        found = await metrics(http)
+                        assert crowd.leave() >= 1300 - 896
+                    *_, last = [event async for event in events]
+                assert last["choices"][0]["finish_reason"] == "length"
+                assert found["_limit"] == 896
+                assert 880 <= found[""] <= 896
+                assert found['_closed_early_total{reason="dropped"}'] >= 1300 - 896
+                assert found['_closed_early_total{reason="refused"}'] == 0
+            process.terminate()
+            _, log = await asyncio.to_thread(process.communicate, timeout=20)
+        warnings = [line for line in log.splitlines() if "connections are in use" in line]
+        assert 1 <= len(warnings) <= 3, log
+        assert "all 896 connections" in warnings[0]
+
+    run_async(scenario(), 60)
+
+
+def test_where_all_connections_are_served_new_ones_are_answered_503(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        with router_process(redis_url, port, env={"PAGEWIRE_MAX_CONNECTIONS": "8"}):
+            async with (
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20, step_s=0.01) as worker,
+                httpx.AsyncClient(base_url=url, timeout=20) as http,
+            ):
+                await listens(url)
+                worker.hold.clear()
+                held = [
+                    asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(8)
+                ]
+                await eventually(lambda: worker.active == 8)
+                async with RawClient(url) as late:
+                    status, error = await late.error()
+                assert (status, error["code"]) == (503, "too_many_connections")
+                worker.hold.set()
+                assert [(await task).status_code for task in held] == [200] * 8
+                found = await metrics(http)
+                assert found['_closed_early_total{reason="refused"}'] == 1
+                await answers(url)
+
+    run_async(scenario(), 60)
+
+
+def test_ten_thousand_idle_connections_slow_nobody_down(redis_url):
+    """Or as many as the hard limit of open files leaves."""
+    count = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] * 3 // 4)
+
+    async def scenario() -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        with router_process(redis_url, port):
+            async with (
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20, step_s=0.01),
+                httpx.AsyncClient(base_url=url, timeout=20) as http,
+            ):
+                await listens(url)
+                alone = sorted([await answers(url) for _ in range(20)])
+                with silent_crowd(port, count, requests=1) as crowd:
+                    assert (await metrics(http))[""] == count + 1
+                    among = sorted([await answers(url) for _ in range(20)])
+                    print(f"{count} connections: {among[10]:.3f} s, alone {alone[10]:.3f} s")
+                    assert among[10] < 2 * alone[10] + 0.1
+                    assert among[-1] < 3
+                    assert crowd.leave() == 0
+
+    run_async(scenario(), 100)
+
+
+def test_more_connections_than_fit_are_refused_at_the_start(redis_url):
+    env: dict[str, Any] = {"PAGEWIRE_MAX_CONNECTIONS": "5000"}
+    with router_process(redis_url, free_port(), open_files=1024, env=env) as process:
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 2
+    [line] = log.strip().splitlines()
+    assert "PAGEWIRE_MAX_CONNECTIONS" in line
+    assert "at most 896 fit below the limit of 1024 open files" in line

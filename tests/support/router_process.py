@@ -1,0 +1,61 @@
+"""The router in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from pagewire.tests.support.live_router import MODEL, SECRET
+
+
+@contextlib.contextmanager
+def router_process(
+    redis_url: str,
+    port: int,
+    *options: str,
+    open_files: int | None = None,
+    env: dict[str, str] | None = None,
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a router.
+
+    Args:
+        open_files: its limit of them, soft and hard.
+        env: further settings.
+    """
+    limit = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
+    command = [*limit, sys.executable, "-P", "-m", "pagewire.services.cli.main", "router"]
+    arguments = ["--redis-url", redis_url, "--port", str(port), "--served-model-name", MODEL]
+    process = subprocess.Popen(
+        [*command, *arguments, *options],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "PAGEWIRE_CLUSTER_SECRET": SECRET,
+            **(env or {}),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def health(http: httpx.AsyncClient, status: int) -> None:
+    """Wait until /health answers with a status."""
+    for _ in range(200):
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get("/health")).status_code == status:
+                return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"no {status} from /health")

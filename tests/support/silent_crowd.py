@@ -1,0 +1,70 @@
+"""Opens connections to a port and is silent; a process, since each takes an open file.
+
+    silent_crowd.py PORT COUNT REQUESTS
+
+Each sends as many requests, one after another, before it falls silent. The process then prints
+"open", and at the end of its standard input how many the server had closed by then.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPResponse
+
+from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.tests.support.raw_http import GET
+
+
+class SilentCrowd:
+    """A running process with silent connections."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def leave(self) -> int:
+        """Let it end; return how many of its connections the server had closed."""
+        closed, _ = self._process.communicate(timeout=30)
+        return int(closed)
+
+
+@contextmanager
+def silent_crowd(port: int, count: int, requests: int = 0) -> Iterator[SilentCrowd]:
+    """Connect, and be silent after some requests."""
+    command = [sys.executable, "-P", "-m", __name__, str(port), str(count), str(requests)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "open\n"
+            yield SilentCrowd(process)
+        finally:
+            process.kill()
+
+
+def _main(port: int, count: int, requests: int) -> None:
+    raise_open_file_limit()
+    crowd = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(count)]
+    for _ in range(requests):
+        for each in crowd:
+            each.sendall(GET)
+        for each in crowd:
+            response = HTTPResponse(each)
+            response.begin()
+            assert (response.status, bool(response.read())) == (200, True)
+            response.close()
+    print("open", flush=True)
+    sys.stdin.read()
+    poll = select.poll()
+    for each in crowd:
+        poll.register(each, select.POLLIN)
+    print(len(poll.poll(0)))
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))
