@@ -8,6 +8,7 @@ each other in turn take longer than one.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -36,8 +37,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `gpu` where there is no CUDA device, and `compose` unless asked for."""
+    """Deselect tests that need what this machine lacks, and `compose` unless asked for."""
     unwanted = [] if torch.cuda.is_available() else ["gpu"]
+    if shutil.which("haproxy") is None:
+        unwanted.append("gateway")
     if "compose" not in config.option.markexpr:
         unwanted.append("compose")
     deselected = [item for item in items if any(map(item.get_closest_marker, unwanted))]

@@ -131,5 +131,6 @@ def test_containers_get_settings_that_they_have_and_all_that_the_example_shows()
     assert of_router <= RouterSettings.model_fields.keys()
     shown = {name.lower() for name in re.findall(r"^# PAGEWIRE_([A-Z_]+)=", EXAMPLE, re.MULTILINE)}
     settings = {name for name in shown if kind_of(name) is not None}
-    # The port is the gateway's; Redis has an address of its own in the network.
-    assert settings - {"port"} == (of_all | of_workers | of_router) - {"redis_url"}
+    # The port is the gateway's, which sends PROXY headers; Redis has an address of its own.
+    own = {"redis_url", "trust_proxy_protocol"}
+    assert settings - {"port"} == (of_all | of_workers | of_router) - own
