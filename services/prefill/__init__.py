@@ -2,7 +2,7 @@
 
 Entry point: `run` (main.py).
 Read first: `service.py` (takes and refuses jobs), `decode_links.py` (KV links to decode workers).
-`shared/kv/endpoint/sender.py` decides when blocks leave.
+`shared/kv/endpoint/sender.py` decides in which order jobs' blocks leave.
 
 May import: `shared`.
 """
