@@ -123,9 +123,9 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
             row = {"streams": streams, "tokens_per_event": tokens, **case_row(by_name)}
             print_row("router", options, row)
     short = [bench.short_answers() for _ in range(options.repeats)]
-    rates = [count / span.cpu_s for span, count in short]
-    row = {"connections": CONNECTIONS * options.routers, "requests_per_cpu_s": median(rates)}
-    row |= {"low": min(rates), "high": max(rates)}
+    speeds = [count / span.cpu_s for span, count in short]
+    row = {"connections": CONNECTIONS * options.routers, "requests_per_cpu_s": median(speeds)}
+    row |= {"low": min(speeds), "high": max(speeds)}
     row |= {"requests_per_s": median([count / span.seconds for span, count in short])}
     row |= {"cores": median([span.cpu_s / span.seconds for span, _ in short])}
     print_row("router_requests", options, row)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ class Bench:
             server = cluster.server([*command, *options, "--port", str(port)], log, env)
             process = self._stack.enter_context(server)
             url = f"http://{HOST}:{port}/health"
-            cluster.wait_ready(process, log, lambda url=url: is_up(url), START_TIMEOUT_S)
+            cluster.wait_ready(process, log, partial(is_up, url), START_TIMEOUT_S)
             target.ports.append(port)
             target.pids.append(process.pid)
         return target
@@ -243,6 +244,9 @@ class Bench:
         for tokens in self._options.tokens_per_event:
             self._stubs.ask("pace", tokens, None)
             full[tokens] = self._measure(target, seconds)
+            if not full[tokens].count:
+                self._check([])  # it has lost a token
+                raise BenchError(f"no event came in {seconds:g} s")
         if rates is None:
             spans = full.items()
             rates = {k: 0.5 * len(target.pids) * span.count / span.cpu_s for k, span in spans}
@@ -268,8 +272,6 @@ class Bench:
         time.sleep(seconds)
         end, (cpu_end_s, loop_end_s) = time.monotonic(), target.cpu_s()
         count = self._count() - before
-        if not count:
-            raise BenchError(f"no event came in {seconds:g} s")
         return Span(start, end, cpu_end_s - cpu_s, loop_end_s - loop_s, count)
 
     def _check(self, spans: Sequence[Span]) -> list[Arrivals]:

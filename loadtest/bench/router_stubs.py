@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -235,9 +236,15 @@ class Stubs:
 
     def __init__(self, commands: Connection, credits: int, script: Script, workers: int) -> None:
         self._commands, self._credits = commands, credits
-        self.workers = [StubWorker(script, self._on_open) for _ in range(workers)]
-        self._relays = [RelaySource(script, self._on_open) for _ in range(workers)]
-        self._upstreams = [UpstreamSource(script, self._on_open) for _ in range(workers)]
+        numbers = range(workers)
+        self.workers = [StubWorker(script, self._on_open) for _ in numbers]
+        self._relays = [RelaySource(script, self._on_open) for _ in numbers]
+        self._upstreams = [UpstreamSource(script, self._on_open) for _ in numbers]
+        self._kinds: dict[str, Sequence[Source]] = {
+            "workers": self.workers,
+            "relay": self._relays,
+            "nginx": self._upstreams,
+        }
         self._sources: Sequence[Source] = ()
         self._owner: dict[int, Source] = {}
         self._expected = self._tokens = 0
@@ -259,13 +266,16 @@ class Stubs:
     async def do_surround(self, relay_port: int) -> list[int]:
         """Connect to the relay and be an upstream; returns the upstream's ports."""
         for source in self._relays:
-            await self._loop.create_connection(lambda it=source: it, HOST, relay_port)
+            await self._connect(source, relay_port)
         ports = []
         for upstream in self._upstreams:
-            server, port = await listen(lambda it=upstream: HttpProtocol(it.open))
+            server, port = await listen(partial(HttpProtocol, upstream.open))
             self._servers.append(server)
             ports.append(port)
         return ports
+
+    async def _connect(self, source: RelaySource, port: int) -> None:
+        await self._loop.create_connection(lambda: source, HOST, port)
 
     async def do_expect(self, streams: int, kind: str, template: Template) -> None:
         """Begin when streams are open at the sources of a kind."""
@@ -273,9 +283,7 @@ class Stubs:
         with contextlib.suppress(BlockingIOError):  # what the ends of the last streams left
             while os.read(self._credits, CREDIT_BYTES):
                 pass
-        self._sources = {"workers": self.workers, "relay": self._relays, "nginx": self._upstreams}[
-            kind
-        ]
+        self._sources = self._kinds[kind]
         for source in self._sources:
             source.reset()
             if isinstance(source, EventSource):
