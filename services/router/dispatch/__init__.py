@@ -4,7 +4,7 @@ It draws a seed for a request without one, so that a migrated answer keeps its t
 no decode worker, a request waits up to 30 s for one, and then fails with status 503.
 
 Entry point: `Dispatcher.open` (dispatcher.py), which returns a `TokenStream` for each prompt.
-Read first: `dispatcher.py`, `attempt.py` (one try with one worker), `output_buffer.py`.
+Read first: `dispatcher.py`, `attempt.py` (one try with one worker).
 
 May import: `placement`, `workers` and `metrics` of the router, `shared.control`, small modules.
 No HTTP.
