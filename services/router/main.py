@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 
 from pagewire.services.router.http.app import create_app
+from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError
@@ -49,6 +50,7 @@ async def _serve(settings: RouterSettings) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
+            http=DirectWritesProtocol,
             ws="none",
             lifespan="on",
             backlog=BACKLOG,

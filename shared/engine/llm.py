@@ -22,7 +22,8 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.shared.text.detokenizer import make_detokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
 DEFAULT_TOKENS = 16  # of an answer to a prompt; in a chat, what fits
@@ -279,7 +280,7 @@ class _Answer:
         if self._assembler is not None:
             result.stop_reason = self._assembler.matched
         elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
-            text = IncrementalDetokenizer(self._tokenizer, self.output.prompt_token_ids)
+            text = make_detokenizer(self._tokenizer, self.output.prompt_token_ids)
             result.text = text.finish(result.token_ids)
         last = result.token_ids[-1:]
         if result.stop_reason is None and result.finish_reason == "stop" and last:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,6 @@ from pagewire.shared.text.chat_template import ChatTemplate
 from pagewire.shared.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-CONTEXT_TOKENS = 8  # left context of a text: decides e.g. whether it begins with a space
-MAX_HELD_TOKENS = 64  # this many tokens without the end of a character: it is not UTF-8
 
 
 class Tokenizer:
@@ -66,6 +64,11 @@ class Tokenizer:
         template = ChatTemplate(source, names) if source is not None else None
         return cls(backend, template, bos, eos)
 
+    @cached_property
+    def text_table(self) -> list[bytes] | None:
+        """What each token adds to a text, see `TokenBytes.text_table`; 3 us a token to make."""
+        return self.token_bytes.text_table()
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation becomes a prompt."""
@@ -108,75 +111,6 @@ class Tokenizer:
         """Token ids of a conversation; the template alone places the special tokens."""
         text = self.render_chat(messages, add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
-
-
-class IncrementalDetokenizer:
-    """Turns a stream of token ids into text, never cutting a character in two.
-
-    A character may span tokens. Text is held back while it ends in U+FFFD, which is what an
-    unfinished character decodes to, and given out with the token that finishes it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._held: list[int] = []
-        # A prompt may end inside a character, which the first generated tokens then finish.
-        prompt = tokenizer.decode(self._context)
-        for _ in range(min(3, len(self._context))):
-            if not tokenizer.decode(self._context).endswith(REPLACEMENT):
-                break
-            self._held.insert(0, self._context.pop())
-        self._context_chars = len(tokenizer.decode(self._context))
-        # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
-        rest = prompt[self._context_chars :]
-        self._prompt_text = rest.rstrip(REPLACEMENT)
-        self._prompt_rest = len(rest) - len(self._prompt_text)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they finish, perhaps none."""
-        return "".join([self._push_one(token_id) for token_id in token_ids])
-
-    def flush(self) -> str:
-        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
-        if not self._held:
-            return ""
-        return self._release(self._held, self._tokenizer.decode(self._context + self._held))
-
-    def finish(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and end the stream: all at once, which is quicker than one by one."""
-        self._held.extend(token_ids)
-        return self.flush()
-
-    def _push_one(self, token_id: int) -> str:
-        self._held.append(token_id)
-        text = self._tokenizer.decode(self._context + self._held)
-        if not text.endswith(REPLACEMENT):
-            return self._release(self._held, text)
-        if len(self._held) >= MAX_HELD_TOKENS:
-            head = self._held[: self._boundary()]
-            return self._release(head, self._tokenizer.decode(self._context + head))
-        return ""
-
-    def _release(self, head: list[int], text: str) -> str:
-        """Give out the held tokens `head`, given the text of the context and them."""
-        released = text[self._context_chars :].removeprefix(self._prompt_text)
-        unfinished = len(released) - len(released.lstrip(REPLACEMENT))
-        released = released[min(unfinished, self._prompt_rest) :]
-        self._prompt_text, self._prompt_rest = "", 0
-        self._held = self._held[len(head) :]
-        self._context = (self._context + head)[-CONTEXT_TOKENS:]
-        self._context_chars = len(self._tokenizer.decode(self._context))
-        return released
-
-    def _boundary(self) -> int:
-        """How many held tokens end where a character ends, or all, if that cannot be seen."""
-        whole = self._tokenizer.decode(self._held)
-        for count in range(len(self._held) - 1, len(self._held) - 5, -1):
-            head, tail = self._held[:count], self._held[count:]
-            if self._tokenizer.decode(head) + self._tokenizer.decode(tail) == whole:
-                return count
-        return len(self._held)
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:

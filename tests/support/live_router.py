@@ -11,6 +11,7 @@ import httpx
 import uvicorn
 
 from pagewire.services.router.http.app import create_app
+from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.model.demo import demo_model_path
@@ -80,7 +81,10 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
     # asyncio sets TCP_NODELAY where the protocol is named; the real router's uvloop always does.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(create_app(service), log_config=None, lifespan="on", ws="none"))
+    config = uvicorn.Config(
+        create_app(service), log_config=None, lifespan="on", ws="none", http=DirectWritesProtocol
+    )
+    server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

@@ -1,9 +1,12 @@
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.router.metrics.requests import RouterMetrics
+from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
+from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
 from pagewire.services.router.metrics.workers import (
     merge_families,
     render,
@@ -65,6 +68,29 @@ def test_a_sequence_ends_once():
     meter.end("stop")
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+
+
+def page(registry: CollectorRegistry) -> list[str]:
+    """What is shown, without prometheus_client's times of creation."""
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+@given(st.lists(st.sampled_from(FIRST_TOKEN_BUCKETS) | st.floats(0, 3000)))
+def test_plain_numbers_are_shown_as_prometheus_clients_are(values):
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = PlainHistogram("vllm:h", "A text", {"model_name": "m"}, FIRST_TOKEN_BUCKETS, ours)
+    total = PlainCounter("vllm:c", "Another", {"model_name": "m"}, ours)
+    histogram = Histogram(
+        "vllm:h", "A text", ["model_name"], registry=theirs, buckets=FIRST_TOKEN_BUCKETS
+    ).labels("m")
+    counter = Counter("vllm:c", "Another", ["model_name"], registry=theirs).labels("m")
+    for value in values:
+        plain.observe(value)
+        histogram.observe(value)
+        total.inc(value)
+        counter.inc(value)
+    assert page(ours) == page(theirs)
 
 
 def record(worker_id: str) -> WorkerRecord:

@@ -5,7 +5,7 @@ and decides what migrates a request, and how often. If no decode worker can take
 up to 30 s for one and then fails with status 503; it fails at once if this router has known none.
 
 Entry point: `Dispatcher.open` (dispatcher.py), which returns a `TokenStream` for each prompt.
-Read first: `dispatcher.py`, `attempt.py` (one try with one worker), `output_buffer.py`.
+Read first: `dispatcher.py`, `attempt.py` (one try with one worker).
 
 May import: `placement`, `workers` and `metrics` of the router, `shared.control`, small modules.
 No HTTP.

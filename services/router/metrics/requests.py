@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
+from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
 from pagewire.shared.control.protocol import FinishReason, TokenOutput
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -67,11 +68,12 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.finished = {why: success.labels(model_name, why) for why in FINISH_REASONS}
-        self.transfer_time = Histogram(
+        self.transfer_time = PlainHistogram(
             "pagewire_request_transfer_seconds",
             "Time from the first token to the arrival of the last KV block",
-            registry=self.registry,
-            buckets=FIRST_TOKEN_BUCKETS,
+            {},
+            FIRST_TOKEN_BUCKETS,
+            self.registry,
         )
         self.migrations = Counter(
             "pagewire_request_migrations",
@@ -89,15 +91,13 @@ class RouterMetrics:
         """Return the meter of a new sequence."""
         return RequestMeter(self, num_prompt_tokens)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
-        ).labels(self._model_name)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
+        labels = {"model_name": self._model_name}
+        return PlainHistogram(f"vllm:{name}", text, labels, buckets, self.registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, ["model_name"], registry=self.registry).labels(
-            self._model_name
-        )
+    def _counter(self, name: str, text: str) -> PlainCounter:
+        labels = {"model_name": self._model_name}
+        return PlainCounter(f"vllm:{name}", text, labels, self.registry)
 
 
 class RequestMeter:
@@ -140,6 +140,6 @@ class RequestMeter:
             gaps, gap = count - 1, 0.0
         else:
             gaps, gap = count, (now - self._last) / count
-        for _ in range(gaps):
-            metrics.inter_token_latency.observe(gap)
+        if gaps:
+            metrics.inter_token_latency.observe(gap, gaps)
         self._last = now

@@ -41,9 +41,11 @@ class ServedModel:
         """
         path = resolve_model(settings.model, weights=False)
         config = load_config(path)
+        tokenizer = Tokenizer.from_dir(path)
+        tokenizer.text_table  # noqa: B018 - made now: the first request must not wait for it
         return cls(
             name=settings.served_model_name or default_served_name(settings.model),
-            tokenizer=Tokenizer.from_dir(path),
+            tokenizer=tokenizer,
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             defaults=load_sampling_defaults(path, settings.generation_config),
