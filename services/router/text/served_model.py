@@ -43,7 +43,7 @@ class ServedModel:
         config = load_config(path)
         return cls(
             name=settings.served_model_name or default_served_name(settings.model),
-            tokenizer=Tokenizer.from_dir(path),
+            tokenizer=Tokenizer.from_dir(path, settings.special_tokens_in_messages),
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             defaults=load_sampling_defaults(path, settings.generation_config),
