@@ -61,7 +61,7 @@ class RouterService:
             settings.heartbeat_s,
             settings.lease_s,
         )
-        workers = Registry(redis, tag, settings.lease_s)
+        workers = Registry(redis, secret, settings.lease_s)
         self.directory = WorkerDirectory(
             workers,
             settings.heartbeat_s / 2,

@@ -41,7 +41,7 @@ class ServedModel:
         """
         path = resolve_model(settings.model, weights=False)
         config = load_config(path)
-        tokenizer = Tokenizer.from_dir(path)
+        tokenizer = Tokenizer.from_dir(path, settings.special_tokens_in_messages)
         tokenizer.text_table  # noqa: B018 - made now: the first request must not wait for it
         return cls(
             name=settings.served_model_name or default_served_name(settings.model),
