@@ -95,6 +95,8 @@ async def _generate(
     async with received_body(request, service.bodies) as raw:
         with service.admit():
             asked = await _read(request, reader, raw)
+    if asked.unknown_fields:
+        service.metrics.unknown_fields.inc(asked.unknown_fields)
     form = make_format(service.model, asked)
     answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
