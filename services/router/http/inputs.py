@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import msgspec
@@ -26,6 +26,8 @@ from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.tokenizer import REPLACEMENT
 
+InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
+
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
@@ -33,8 +35,7 @@ MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely
 MAX_CHARS_PER_TOKEN = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
+class PromptInput(msgspec.Struct, frozen=True):
     """One prompt.
 
     Attributes:
@@ -47,8 +48,7 @@ class PromptInput:
     echo: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationInput:
+class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     """One checked request.
 
     Attributes:
