@@ -100,12 +100,12 @@ def test_a_max_tokens_of_as_many_digits_as_python_prints_is_refused():
         assert refusal(call, max_tokens=10**4300 - 1).param == "max_tokens"
 
 
-@pytest.mark.parametrize("field", SamplingFields.__struct_fields__)
+@pytest.mark.parametrize("field", [*SamplingFields.__struct_fields__, "logprobs"])
 def test_every_field_of_sampling_is_read_and_checked(field):
     for call in (completion, chat):
         error = refusal(call, **{field: {"a": 1}})
         assert error.param == field
-        rule = "logprobs: input should be " if (call, field) == (chat, "logprobs") else None
+        rule = "logprobs must be a boolean, " if (call, field) == (chat, "logprobs") else None
         assert error.message.startswith(rule or f"{field} must be ")
         assert "not {'a': 1}" in error.message
         assert call(**{field: None}).prompts[0].spec == call().prompts[0].spec
