@@ -109,10 +109,10 @@ class RequestMeter:
         self._last: float | None = None
         self._ended = False
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Count what a step gave."""
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Count what a step gave, which has arrived at a time of the monotonic clock."""
         if output.token_ids:
-            self._count_tokens(len(output.token_ids), output.cached_tokens or 0)
+            self._count_tokens(output, now)
         if output.timings is not None:
             self._metrics.queue_time.observe(output.timings.queue_s)
             self._metrics.prefill_time.observe(output.timings.prefill_s)
@@ -129,17 +129,16 @@ class RequestMeter:
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)
 
-    def _count_tokens(self, count: int, cached_tokens: int) -> None:
-        now, metrics = time.monotonic(), self._metrics
-        metrics.generation_tokens.inc(count)
-        if self._last is None:
-            metrics.time_to_first_token.observe(now - self._start)
-            metrics.prompt_tokens.inc(self._num_prompt_tokens)
-            metrics.prefix_queries.inc(self._num_prompt_tokens)
-            metrics.prefix_hits.inc(cached_tokens)
-            gaps, gap = count - 1, 0.0
+    def _count_tokens(self, output: TokenOutput, now: float) -> None:
+        count, metrics = len(output.token_ids), self._metrics
+        metrics.generation_tokens.value += count
+        if self._last is not None:
+            metrics.inter_token_latency.observe((now - self._last) / count, count)
         else:
-            gaps, gap = count, (now - self._last) / count
-        if gaps:
-            metrics.inter_token_latency.observe(gap, gaps)
+            metrics.time_to_first_token.observe(now - self._start)
+            metrics.prompt_tokens.value += self._num_prompt_tokens
+            metrics.prefix_queries.value += self._num_prompt_tokens
+            metrics.prefix_hits.value += output.cached_tokens or 0
+            if count > 1:
+                metrics.inter_token_latency.observe(0.0, count - 1)
         self._last = now
