@@ -56,19 +56,16 @@ class TableDetokenizer:
         self.push(context)
         self._is_prompts = bool(self._rest)  # it has shown its U+FFFD
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they finish, perhaps none."""
-        return self._add(token_ids, final=False)
-
     def flush(self) -> str:
         """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
-        return self._add((), final=True)
+        return self.push((), final=True)
 
     def finish(self, token_ids: Sequence[int]) -> str:
         """Add tokens and end the stream."""
-        return self._add(token_ids, final=True)
+        return self.push(token_ids, final=True)
 
-    def _add(self, token_ids: Sequence[int], final: bool) -> str:
+    def push(self, token_ids: Sequence[int], final: bool = False) -> str:
+        """Add tokens; returns the text that they finish, perhaps none; all text if `final`."""
         try:
             raw = self._rest + b"".join(map(self._bytes_of, token_ids))
         except IndexError:  # the model has more tokens than the vocabulary

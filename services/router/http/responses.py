@@ -110,10 +110,11 @@ class CompletionFormat:
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
-        if self._may_be_plain and _is_text_only(delta) and not self._echoes[index]:
-            return self._plain.event(index, delta.text)
+        text = delta.text
+        if text and delta.finish_reason is None and self._may_be_plain and not self._echoes[index]:
+            return self._plain.event(index, text)
         echo, self._echoes[index] = self._echoes[index], ""
-        text = echo + delta.text
+        text = echo + text
         choice = self._choice(index, text, delta)
         if not text and delta.finish_reason is None and not _has_tokens(choice):
             return b""
@@ -161,12 +162,14 @@ class ChatFormat:
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
-        if _is_text_only(delta) and index not in self._unbegun and not self._extras.token_ids:
-            return self._plain.event(index, delta.text)
-        content: dict[str, str] = {"content": delta.text} if delta.text else {}
-        if index in self._unbegun:
+        text, is_begun = delta.text, index not in self._unbegun
+        has_more = delta.finish_reason or delta.logprobs or self._extras.token_ids
+        if text and is_begun and not has_more:
+            return self._plain.event(index, text)
+        content: dict[str, str] = {"content": text} if text else {}
+        if not is_begun:
             self._unbegun.discard(index)
-            content = {"role": "assistant", "content": delta.text}
+            content = {"role": "assistant", "content": text}
         choice = {
             "index": index,
             "delta": content,
@@ -216,10 +219,6 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
     }
-
-
-def _is_text_only(delta: TextDelta) -> bool:
-    return bool(delta.text) and delta.finish_reason is None and delta.logprobs is None
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
