@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pagewire.loadtest.bench.router_client import MODEL, Script, Sent
 from pagewire.loadtest.bench.router_relay import DONE, ENTRY, HOST, HttpProtocol, chunk, listen
-from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerLoad, WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import (
@@ -123,7 +123,7 @@ class StubWorker(Source):
             protocol=PROTOCOL_VERSION,
             load=WorkerLoad(free_blocks=BLOCKS, total_blocks=BLOCKS),
         )
-        registry = Registry(redis, cluster_tag(secret), LEASE_S)
+        registry = Registry(redis, secret, LEASE_S)
         publisher = RecordPublisher(registry, lambda: record, HEARTBEAT_S)
         await publisher.start()
         stack.push_async_callback(publisher.close)

@@ -48,8 +48,8 @@ from pagewire.shared.worker.kv import open_carrier
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
 MOST_IN_A_ROW = 8  # prompts
-SLOTS = 16
-SLOT_BLOCKS = 64
+STAGING_SLOTS = 16
+STAGING_SLOT_BLOCKS = 64
 TIMEOUT_S = 60.0
 PAUSE_S = 0.05
 STEPPING_ROWS = 32
@@ -141,8 +141,8 @@ class Engine:
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
         self.thread = EngineThread(self.core, self._on_outputs)
-        slot_bytes = self.runner.mover.groups.packed_bytes(SLOT_BLOCKS)
-        self.staging = make_staging(SLOTS, slot_bytes, self.device)
+        slot_bytes = self.runner.mover.groups.packed_bytes(STAGING_SLOT_BLOCKS)
+        self.staging = make_staging(STAGING_SLOTS, slot_bytes, self.device)
         self.sockets: KvSockets | None = None
         self.open = ExitStack()  # what is closed after the thread has ended
 

@@ -61,6 +61,9 @@ ServedModelName = Annotated[str | None, setting(RouterSettings, "served_model_na
 GenerationConfig = Annotated[
     config.GenerationConfig | None, setting(RouterSettings, "generation_config")
 ]
+SpecialTokensInMessages = Annotated[
+    config.SpecialTokens | None, setting(RouterSettings, "special_tokens_in_messages")
+]
 Device = Annotated[config.Device | None, _engine("device")]
 Dtype = Annotated[config.Dtype | None, _engine("dtype")]
 LoadFormat = Annotated[config.LoadFormat | None, _engine("load_format")]

@@ -14,6 +14,7 @@ def router(
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
+    special_tokens_in_messages: options.SpecialTokensInMessages = None,
     host: options.Host = None,
     port: options.Port = None,
     policy: options.Policy = None,

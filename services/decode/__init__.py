@@ -2,7 +2,9 @@
 
 Entry point: `run` (main.py).
 Read first: `service.py` (requests), `remote_jobs.py` (prompts that prefill workers compute),
-`prefill_links.py` (KV links to them). `remote_jobs.py` chooses the prefill worker; the scheduler
+`prefill_links.py` (KV links to them). The router ranks the prefill workers
+(services/router/placement/policy.py); `remote_jobs.py` asks the first of them that has a working
+link, then others if it fails, and has the prompt computed here if none is left. The scheduler
 (shared/engine/scheduler.py) keeps short prompts here (`--local-prefill-tokens`).
 
 May import: `shared`.

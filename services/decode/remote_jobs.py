@@ -1,4 +1,4 @@
-"""Prefill jobs of a decode worker: chooses the prefill worker, retries, computes locally.
+"""Prefill jobs of a decode worker: takes the router's choice, retries others, computes locally.
 
     reserved --> Prefill --> segments (the KV receiver's) --------+-- all there: it runs on
                     |                                             |

@@ -3,8 +3,8 @@
     ControlClient --Ping, requests--> ControlServer --Pong, answers--> ControlClient
 
 Entry points: `ControlServer` (server.py) for a worker, `ControlClient` (client.py) for its clients.
-Read first: `channel.py` (what a connection promises), `protocol.py` (every message), `auth.py` (the
-cluster's keys).
+Read first: `channel.py` (what a connection promises; `client.py` and `server.py` see to it),
+`protocol.py` (every message), `auth.py` (the cluster's keys).
 
 May import: the small modules of `shared`. Never torch: routers import it.
 """

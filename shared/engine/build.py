@@ -1,6 +1,6 @@
 """Builds an engine from settings.
 
-Chooses the device, loads weights, sizes the KV pool from free GPU memory, warms up.
+Chooses device and dtype (`auto`), loads weights, sizes the KV pool from free GPU memory, warms up.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pagewire.shared.sampling import RequestSpec
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
+WARM_UP_TOKENS = 512  # of a step that compiles what longer ones launch, too
 Progress = Callable[[str], None]
 OtherMemory = Callable[[LayerGroups, int], int]
 
@@ -273,7 +274,7 @@ def _fitting_blocks(
     trial_blocks = -(-settings.max_num_batched_tokens // settings.block_size) + 1
     torch.cuda.reset_peak_memory_stats(device)
     runner = _make_runner(model, ops, shape, trial_blocks, settings, device, max_model_len)
-    _warm_up(runner, settings, max_model_len)
+    _warm_up(runner, min(settings.max_num_batched_tokens, max_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
     del runner
     torch.cuda.empty_cache()
@@ -297,23 +298,20 @@ def _prepare(
 ) -> None:
     """Compile kernels and capture CUDA graphs, so that no request waits for it."""
     progress("compiling kernels")
-    _warm_up(runner, settings, max_model_len)
+    _warm_up(runner, min(WARM_UP_TOKENS, settings.max_num_batched_tokens, max_model_len - 1))
     if settings.cuda_graphs:
         longest = min(settings.max_num_batched_tokens, max_model_len)
         runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
 
 
-def _warm_up(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> None:
-    """Run a largest prefill step, a decode step, and a block's packing and unpacking.
+def _warm_up(runner: ModelRunner, most_tokens: int) -> None:
+    """Run a prefill step that fits the pool, a decode step, and a block's packing and unpacking.
 
     Their content goes nowhere that matters.
     """
-    blocks = runner.kv_pool.shape[0]
-    length = min(
-        settings.max_num_batched_tokens, max_model_len - 1, blocks * settings.block_size - 1
-    )
+    length = min(most_tokens, runner.kv_pool.shape[0] * runner.block_size - 1)
     spec = RequestSpec(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1)
-    block_ids = list(range(-(-(length + 1) // settings.block_size)))
+    block_ids = list(range(-(-(length + 1) // runner.block_size)))
     prefill = StepPlan(
         number=0,
         new_slots=[NewDeviceSlot(0, spec)],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -64,22 +64,36 @@ def prefill_shapes(max_tokens: int, max_num_seqs: int) -> list[PrefillShape]:
     ]
 
 
+@lru_cache(maxsize=16)
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
 class GraphPool:
     """Captures graphs that share memory, since only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None  # torch names no type for it
+        # A capture that needs memory cannot give back what the allocator has cached. Once is
+        # enough: `torch.cuda.graph` does it, and waits for the device, at each capture.
+        torch.cuda.empty_cache()
+        self._stream = _capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def capture(self, step: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
-        """Return a graph of a step and the tensors that hold its result after each replay."""
-        step()  # compiles kernels and fills caches outside the capture
-        torch.cuda.synchronize(self._device)
+        """Return a graph of a step and the tensors that hold its result after each replay.
+
+        The step need not have run: the capture's mode permits to compile and load kernels. What
+        these allocate once for all launches must exist: it would be the graph's.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = step()
-        self._pool = self._pool or graph.pool()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
         return graph, result
 
 

@@ -58,7 +58,9 @@ class LLM:
         self.engine = build_engine(self.settings)
         self.tokenizer: Tokenizer | None = None
         if (self.engine.model_path / "tokenizer.json").exists():
-            self.tokenizer = Tokenizer.from_dir(self.engine.model_path)
+            self.tokenizer = Tokenizer.from_dir(
+                self.engine.model_path, self.settings.special_tokens_in_messages
+            )
         self._defaults = load_sampling_defaults(
             self.engine.model_path, self.settings.generation_config
         )
@@ -113,8 +115,8 @@ class LLM:
         )
         prompts = []
         for conversation in messages if several else [messages]:
-            text = self.tokenizer.render_chat(read_conversation(conversation))
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            checked = read_conversation(conversation)
+            text, ids = self.tokenizer.render_chat(checked), self.tokenizer.encode_chat(checked)
             prompts.append(TokenizedPrompt(text, ids))
         return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
 

@@ -312,7 +312,6 @@ class ModelRunner:
         return record_group_end
 
     def _captured_prefill(self, inputs: PrefillInputs, events: list[DeviceEvent]) -> Sampled:
-        events.clear()  # a step is run before it is captured
         return self.prefill(inputs, self._event_recorder(events, in_graph=True))
 
     def has_group_events(self, plan: int) -> bool:
@@ -340,10 +339,10 @@ class ModelRunner:
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""
         state = self.state
-        pool = GraphPool(state.device)
         with torch.inference_mode():
             every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
             self._logits = self.decode(every).logits
+        pool = GraphPool(state.device)
         sizes = batch_buckets(state.num_slots)
         self.decode_graphs = DecodeGraphs.capture(
             self.decode, sizes, state.padding_slot, state.device, pool, progress

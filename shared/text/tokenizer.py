@@ -14,8 +14,11 @@ from typing import Any
 
 import tokenizers
 
+from pagewire.shared.config import SpecialTokens
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.text.chat_template import ChatTemplate
+from pagewire.shared.text.encoding import encode_text
+from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -37,20 +40,27 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         bos_token_id: int | None,
         eos_token_ids: frozenset[int],
+        special_tokens: SpecialTokens = "text",
     ) -> None:
         # Some files carry the settings of the training run; a prompt is never cut or padded here.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self._literals = Literals(backend) if special_tokens == "text" else None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(backend)
 
     @classmethod
-    def from_dir(cls, path: Path) -> Tokenizer:
+    def from_dir(cls, path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
         """Load the tokenizer of a Hugging Face model directory.
+
+        Args:
+            path: of the directory.
+            special_tokens: what those that messages spell out are, see
+                `RouterSettings.special_tokens_in_messages`.
 
         Raises:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
@@ -62,7 +72,7 @@ class Tokenizer:
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
         source = _chat_template_source(path, config)
         template = ChatTemplate(source, names) if source is not None else None
-        return cls(backend, template, bos, eos)
+        return cls(backend, template, bos, eos, special_tokens)
 
     @cached_property
     def text_table(self) -> list[bytes] | None:
@@ -76,15 +86,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
-        try:
-            # Unlike `encode`, this lets other threads run meanwhile: a long text takes seconds.
-            encodings = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        except TypeError as exc:  # JSON can carry one, and then the library sees no text.
-            raise InvalidRequestError("the text is not valid Unicode: a lone surrogate") from exc
-        ids: list[int] = encodings[0].ids
-        return ids
+        return encode_text(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""
@@ -108,9 +110,20 @@ class Tokenizer:
     def encode_chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation; the template alone places the special tokens."""
-        text = self.render_chat(messages, add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        """Token ids of a conversation; the template alone places the special tokens.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or the template refuses, or a
+                special token that a message spells out cannot be kept as text.
+        """
+        if self._literals is None or not self._literals.are_in(messages):
+            text = self.render_chat(messages, add_generation_prompt)
+            return self.encode(text, add_special_tokens=False)
+
+        def render(conversation: list[dict[str, Any]]) -> str:
+            return self.render_chat(conversation, add_generation_prompt)
+
+        return self._literals.encode(messages, render)
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:

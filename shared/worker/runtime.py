@@ -181,11 +181,11 @@ class WorkerRuntime:
         self._advertised = await advertised_host(
             settings.host, settings.advertise_host, settings.redis_url
         )
-        tag = cluster_tag(settings.cluster_secret.get_secret_value())
-        self._registry = Registry(redis, tag, settings.lease_s)
+        secret = settings.cluster_secret.get_secret_value()
+        self._registry = Registry(redis, secret, settings.lease_s)
         self.epoch = await self._registry.new_epoch(self.worker_id)
         index = IndexPublisher(
-            PrefixIndex(redis, tag), self.worker_id, self.epoch, self._cached_hashes
+            PrefixIndex(redis, cluster_tag(secret)), self.worker_id, self.epoch, self._cached_hashes
         )
         self.built = await asyncio.to_thread(self._build, index)
         self.engine = EngineThread(self.built.core, self._on_outputs)

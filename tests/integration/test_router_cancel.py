@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from pagewire.services.router.service import INPUT_THREADS
+from pagewire.services.router.http.body_reader import PROCESSES, THREAD_BODY_BYTES
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.body_processes import stopped_body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
@@ -166,12 +166,28 @@ def test_more_than_the_queue_holds_is_refused_and_nothing_else_suffers(redis_url
             assert response.json()["error"]["code"] == "rate_limit_exceeded"
         worker.hold.set()
         assert [(await task).status_code for task in held] == [200] * 4
-        assert (await router.complete(prompt="Hi", n=4, max_tokens=1)).status_code == 200
-        response = await router.complete(prompt="Hi", n=5)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "n"
+        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 200
 
     scenario_of(redis_url, scenario, max_queue=4)
+
+
+def test_one_request_takes_a_quarter_of_the_queue_at_most(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        for asked in ({"prompt": "Hi", "n": 5}, {"prompt": ["Hi"] * 3, "n": 2}):
+            response = await router.complete(**asked)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == "n"
+            assert "one request may have 4 here" in error["message"]
+        worker.hold.clear()
+        greedy = asyncio.create_task(router.complete(prompt=["Hi"] * 2, n=2, max_tokens=1))
+        await eventually(lambda: worker.active == 4)
+        others = [asyncio.create_task(router.complete(prompt="Hi", n=4)) for _ in range(3)]
+        await eventually(lambda: worker.active == 16)
+        worker.hold.set()
+        assert [(await task).status_code for task in (greedy, *others)] == [200] * 4
+
+    scenario_of(redis_url, scenario, max_queue=16)
 
 
 async def begin_request(router: LiveRouter, prompt: str = "Hi") -> asyncio.StreamWriter:
@@ -195,7 +211,7 @@ def test_bodies_that_dribble_keep_nobody_out(redis_url):
             writer.close()
         await eventually(lambda: bodies.held == 0)
 
-    scenario_of(redis_url, scenario, max_queue=2)
+    scenario_of(redis_url, scenario, max_queue=8)
 
 
 def test_bodies_in_memory_are_bounded(redis_url):
@@ -215,21 +231,16 @@ def test_bodies_in_memory_are_bounded(redis_url):
     scenario_of(redis_url, scenario)
 
 
-def test_leaving_in_line_for_the_tokenizer_takes_the_request_out(redis_url):
+def test_leaving_in_line_for_a_process_takes_the_request_out(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        dispatcher, busy = router.service.dispatcher, threading.Event()
-        holders = [router.service._threads.submit(busy.wait, 20) for _ in range(INPUT_THREADS)]
-        try:
+        dispatcher = router.service.dispatcher
+        large = "Hi " * THREAD_BODY_BYTES
+        async with stopped_body_processes(router, PROCESSES) as held:
             with pytest.raises(httpx.ReadTimeout):
-                await router.http.post(
-                    "/v1/completions", json=body(prompt="Hi " * 4000), timeout=0.3
-                )
-            await eventually(lambda: dispatcher.admission.num_reading == 0, timeout=1)
+                await router.http.post("/v1/completions", json=body(prompt=large), timeout=0.5)
+            await eventually(lambda: dispatcher.admission.num_reading == PROCESSES, timeout=1)
             assert await router.metric('pagewire_request_errors_total{status="499"}') == 1
-            assert router.service._threads._work_queue.qsize() <= 1  # cancelled, at most
-        finally:
-            busy.set()
-        assert all(holder.result() for holder in holders)
+        assert {response.status_code for response in await held()} == {400}
         assert worker.generated == []
 
     scenario_of(redis_url, scenario)
@@ -238,14 +249,16 @@ def test_leaving_in_line_for_the_tokenizer_takes_the_request_out(redis_url):
 def test_all_answers_of_a_request_enter_or_none(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         worker.hold.clear()
-        held = asyncio.create_task(router.complete(prompt="Hi", max_tokens=3))
-        await eventually(lambda: worker.active == 1)
-        assert (await router.complete(prompt="Hi", n=4)).status_code == 429
-        assert worker.active == 1
+        held = [asyncio.create_task(router.complete(prompt="Hi", n=2)) for _ in range(3)]
+        await eventually(lambda: worker.active == 6)
+        held.append(asyncio.create_task(router.complete(prompt="Hi")))
+        await eventually(lambda: worker.active == 7)
+        assert (await router.complete(prompt="Hi", n=2)).status_code == 429
+        assert worker.active == 7
         worker.hold.set()
-        assert (await held).status_code == 200
+        assert [(await task).status_code for task in held] == [200] * 4
 
-    scenario_of(redis_url, scenario, max_queue=4)
+    scenario_of(redis_url, scenario, max_queue=8)
 
 
 def test_a_silent_worker_fails_the_request_in_time(redis_url):

@@ -15,6 +15,7 @@ import pytest
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.body_processes import LONG, body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
@@ -180,3 +181,19 @@ def test_a_model_that_is_not_there_or_corrupt_is_one_line(redis_url, tmp_path: P
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
     assert "tokenizer.json" in refusal(redis_url, free_port(), "--model", str(tmp_path))
+
+
+def test_a_killed_router_leaves_no_process_that_reads_bodies(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port) as process:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+                await health(http, 503)
+                asked = {"model": "another", "prompt": LONG}
+                response = await http.post("/v1/completions", json=asked)
+                assert response.status_code == 404
+            (pid,) = body_processes(process.pid)
+            process.kill()
+            await eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+    run_async(scenario())

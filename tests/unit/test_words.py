@@ -59,6 +59,7 @@ DENIED = {
     r"patience": "timeout",
     r"pieces?": "KV segment; part, chunk",
     r"placer": "worker selector",
+    r"(?<!staging\s)(?<!device\s)(?<!KV\s)slots?(?!:)": "staging slot, device slot, KV slot",
     r"speculations?": "optimistic entry",
     r"turns? of (?:a|the) (?:engine|loop)": "iteration",
     r"vigils?": "busy-poll",
@@ -71,6 +72,7 @@ PATTERNS = {
 
 def findings(text: str, first_line: int = 1) -> Iterator[tuple[int, str]]:
     """Yield line and complaint of each denied phrase."""
+    text = re.sub(r"\n +", "\n", text)
     for pattern, say in PATTERNS.items():
         for match in pattern.finditer(text):
             line = first_line + text.count("\n", 0, match.start())
@@ -139,6 +141,8 @@ def test_what_is_allowed_exists() -> None:
         ("It is no block.", 1),
         ("The worker record is renewed again.", 0),
         ("Cards are behind the mailbox.", 3),
+        ("slots: the KV slots\n    of a staging\n    slot.", 0),
+        ("A slot, and two `slots`.", 2),
     ],
 )
 def test_phrases_are_found(text: str, number: int) -> None:

@@ -22,7 +22,13 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
 
-ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
+ROUTER_ONLY = (
+    "served_model_name",
+    "generation_config",
+    "special_tokens_in_messages",
+    "policy",
+    "max_queue",
+)
 BOTH = ("model", "log_level")
 ADDRESS = ("host", "port", "redis_url")
 NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
@@ -52,6 +58,7 @@ def up(
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
+    special_tokens_in_messages: options.SpecialTokensInMessages = None,
     host: options.Host = None,
     port: options.Port = None,
     device: options.Device = None,

@@ -65,7 +65,7 @@ class BodyMemory:
 
 
 @asynccontextmanager
-async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytes]:
+async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytearray]:
     """Yield a request's body; its memory counts until the block ends.
 
     Raises:
@@ -77,7 +77,7 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
     body = bytearray()
     try:
         await _receive(request, body, memory)
-        yield bytes(body)
+        yield body
     finally:
         memory.give_back(len(body))
 

@@ -35,6 +35,7 @@ class RouterMetrics:
         registry: of this router alone.
         migrations: requests that lost their worker and continue at another or at its next run.
         request_errors: answers with a status of 400 or more.
+        unknown_fields: of accepted requests.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -84,6 +85,12 @@ class RouterMetrics:
             "pagewire_request_errors",
             "HTTP requests that were answered with an error status",
             ["status"],
+            registry=self.registry,
+        )
+
+        self.unknown_fields = Counter(
+            "pagewire_request_unknown_fields",
+            "Fields of accepted requests that this API does not have, which were ignored",
             registry=self.registry,
         )
 

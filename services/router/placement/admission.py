@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 
+REQUEST_SHARE = 4  # one request takes at most this part of the queue
+
 
 class Place:
     """One sequence's place, held from its admission until its last token has arrived."""
@@ -39,6 +41,7 @@ class Admission:
 
     Attributes:
         max_queue: sequences in the system at once, and requests that are still read.
+        max_request: sequences of one request, a quarter of `max_queue`.
         num_reading: requests whose bodies are decoded and tokenized.
         num_waiting: sequences without a token so far.
         num_running: sequences whose tokens come.
@@ -46,6 +49,7 @@ class Admission:
 
     def __init__(self, max_queue: int) -> None:
         self.max_queue = max_queue
+        self.max_request = max(1, max_queue // REQUEST_SHARE)
         self.num_reading = self.num_waiting = self.num_running = 0
 
     @property
@@ -81,13 +85,13 @@ class Admission:
         """Let sequences enter, all or none.
 
         Raises:
-            InvalidRequestError: they are more than can ever be in the system.
+            InvalidRequestError: they are more than one request may have.
             OverloadedError: the queue is full.
         """
-        if count > self.max_queue:
+        if count > self.max_request:
             raise InvalidRequestError(
-                f"n: {count} answers in one request are more than the {self.max_queue} "
-                "that this server works on at once",
+                f"n: this request wants {count} answers, prompts times n; one request may have "
+                f"{self.max_request} here, a quarter of the queue: send several requests",
                 "n",
             )
         self.check_room(count)

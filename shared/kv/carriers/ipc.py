@@ -52,7 +52,7 @@ class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         receiver: its process.
         gpu: UUID.
         handle: of CUDA IPC.
-        stride: bytes from one slot to the next.
+        stride: bytes from one staging slot to the next.
     """
 
     receiver: Process
@@ -67,8 +67,8 @@ class IpcCarrier(Carrier):
 
     Args:
         staging: of this worker; a receiver's is from `device_memory.allocate`.
-        quarantine_s: how long the slots of a link that has ended stay unused, unless its sender's
-            process is seen to end.
+        quarantine_s: how long the staging slots of a link that has ended stay unused, unless its
+            sender's process is seen to end.
     """
 
     name: ClassVar[str] = "ipc"
@@ -148,29 +148,28 @@ class _IpcOutbound(Outbound):
         return msgspec.msgpack.encode(self._here)
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Copy a payload into the receiver's slot.
+        """Copy a payload into the receiver's staging slot.
 
         Raises:
-            TransferError: the receiver has no such slot, the link has ended, or CUDA refuses.
+            TransferError: there is no such staging slot, the link has ended, or CUDA refuses.
         """
         if self._address is None:
             raise TransferError("the link has ended")
         offer = self._offer
         if credit >= offer.num_slots or nbytes > offer.stride:
             raise TransferError(
-                f"{nbytes} bytes for slot {credit} of a receiver that has {offer.num_slots} of "
-                f"{offer.stride}"
+                f"{nbytes} bytes for staging slot {credit} of a receiver that has "
+                f"{offer.num_slots} of {offer.stride}"
             )
         address, source = self._address + credit * offer.stride, self._sources[slot]
-        now_s = time.monotonic()
-        if now_s > self._last_s + _IDLE_S:
+        if (now_s := time.monotonic()) > self._last_s + _IDLE_S:
             # While the step still computes what is to be packed; the payload replaces these bytes.
             queue_copy(address, source, min(nbytes, _WAKE_BYTES), self._stream)
         self._last_s = now_s
         if packed.end is not None:
             self._stream.wait_event(packed.end)
         queue_copy(address, source, nbytes, self._stream)
-        end = self._ends[slot]  # whoever packs the slot again has waited for it
+        end = self._ends[slot]  # the next packing into it has waited for this
         end.record(self._stream)
         self._last = PendingMove(end)
         return self._last

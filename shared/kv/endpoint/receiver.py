@@ -1,7 +1,7 @@
 """The decode worker's half of a KV endpoint: takes KV blocks in, checks them, lets sequences run.
 
     Expect in a plan --> on_reserved
-    Segment --> payload in a slot --> unpack and check --> Ack --> all there: the sequence runs on
+    Segment --> payload in staging --> unpack and check --> Ack --> all there: the sequence runs on
 
 Blocks are pinned while they are written, so that those of a request that has ended meanwhile can
 never be another's. Unpacking goes on alongside the steps: nothing reads a reserved block before its
@@ -64,7 +64,7 @@ class KvReceiver(KvHalf):
 
     Attributes:
         socket: that all links come over.
-        credits: whose slots are.
+        credits: whose staging slots are.
         expected: what is to come.
         jobs: called back about reserved sequences, and with messages of their jobs.
         on_link_tested: called with a link by which payloads come.
@@ -222,13 +222,14 @@ class KvReceiver(KvHalf):
         self.credits.fill(link.number, segment.credit, segment.use)
         if not 0 < segment.nbytes <= self.staging.slot_bytes or link.inbound is None:
             raise ProtocolError(
-                f"a segment of {segment.nbytes} bytes in a slot of {self.staging.slot_bytes}"
+                f"a segment of {segment.nbytes} bytes in a staging slot of "
+                f"{self.staging.slot_bytes}"
             )
         pending = link.inbound.receive(segment, body)
         self._receiving.append(_Receiving(link, segment, pending, self.clock()))
 
     def _unpack_received(self) -> None:
-        """Launch the unpacking of the payloads that are in their slots."""
+        """Launch the unpacking of the payloads that are in their staging slots."""
         for entry in list(self._receiving):
             if entry not in self._receiving:  # its link has just ended
                 continue
@@ -335,7 +336,7 @@ class KvReceiver(KvHalf):
             self.on_link_lost(link, reason)
 
     def _end_quarantine(self) -> None:
-        """Use slots again to which nothing can be written any more, and that nobody reads."""
+        """Use staging slots again to which nothing can be written, and that nobody reads."""
         read = {entry.segment.credit for entry in self._unpacking}
         for entry in list(self._quarantine):
             pending, slots = entry

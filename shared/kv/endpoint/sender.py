@@ -1,6 +1,6 @@
 """The prefill worker's half of a KV endpoint: packs the blocks of its jobs and sends them.
 
-    Export in a plan --> cut --> slot and credit --> pack, stage --> Segment, payload --> Ack
+    Export in a plan --> cut --> staging slot, credit --> pack, stage --> Segment, payload --> Ack
 
 A job owns its sequence's blocks until all are acknowledged, the job is cancelled, or its link ends.
 Packing is queued on the device after the plan that makes the blocks final, alongside later plans.
@@ -92,8 +92,8 @@ class KvSender(KvHalf):
             hello: of the receiver; its endpoint has a numeric address.
 
         Raises:
-            TransferError: no block fits the receiver's slots, or no carrier of both sides works
-                between them; says why each does not.
+            TransferError: no block fits the receiver's staging slots, or no carrier of both sides
+                works between them; says why each does not.
         """
         smallest = self.groups.packed_bytes(1)
         if hello.slot_bytes < smallest:
@@ -285,7 +285,7 @@ class KvSender(KvHalf):
             self._send(packing.popleft())
 
     def _send(self, packed: OutgoingSegment) -> None:
-        """Send a segment, or free its slot and credit if nobody wants it any more."""
+        """Send a segment, or free its staging slot and credit if nobody wants it any more."""
         link, segment = packed.link, packed.segment
         job = self._jobs.get(segment.job)
         is_open = link in self.links
