@@ -6,9 +6,10 @@ The router and the offline `LLM` share it, so that both give the same text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
+
+import msgspec
 
 from pagewire.shared.logprobs import Logprobs, join
 from pagewire.shared.text.detokenizer import make_detokenizer
@@ -18,8 +19,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 TextFinishReason = Literal["stop", "length"]
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """A part of an answer.
 
     Attributes:

@@ -50,36 +50,33 @@ class TableDetokenizer:
     """
 
     def __init__(self, table: list[bytes], context: Sequence[int]) -> None:
-        self._table, self._size = table, len(table)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(self._bytes(context))
-        self._first: bytes | None = self._decoder.getstate()[0] or None
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they finish, perhaps none."""
-        return self._add(self._bytes(token_ids), final=False)
+        self._table, self._bytes_of = table, table.__getitem__
+        self._rest = b""  # of a character that has begun
+        self._is_prompts = False
+        self.push(context)
+        self._is_prompts = bool(self._rest)  # it has shown its U+FFFD
 
     def flush(self) -> str:
         """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
-        return self._add(b"", final=True)
+        return self.push((), final=True)
 
     def finish(self, token_ids: Sequence[int]) -> str:
         """Add tokens and end the stream."""
-        return self._add(self._bytes(token_ids), final=True)
+        return self.push(token_ids, final=True)
 
-    def _bytes(self, token_ids: Sequence[int]) -> bytes:
-        return b"".join([self._table[i] for i in token_ids if i < self._size])
-
-    def _add(self, raw: bytes, final: bool) -> str:
-        text = self._decoder.decode(raw, final)
-        if self._first is not None:
-            self._first += raw
-            if text:
-                is_broken = text[0] == REPLACEMENT and not self._first.startswith(
-                    _REPLACEMENT_BYTES
-                )
-                self._first = None
-                return text[is_broken:]
+    def push(self, token_ids: Sequence[int], final: bool = False) -> str:
+        """Add tokens; returns the text that they finish, perhaps none; all text if `final`."""
+        try:
+            raw = self._rest + b"".join(map(self._bytes_of, token_ids))
+        except IndexError:  # the model has more tokens than the vocabulary
+            known = [self._table[i] for i in token_ids if i < len(self._table)]
+            raw = self._rest + b"".join(known)
+        text, read = codecs.utf_8_decode(raw, "replace", final)
+        self._rest = raw[read:]
+        if self._is_prompts and text:
+            self._is_prompts = False
+            if text[0] == REPLACEMENT and not raw.startswith(_REPLACEMENT_BYTES):
+                return text[1:]
         return text
 
 

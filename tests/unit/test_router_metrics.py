@@ -1,3 +1,5 @@
+import time
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,12 +34,11 @@ def test_ten_requests_of_ten_tokens():
     metrics = RouterMetrics("m")
     for _ in range(10):
         meter = metrics.meter(20)
-        meter.on_output(output(1, cached_tokens=16))
+        meter.on_output(output(1, cached_tokens=16), time.monotonic())
         for _ in range(8):
-            meter.on_output(output(1))
-        meter.on_output(
-            output(1, finish_reason="length", timings=Timings(queue_s=0.5, prefill_s=0.25))
-        )
+            meter.on_output(output(1), time.monotonic())
+        timings = Timings(queue_s=0.5, prefill_s=0.25)
+        meter.on_output(output(1, finish_reason="length", timings=timings), time.monotonic())
         meter.end("abort")  # too late to count
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 10
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
@@ -55,8 +56,8 @@ def test_ten_requests_of_ten_tokens():
 def test_several_tokens_at_once_are_several_gaps():
     metrics = RouterMetrics("m")
     meter = metrics.meter(1)
-    meter.on_output(output(3))
-    meter.on_output(output(4))
+    meter.on_output(output(3), time.monotonic())
+    meter.on_output(output(4), time.monotonic())
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 1
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 6
 
@@ -88,7 +89,7 @@ def test_plain_numbers_are_shown_as_prometheus_clients_are(values):
     for value in values:
         plain.observe(value)
         histogram.observe(value)
-        total.inc(value)
+        total.value += value
         counter.inc(value)
     assert page(ours) == page(theirs)
 

@@ -163,7 +163,7 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def on_output(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput, now: float) -> None:
         self.heard.append(output)
 
     def on_refused(self, refused: Refused) -> None:

@@ -16,6 +16,8 @@ from pagewire.shared.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
+OnOutput = Callable[[TokenOutput, float], None]
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
@@ -31,12 +33,10 @@ class Attempt:
         request_id: random and of this attempt alone, so that nothing late is taken for another's.
 
     Args:
-        on_output: gets each output when it arrives; what it raises ends the attempt.
+        on_output: gets each output and the time of its arrival; what it raises ends the attempt.
     """
 
-    def __init__(
-        self, link: DecodeLink, on_output: Callable[[TokenOutput], None], in_flight: InFlightLoad
-    ) -> None:
+    def __init__(self, link: DecodeLink, on_output: OnOutput, in_flight: InFlightLoad) -> None:
         self.link = link
         self.request_id = secrets.token_hex(16)
         self._on_output, self._in_flight = on_output, in_flight
@@ -75,17 +75,17 @@ class Attempt:
             await asyncio.wait({self._outcome}, timeout=left)
         return self._outcome.result()
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Take what a step gave."""
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Take what a step gave, at a time of the monotonic clock."""
         if self._outcome.done():
             return
-        self._last_heard = time.monotonic()
+        self._last_heard = now
         if output.finish_reason is not None:
             self._unload()
         elif self._prefill_load is not None and output.token_ids:
             self._unload(prefill_only=True)
         try:
-            self._on_output(output)
+            self._on_output(output, now)
         except Exception as exc:  # noqa: BLE001 - any: it is raised where the request is run
             # No other request whose tokens came in the same message fails with this one.
             self._end_with(exc)

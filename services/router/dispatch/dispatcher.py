@@ -114,9 +114,9 @@ class TokenStream:
         self._meter.end(reason)
         self._place.leave()
 
-    def _on_output(self, output: TokenOutput) -> None:
+    def _on_output(self, output: TokenOutput, now: float) -> None:
         """Pass on what has arrived, except what came before from a worker that was lost."""
-        self._meter.on_output(output)
+        self._meter.on_output(output, now)
         if output.prompt_logprobs is not None:
             news = output.prompt_logprobs.since(self._scored_until)
             self._scored_until = max(self._scored_until, news.end)

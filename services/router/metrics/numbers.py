@@ -19,7 +19,7 @@ class PlainCounter:
     """A counter.
 
     Attributes:
-        value: so far.
+        value: so far; add to it.
     """
 
     def __init__(
@@ -28,10 +28,6 @@ class PlainCounter:
         self.value = 0.0
         self._name, self._text, self._labels = name, text, labels
         registry.register(self)
-
-    def inc(self, amount: float = 1) -> None:
-        """Add to it."""
-        self.value += amount
 
     def collect(self) -> Iterator[Metric]:
         """Yield its family."""

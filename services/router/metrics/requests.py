@@ -116,10 +116,15 @@ class RequestMeter:
         self._last: float | None = None
         self._ended = False
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Count what a step gave."""
-        if output.token_ids:
-            self._count_tokens(len(output.token_ids), output.cached_tokens or 0)
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Count what a step gave, which has arrived at a time of the monotonic clock."""
+        if count := len(output.token_ids):
+            metrics, last, self._last = self._metrics, self._last, now
+            metrics.generation_tokens.value += count
+            if last is None:
+                self._count_first(output, now)
+            else:
+                metrics.inter_token_latency.observe((now - last) / count, count)
         if output.timings is not None:
             self._metrics.queue_time.observe(output.timings.queue_s)
             self._metrics.prefill_time.observe(output.timings.prefill_s)
@@ -136,17 +141,11 @@ class RequestMeter:
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)
 
-    def _count_tokens(self, count: int, cached_tokens: int) -> None:
-        now, metrics = time.monotonic(), self._metrics
-        metrics.generation_tokens.inc(count)
-        if self._last is None:
-            metrics.time_to_first_token.observe(now - self._start)
-            metrics.prompt_tokens.inc(self._num_prompt_tokens)
-            metrics.prefix_queries.inc(self._num_prompt_tokens)
-            metrics.prefix_hits.inc(cached_tokens)
-            gaps, gap = count - 1, 0.0
-        else:
-            gaps, gap = count, (now - self._last) / count
-        if gaps:
-            metrics.inter_token_latency.observe(gap, gaps)
-        self._last = now
+    def _count_first(self, output: TokenOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.time_to_first_token.observe(now - self._start)
+        metrics.prompt_tokens.value += self._num_prompt_tokens
+        metrics.prefix_queries.value += self._num_prompt_tokens
+        metrics.prefix_hits.value += output.cached_tokens or 0
+        if more := len(output.token_ids) - 1:
+            metrics.inter_token_latency.observe(0.0, more)

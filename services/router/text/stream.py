@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagewire.shared.control.protocol import TokenOutput
 from pagewire.shared.errors import RequestFailedError
-from pagewire.shared.text.answer_text import TextAssembler, TextDelta, TextFinishReason
+from pagewire.shared.text.answer_text import TextAssembler, TextDelta
 
 
 class AnswerStream:
@@ -36,14 +36,9 @@ class AnswerStream:
             return TextDelta("", prompt_logprobs=output.prompt_logprobs.tokens)
         if self.cached_tokens is None:  # what a migration finds cached is the answer itself
             self.cached_tokens = output.cached_tokens
-        finish_reason = _finish_reason(output)
+        reason = output.finish_reason
+        if reason == "error" or reason == "abort":
+            raise RequestFailedError(f"a worker ended the request: {output.error or reason}")
         if not self._generates:
             return TextDelta("", "length")
-        return self._assembler.push(output.token_ids, finish_reason, output.logprobs)
-
-
-def _finish_reason(output: TokenOutput) -> TextFinishReason | None:
-    reason = output.finish_reason
-    if reason is None or reason == "stop" or reason == "length":
-        return reason
-    raise RequestFailedError(f"a worker ended the request: {output.error or reason}")
+        return self._assembler.push(output.token_ids, reason, output.logprobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -29,8 +29,8 @@ MAX_JOIN_S = 0.02
 class RequestListener(Protocol):
     """Hears what becomes of one request on one link."""
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Take what a step gave."""
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Take what a step gave, at a time of the monotonic clock."""
 
     def on_refused(self, refused: Refused) -> None:
         """The worker did not take the request."""
@@ -88,7 +88,7 @@ class DecodeLink:
             asyncio.get_running_loop().call_soon(self._hand_on)
         for output in outputs:
             if output.prompt_logprobs is not None:
-                self._pass_on(output)  # by itself, and before any tokens
+                self._pass_on([output], now)  # by itself, and before any tokens
                 continue
             before = arrived.get(output.request_id)
             arrived[output.request_id] = output if before is None else joined(before, output)
@@ -97,12 +97,12 @@ class DecodeLink:
 
     def _hand_on(self) -> None:
         arrived, self._arrived = self._arrived, {}
-        for output in arrived.values():
-            self._pass_on(output)
+        self._pass_on(arrived.values(), time.monotonic())
 
-    def _pass_on(self, output: TokenOutput) -> None:
-        if (listener := self._listeners.get(output.request_id)) is not None:
-            listener.on_output(output)
+    def _pass_on(self, outputs: Iterable[TokenOutput], now: float) -> None:
+        for output in outputs:
+            if (listener := self._listeners.get(output.request_id)) is not None:
+                listener.on_output(output, now)
 
     def lose(self, reason: str) -> None:
         """Notify all requests that the worker is gone. Idempotent."""
