@@ -12,7 +12,6 @@ import pytest
 from pagewire.services.router.http import body_reader
 from pagewire.services.router.http.body_reader import (
     INLINE_BODY_BYTES,
-    LAST_BODY_BYTES,
     PROCESSES,
     THREAD_BODY_BYTES,
 )
@@ -70,9 +69,7 @@ def test_large_bodies_are_read_and_refused_as_small_ones_are(redis_url):
     with_worker(redis_url, scenario)
 
 
-@pytest.mark.parametrize(
-    "size", [INLINE_BODY_BYTES // 2, INLINE_BODY_BYTES * 2, LAST_BODY_BYTES // 2]
-)
+@pytest.mark.parametrize("size", [INLINE_BODY_BYTES // 2, INLINE_BODY_BYTES * 2, 1 << 20])
 def test_prompts_reach_the_worker_unchanged_wherever_they_are_read(redis_url, size):
     text = "word " * 400
 
@@ -137,11 +134,12 @@ def test_a_process_that_stands_still_fails_its_request_in_time(redis_url, monkey
     with_worker(redis_url, scenario)
 
 
-def test_a_process_ends_after_a_body_that_took_much_memory(redis_url):
+def test_a_process_ends_when_it_holds_much_memory(redis_url, monkeypatch):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        response = await router.complete(prompt="Hi", user="x" * LAST_BODY_BYTES)
-        assert response.status_code == 200
-        assert mine() == []
+        for most, processes in ((body_reader.MAX_PROCESS_BYTES, 1), (1 << 20, 0)):
+            monkeypatch.setattr(body_reader, "MAX_PROCESS_BYTES", most)
+            assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+            assert len(mine()) == processes
 
     with_worker(redis_url, scenario)
 

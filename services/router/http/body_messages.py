@@ -64,10 +64,12 @@ class Reply(msgspec.Struct, frozen=True):
 
     Attributes:
         result: the request without its prompts, or what is wrong with it.
+        memory_bytes: what the process holds now; 0 where that cannot be read.
         num_prompts: messages, each a `PromptInput`, that come after this one.
     """
 
     result: GenerationInput | Refusal
+    memory_bytes: int
     num_prompts: int = 0
 
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -48,12 +49,21 @@ def serve(connection: socket.socket) -> None:
         try:
             asked = READERS[job.kind](raw, model, job.max_model_len)
         except InvalidRequestError as exc:
-            send_message(connection, Reply(Refusal.of(exc)))
+            send_message(connection, Reply(Refusal.of(exc), _memory_bytes()))
             continue
         head = msgspec.structs.replace(asked, prompts=())
-        send_message(connection, Reply(head, len(asked.prompts)))
+        send_message(connection, Reply(head, _memory_bytes(), len(asked.prompts)))
         for prompt in asked.prompts:
             send_message(connection, prompt)
+
+
+def _memory_bytes() -> int:
+    """Return how much memory this process holds; 0 where the system does not say it."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ INLINE_BODY_BYTES = 8 << 10
 THREAD_BODY_BYTES = 64 << 10  # holds the interpreter for a few milliseconds at most
 THREADS = 2
 PROCESSES = 2
-LAST_BODY_BYTES = 1 << 20  # a process does not give back the memory that a larger one took
+MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
 TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
 END_TIMEOUT_S = 5.0
 
@@ -117,14 +117,14 @@ class _Processes:
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
             self._drop(process)
             raise RequestFailedError(f"the process that reads large bodies failed: {exc}") from exc
-        if len(raw) > LAST_BODY_BYTES:
+        if reply.memory_bytes > MAX_PROCESS_BYTES:
             self._drop(process)
         else:
             with self._lock:
                 self._idle.append(process)
-        if isinstance(reply, Refusal):
-            raise reply.error()
-        return msgspec.structs.replace(reply, prompts=prompts)
+        if isinstance(reply.result, Refusal):
+            raise reply.result.error()
+        return msgspec.structs.replace(reply.result, prompts=prompts)
 
     def close(self) -> None:
         """End all, also those that read: their threads then end as well."""
@@ -184,10 +184,8 @@ class _Process:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def read(
-        self, job: Job, raw: bytes | bytearray
-    ) -> tuple[GenerationInput | Refusal, tuple[PromptInput, ...]]:
-        """Return what the process answers: the request without prompts, and its prompts.
+    def read(self, job: Job, raw: bytes | bytearray) -> tuple[Reply, tuple[PromptInput, ...]]:
+        """Return what the process answers, and the request's prompts.
 
         Raises:
             ChannelError: the process has ended.
@@ -201,7 +199,7 @@ class _Process:
         self._connection.sendall(raw)
         reply = receive_message(self._connection, Reply)
         prompts = [receive_message(self._connection, PromptInput) for _ in range(reply.num_prompts)]
-        return reply.result, tuple(prompts)
+        return reply, tuple(prompts)
 
     def kill(self) -> None:
         """End the process; a thread that waits for its answer then closes the rest."""
