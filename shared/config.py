@@ -166,6 +166,11 @@ class ClusterSettings(Settings):
     heartbeat_s: Seconds = described(
         1.0, "Seconds between renewals of worker records, and between pings."
     )
+    drain_timeout_s: Seconds = described(
+        300.0,
+        "Seconds for running requests to finish after SIGTERM. Those that do not then end with an "
+        "error, or migrate from a decode worker to another.",
+    )
     log_level: LogLevel = described("info", "Level of the services' logs.")
 
     @field_validator("advertise_host")
@@ -291,9 +296,6 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         30.0,
         "Seconds without a segment or a first token of a prefill job, after which another worker "
         "gets it.",
-    )
-    drain_timeout_s: Seconds = described(
-        30.0, "Seconds for running requests to finish after SIGTERM."
     )
 
 

@@ -94,4 +94,8 @@ Host = Annotated[str | None, _network(ClusterSettings, "host")]
 Port = Annotated[int | None, _network(RouterSettings, "port")]
 Policy = Annotated[config.Policy | None, _network(RouterSettings, "policy")]
 MaxQueue = Annotated[int | None, _network(RouterSettings, "max_queue")]
+DrainTimeoutS = Annotated[float | None, _network(ClusterSettings, "drain_timeout_s")]
+OwnDrainTimeoutS = Annotated[
+    float | None, setting(ClusterSettings, "drain_timeout_s", NETWORK, unset="30")
+]
 LogLevel = Annotated[config.LogLevel | None, setting(ClusterSettings, "log_level")]

@@ -20,6 +20,7 @@ def router(
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
     redis_url: options.RedisUrl = None,
+    drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
 ) -> None:
     """Run the router: the OpenAI-compatible endpoint.

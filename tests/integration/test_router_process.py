@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -37,7 +38,11 @@ def router_process(redis_url: str, port: int, *options: str) -> Iterator[subproc
     arguments = ["--redis-url", redis_url, "--port", str(port), "--served-model-name", MODEL]
     process = subprocess.Popen(
         [*command, *arguments, *options],
-        env={"PATH": "/usr/bin:/bin", "PAGEWIRE_CLUSTER_SECRET": SECRET},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # where this checkout is run from
+            "PAGEWIRE_CLUSTER_SECRET": SECRET,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -130,6 +135,67 @@ def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
                     *_, last = [event async for event in events]
                 assert last["choices"][0]["finish_reason"] == "length"
                 assert len(worker.generated) == 1
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in time", "by a second signal"])
+def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, again):
+    """A stream has an event of it, a request without an answer a status, the log one line."""
+    options = ("--drain-timeout-s", "30" if again else "1")
+
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port, *options) as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 9999, step_s=0.01) as worker,
+            ):
+                await health(http, 200)
+                asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 1000}
+                waiting = asyncio.create_task(http.post("/v1/completions", json=asked))
+                async with http.stream(
+                    "POST", "/v1/completions", json={**asked, "stream": True}
+                ) as response:
+                    events = arriving_events(response)
+                    await anext(events)
+                    process.send_signal(signal.SIGTERM)
+                    if again:
+                        await asyncio.sleep(0.5)
+                        process.send_signal(signal.SIGTERM)
+                    *_, last = [event async for event in events]
+                assert last["error"]["code"] == "shutting_down"
+                answer = await waiting
+                assert (answer.status_code, answer.json()) == (503, last)
+                assert await asyncio.to_thread(process.wait, 10) == 0
+                await eventually(lambda: worker.active == 0)
+            assert process.stderr is not None
+            log = process.stderr.read()
+            assert "draining: 2 requests run" in log
+            assert "Traceback" not in log
+            [line] = [each for each in log.splitlines() if "WARNING" in each or "ERROR" in each]
+            assert line.endswith("2 requests are cut")
+
+    run_async(scenario())
+
+
+def test_a_request_whose_body_is_still_coming_is_cut_too(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port, "--drain-timeout-s", "0.5") as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET),
+            ):
+                await health(http, 200)
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"
+                writer.write(head.encode())
+                await asyncio.sleep(0.2)
+                process.send_signal(signal.SIGTERM)
+                assert b" 503 " in await reader.readline()
+                writer.close()
+                assert await asyncio.to_thread(process.wait, 10) == 0
 
     run_async(scenario())
 
