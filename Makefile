@@ -19,7 +19,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-gpu test-compose loadtest bench-gpu bench-gpu-2 lint fmt clean redis
+.PHONY: help setup up test test-gpu test-compose loadtest bench-router bench-gpu bench-gpu-2 lint fmt clean redis
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 
 loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
+
+bench-router: $(STAMP) redis ## Count what a router carries on this machine, next to nginx if installed (4 minutes)
+	@$(BIN)/python -P -m pagewire.loadtest.bench.router $(ARGS)
 
 bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, next to vLLM where it is installed
 	@$(BIN)/python -P -m pagewire.loadtest.bench.one_gpu $(ARGS)

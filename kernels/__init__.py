@@ -11,6 +11,11 @@ A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major po
 `[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
 A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are int32
 `[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range.
+
+`load_ops` chooses the backend. Each operation has a file here, in which its launcher chooses tiles,
+splits and the kernel: `paged_decode.py` splits the context, `paged_prefill.py` takes the kernel of
+`paged_prefill_hopper.py` where it applies, `linear.py` leaves to cuBLAS what it does better.
+`reference/` has the same in plain torch, `bench/` times both.
 """
 
 from __future__ import annotations

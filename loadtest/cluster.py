@@ -19,7 +19,7 @@ from typing import Any
 from pagewire.loadtest.sampler import blocks_of, parse_metrics
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0  # longer than `pagewire up` takes: 30 s for requests, 15 s to leave
 POLL_S = 0.1
 PROGRAM = "pagewire.services.cli.main"
 

@@ -1,4 +1,4 @@
-"""What the load generator and the services of a run's cluster use of the processor.
+"""Samples what the load generator and the services of a cluster use of the processor.
 
 The runner is the parent of both, so it finds them among its descendants.
 """

@@ -1,4 +1,4 @@
-"""A finished comparison: what was run, and what came of it."""
+"""A finished comparison: its runs, and at which rates the load generator was the bottleneck."""
 
 from __future__ import annotations
 

@@ -17,4 +17,5 @@
 "Small modules" in other introductions means these and the two files above them.
 
 Read first: `control/protocol.py`, `engine/__init__.py`, `kv/endpoint/__init__.py`.
+docs/decisions.md says which file decides what.
 """

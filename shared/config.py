@@ -59,6 +59,7 @@ HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 GenerationConfig = Literal["auto", "none"]
+SpecialTokens = Literal["text", "tokens"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -103,6 +104,13 @@ GENERATION_CONFIG: Any = described(
     "auto",
     "auto: supported sampling parameters and max_tokens that a request does not give are those of "
     "the model's generation_config.json; none turns that off.",
+)
+
+SPECIAL_TOKENS: Any = described(
+    "text",
+    "What special tokens are that a chat message spells out, such as </s>. text: plain text; "
+    "tokens: special tokens, as with Hugging Face's apply_chat_template, so that a message can end "
+    "itself and go on in another role.",
 )
 
 
@@ -157,6 +165,11 @@ class ClusterSettings(Settings):
     )
     heartbeat_s: Seconds = described(
         1.0, "Seconds between renewals of worker records, and between pings."
+    )
+    drain_timeout_s: Seconds = described(
+        300.0,
+        "Seconds for running requests to finish after SIGTERM. Those that do not then end with an "
+        "error, or migrate from a decode worker to another.",
     )
     log_level: LogLevel = described("info", "Level of the services' logs.")
 
@@ -238,6 +251,7 @@ class LLMSettings(EngineSettings):
     """The offline `LLM`."""
 
     generation_config: GenerationConfig = GENERATION_CONFIG
+    special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
 
 
 class WorkerSettings(ClusterSettings, EngineSettings):
@@ -283,9 +297,6 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         "Seconds without a segment or a first token of a prefill job, after which another worker "
         "gets it.",
     )
-    drain_timeout_s: Seconds = described(
-        30.0, "Seconds for running requests to finish after SIGTERM."
-    )
 
 
 class RouterSettings(ClusterSettings):
@@ -301,6 +312,7 @@ class RouterSettings(ClusterSettings):
         unset="the last part of the model's directory or hub id",
     )
     generation_config: GenerationConfig = GENERATION_CONFIG
+    special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
     port: Port = described(8000, "Port of the HTTP endpoint.")
     policy: Policy = described(
         "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."

@@ -11,6 +11,7 @@
     +-- RequestFailedError     a request died inside the system  (HTTP 500)
     +-- ProtocolError          a control message that does not decode or is not allowed
     |   +-- VersionMismatchError   the peer speaks another protocol version
+    |   +-- SealError              a worker record that no member of the cluster wrote
     +-- ChannelError           a control connection refuses, is full or is gone
     +-- RedisUnavailableError  Redis did not answer, or answered nonsense, at run time
     +-- TransferError          KV blocks did not cross
@@ -99,6 +100,10 @@ class ProtocolError(PagewireError):
 
 class VersionMismatchError(ProtocolError):
     """The peer speaks another version of the protocol."""
+
+
+class SealError(ProtocolError):
+    """A worker record does not bear the cluster's seal."""
 
 
 class ChannelError(PagewireError):

@@ -10,7 +10,6 @@ unchanged and stays with the engine's sequence. A further setting of a request i
 from __future__ import annotations
 
 import hashlib
-import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -18,12 +17,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.field_rules import check_fields
 from pagewire.shared.logprobs import MAX_TOP
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 16_384
-_INT64 = 2**63
+
+Temperature = Annotated[float, Meta(ge=0, le=100, description="a number between 0 and 100")]
+TopP = Annotated[float, Meta(gt=0, le=1, description="a number greater than 0 and at most 1")]
+_TOP_K = "0 (all tokens) or a positive integer below 2**31"
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")]
+MaxTokens = Annotated[int, Meta(ge=1, lt=2**31, description="an integer from 1 to 2**31 - 1")]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31, description="an integer from 0 to 2**31 - 1")]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP, description=f"an integer from 0 to {MAX_TOP}")]
+_StopTokenIds = Meta(
+    max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"
+)
+_StopString = Annotated[str, Meta(min_length=1)]
 
 
 class RequestSpec(
@@ -48,62 +58,23 @@ class RequestSpec(
             without the prefix cache.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    max_tokens: int = 16
-    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Meta(ge=0, lt=2**31, description=_TOP_K)] = 0
+    seed: Seed | None = None
+    max_tokens: MaxTokens = 16
+    stop_token_ids: Annotated[tuple[TokenId, ...], _StopTokenIds] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: NumTop | None = None
+    prompt_logprobs: NumTop | None = None
 
     def validate(self) -> None:
-        """Check types and ranges; a NaN fails every comparison and so is refused.
+        """Check types and ranges.
 
         Raises:
             InvalidRequestError: a field is out of range; names it.
         """
-        _check(
-            self,
-            (_is_real(self.temperature, 0, 100), "temperature", "a number between 0 and 100"),
-            (
-                _is_real(self.top_p, 0, 1) and self.top_p > 0,
-                "top_p",
-                "a number greater than 0 and at most 1",
-            ),
-            (
-                _is_int(self.top_k, 0, 2**31),
-                "top_k",
-                "0 (all tokens) or a positive integer below 2**31",
-            ),
-            (_is_int(self.max_tokens, 1, 2**31), "max_tokens", "an integer from 1 to 2**31 - 1"),
-            (
-                self.seed is None or _is_int(self.seed, -_INT64, _INT64),
-                "seed",
-                "a 64-bit integer",
-            ),
-            (
-                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-                "stop_token_ids",
-                f"at most {MAX_STOP_TOKEN_IDS} token ids",
-            ),
-            *(
-                (
-                    getattr(self, name) is None or _is_int(getattr(self, name), 0, MAX_TOP + 1),
-                    name,
-                    f"an integer from 0 to {MAX_TOP}",
-                )
-                for name in ("logprobs", "prompt_logprobs")
-            ),
-        )
-        for index, token in enumerate(self.stop_token_ids):
-            if not _is_int(token, 0, 2**31):
-                raise InvalidRequestError(
-                    f"stop_token_ids[{index}] must be an integer from 0 to 2**31 - 1, "
-                    f"not {reprlib.repr(token)}",
-                    "stop_token_ids",
-                )
+        check_fields(self)
 
     def for_choice(self, choice: int) -> RequestSpec:
         """Return the parameters of one of n answers: the first has the caller's own seed.
@@ -144,7 +115,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may say about the choice of tokens. None means unset.
 
     `SamplingParams` and the bodies of HTTP requests have these fields by these names.
-    `SamplingParams.resolve` refuses values of a wrong type or out of range.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -153,18 +123,17 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         seed: makes the tokens reproducible; the further answers of `n` have seeds derived from it.
         stop_token_ids: tokens that end an answer, in addition to the model's own.
         ignore_eos: generate on past the end of the sequence.
-        logprobs: report each token's log probability and those of this many most likely tokens.
-        prompt_logprobs: likewise of the prompt's tokens but the first.
+        prompt_logprobs: report the log probability of each of the prompt's tokens but the first,
+            and those of this many most likely tokens.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description=_TOP_K)] | None = None
+    seed: Seed | None = None
+    stop_token_ids: Annotated[Sequence[TokenId], _StopTokenIds] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: NumTop | None = None
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True):
@@ -172,13 +141,21 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
 
     Attributes:
         max_tokens: upper bound on generated tokens.
+        logprobs: report each token's log probability and those of this many most likely tokens.
         stop: strings that end an answer and are not part of its text.
         n: answers to each prompt, each sampled on its own.
     """
 
-    max_tokens: int | None = None
-    stop: str | Sequence[str] | None = None
-    n: int = 1
+    max_tokens: MaxTokens | None = None
+    logprobs: NumTop | None = None
+    stop: (
+        Annotated[
+            _StopString | Sequence[_StopString],
+            Meta(description="a string or a list of strings, none empty"),
+        ]
+        | None
+    ) = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description=f"between 1 and {MAX_CHOICES}")] = 1
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -195,15 +172,9 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         Raises:
             InvalidRequestError: a field has a wrong type or is out of range; names it.
         """
-        _check(
-            self,
-            (_is_list(self.stop_token_ids), "stop_token_ids", "a list of token ids"),
-            (_is_int(self.n, 1, MAX_CHOICES + 1), "n", f"between 1 and {MAX_CHOICES}"),
-            (isinstance(self.ignore_eos, bool), "ignore_eos", "a boolean"),
-            (_are_stop_strings(self.stop), "stop", "a string or a list of strings, none empty"),
-        )
+        check_fields(self)
         fields = asdict(defaults) | {"max_tokens": max_tokens}
-        for name in (*SamplingFields.__struct_fields__, "max_tokens"):
+        for name in (*SamplingFields.__struct_fields__, "max_tokens", "logprobs"):
             value = getattr(self, name)
             if value is not None:
                 fields[name] = value
@@ -213,29 +184,3 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         resolved = RequestSpec(**fields)
         resolved.validate()
         return resolved
-
-
-def _check(params: msgspec.Struct, *checks: tuple[bool, str, str]) -> None:
-    for ok, field, rule in checks:
-        if not ok:
-            value = reprlib.repr(getattr(params, field))
-            raise InvalidRequestError(f"{field} must be {rule}, not {value}", field)
-
-
-def _is_real(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_int(value: object, low: int, end: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
-
-
-def _is_list(value: object) -> bool:
-    return value is None or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
-
-
-def _are_stop_strings(value: object) -> bool:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, Sequence):
-        return stops is None
-    return all(isinstance(stop, str) and stop for stop in stops)

@@ -35,6 +35,7 @@ def decode(
     control_port: options.ControlPort = None,
     metrics_port: options.MetricsPort = None,
     redis_url: options.RedisUrl = None,
+    drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
 ) -> None:
     """Run a decode worker: it streams answers.

@@ -61,6 +61,9 @@ ServedModelName = Annotated[str | None, setting(RouterSettings, "served_model_na
 GenerationConfig = Annotated[
     config.GenerationConfig | None, setting(RouterSettings, "generation_config")
 ]
+SpecialTokensInMessages = Annotated[
+    config.SpecialTokens | None, setting(RouterSettings, "special_tokens_in_messages")
+]
 Device = Annotated[config.Device | None, _engine("device")]
 Dtype = Annotated[config.Dtype | None, _engine("dtype")]
 LoadFormat = Annotated[config.LoadFormat | None, _engine("load_format")]
@@ -91,4 +94,8 @@ Host = Annotated[str | None, _network(ClusterSettings, "host")]
 Port = Annotated[int | None, _network(RouterSettings, "port")]
 Policy = Annotated[config.Policy | None, _network(RouterSettings, "policy")]
 MaxQueue = Annotated[int | None, _network(RouterSettings, "max_queue")]
+DrainTimeoutS = Annotated[float | None, _network(ClusterSettings, "drain_timeout_s")]
+OwnDrainTimeoutS = Annotated[
+    float | None, setting(ClusterSettings, "drain_timeout_s", NETWORK, unset="30")
+]
 LogLevel = Annotated[config.LogLevel | None, setting(ClusterSettings, "log_level")]

@@ -34,6 +34,7 @@ def prefill(
     control_port: options.ControlPort = None,
     metrics_port: options.MetricsPort = None,
     redis_url: options.RedisUrl = None,
+    drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
 ) -> None:
     """Run a prefill worker: it computes prompts.

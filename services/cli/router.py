@@ -14,11 +14,13 @@ def router(
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
+    special_tokens_in_messages: options.SpecialTokensInMessages = None,
     host: options.Host = None,
     port: options.Port = None,
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
     redis_url: options.RedisUrl = None,
+    drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
 ) -> None:
     """Run the router: the OpenAI-compatible endpoint.

@@ -7,14 +7,16 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import prometheus_client
 import uvicorn
 import uvloop
 
 from pagewire.services.router.http.app import create_app
+from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.service import KEEP_ALIVE_S, RouterService
+from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.http.protocol import protocol_factory
@@ -23,7 +25,8 @@ from pagewire.shared.open_files import raise_open_file_limit
 
 logger = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 30
+DRAIN_REPORT_S = 5.0
+CUT_S = 5.0  # for the clients of requests that are cut to take the error
 BACKLOG = 2048
 
 
@@ -48,7 +51,9 @@ async def _serve(settings: RouterSettings) -> int:
         service = await RouterService.connect(settings)
         config = uvicorn.Config(
             create_app(service),
-            http=protocol_factory(service.connections, settings.trust_proxy_protocol),
+            http=protocol_factory(
+                DirectWritesProtocol, service.connections, settings.trust_proxy_protocol
+            ),
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -57,7 +62,6 @@ async def _serve(settings: RouterSettings) -> int:
             lifespan="on",
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
         )
         server = _Server(config, service)
         loop = asyncio.get_running_loop()
@@ -79,16 +83,43 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: RouterService) -> None:
         super().__init__(config)
         self._service = service
+        self._must_cut = asyncio.Event()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def stop(self) -> None:
-        """Stop accepting and let requests finish; a second call does not wait for them."""
-        self.force_exit = self.should_exit
+        """Stop accepting and let requests finish, within the drain time or until called again."""
+        if self.should_exit:
+            self._must_cut.set()
         self.should_exit = True
         self._service.is_draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the requests that run, then close the service."""
+        drain = start_task(self._drain(), "drain")
+        try:
+            await super().shutdown(sockets)
+        finally:
+            await end_task(drain)
+
+    async def _drain(self) -> None:
+        """Report what is waited for, and cut it when the time is over."""
+        loop, tasks = asyncio.get_running_loop(), self.server_state.tasks
+        deadline = loop.time() + self._service.settings.drain_timeout_s
+        while (left := deadline - loop.time()) > 0 and not self._must_cut.is_set():
+            if tasks:
+                logger.info("draining: %d requests run, %.0f s left", len(tasks), left)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, DRAIN_REPORT_S)):
+                    await self._must_cut.wait()
+        if tasks:
+            logger.warning("the drain time is over: %d requests are cut", len(tasks))
+        for task in list(tasks):  # `CutRequests` answers them
+            task.cancel()
+        await asyncio.sleep(CUT_S)
+        self.force_exit = True
 
 
 def _bind(host: str, port: int) -> socket.socket:

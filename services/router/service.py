@@ -6,8 +6,6 @@ import asyncio
 import math
 import random
 import secrets
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
@@ -15,9 +13,9 @@ import httpx
 from redis.asyncio import Redis
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
+from pagewire.services.router.http.body_reader import BodyReader
 from pagewire.services.router.http.health import describe_services
 from pagewire.services.router.http.http_io import BodyMemory
-from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.state import StateCollector
 from pagewire.services.router.metrics.workers import WorkerScraper, render
@@ -37,11 +35,7 @@ from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.open_files import connection_bound
 
-INLINE_BODY_BYTES = 8 << 10  # a larger body is read in a thread, while the streams go on
-INPUT_THREADS = 2
 KEEP_ALIVE_S = 75
-
-InputReader = Callable[[bytes, ServedModel, int], GenerationInput]
 
 
 class RouterService:
@@ -65,7 +59,7 @@ class RouterService:
             settings.heartbeat_s,
             settings.lease_s,
         )
-        workers = Registry(redis, tag, settings.lease_s)
+        workers = Registry(redis, secret, settings.lease_s)
         self.directory = WorkerDirectory(
             workers,
             settings.heartbeat_s / 2,
@@ -98,9 +92,9 @@ class RouterService:
         bound = connection_bound(settings.max_connections)
         self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
         registry.register(ConnectionCollector("pagewire_router", self.connections))
+        self.body_reader = BodyReader(settings, model)
         self._http = httpx.AsyncClient(trust_env=False)
         self._scraper = WorkerScraper(model.name, self._http, registry)
-        self._threads = ThreadPoolExecutor(INPUT_THREADS, thread_name_prefix="input")
         self._stack = AsyncExitStack()
 
     @classmethod
@@ -119,7 +113,7 @@ class RouterService:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._redis.aclose)
             stack.push_async_callback(self._http.aclose)
-            stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self.body_reader.close)
             stack.push_async_callback(self._index.close)
             stack.push_async_callback(self._links.close)
             stack.push_async_callback(self.directory.close)
@@ -164,25 +158,6 @@ class RouterService:
     def _check_serving(self) -> None:
         if self.is_draining:
             raise NoWorkerError("the router shuts down")
-
-    def read_now(self, reader: InputReader, raw: bytes) -> GenerationInput:
-        """Check and tokenize a small body.
-
-        Raises:
-            InvalidRequestError: the client's fault; names the field.
-        """
-        return reader(raw, self.model, self.max_model_len)
-
-    async def read_in_thread(self, reader: InputReader, raw: bytes) -> GenerationInput:
-        """Check and tokenize a body that takes long. Cancelling it in line ends it.
-
-        Raises:
-            InvalidRequestError: the client's fault; names the field.
-        """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, reader, raw, self.model, self.max_model_len
-        )
 
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`; the cluster is ready where its status is "ok"."""

@@ -1,9 +1,10 @@
 """Who works in the cluster: worker records with a lease, in Redis.
 
     pagewire:<tag>:workers        set of worker ids
-    pagewire:<tag>:worker:<id>    the record, msgpack, expires after the lease
+    pagewire:<tag>:worker:<id>    the record, msgpack with a seal, expires after the lease
 
-A record that is not renewed is gone; ids without a record are swept by whoever lists.
+A record that is not renewed is gone; ids without a record are swept by whoever lists. A record
+without the cluster's seal (`record_seal.py`) counts for nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pagewire.shared.aio import end_task, start_task
-from pagewire.shared.cluster.redis_client import redis_call
+from pagewire.shared.cluster.record_seal import RecordSeal
+from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
 from pagewire.shared.cluster.worker_record import (
+    MAX_RECORD_BYTES,
     LinkInfo,
     OtherVersion,
     WorkerLoad,
@@ -30,7 +33,7 @@ from pagewire.shared.cluster.worker_record import (
     decode_record,
 )
 from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION, Role
-from pagewire.shared.errors import ProtocolError, RedisUnavailableError
+from pagewire.shared.errors import ProtocolError, RedisUnavailableError, SealError
 
 __all__ = [
     "RecordPublisher",
@@ -52,20 +55,26 @@ class Registry:
 
     Args:
         redis: shared with others; not closed here.
-        tag: of the cluster, see `cluster_tag`.
+        cluster_secret: keeps the cluster's keys apart from others', and seals the records.
         lease_s: how long a record lives unless renewed.
         timeout_s: for each call.
 
     Attributes:
+        unsealed_records: reads of a record that no member of the cluster wrote.
         malformed_records: reads of an entry that is not a worker record.
         other_version_records: reads of a record whose worker speaks another protocol version.
     """
 
-    def __init__(self, redis: Redis, tag: str, lease_s: float, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self, redis: Redis, cluster_secret: str, lease_s: float, timeout_s: float = 1.0
+    ) -> None:
         self.lease_s = lease_s
+        self.unsealed_records = 0
         self.malformed_records = 0
         self.other_version_records = 0
         self._redis, self._timeout_s = redis, timeout_s
+        self._seal = RecordSeal(cluster_secret)
+        tag = cluster_tag(cluster_secret)
         self._ids_key = f"pagewire:{tag}:workers"
         self._record_prefix = f"pagewire:{tag}:worker:"
         self._encoder = msgspec.msgpack.Encoder()
@@ -108,16 +117,14 @@ class Registry:
         except RedisUnavailableError as exc:
             logger.warning("the earlier record of %s cannot be read: %s", worker_id, exc)
             return now
-        earlier = None if raw is None else _epoch_in(raw)
+        earlier = None if raw is None else self._epoch_in(worker_id, raw)
         return now if earlier is None or earlier == MAX_EPOCH else max(now, earlier + 1)
 
     async def _publish(self, record: WorkerRecord) -> None:
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.set(
-            self._record_prefix + record.worker_id,
-            self._encoder.encode(record),
-            px=max(1, int(self.lease_s * 1000)),
-        )
+        name = self._record_prefix + record.worker_id
+        sealed = self._seal.seal(name, self._encoder.encode(record))
+        pipeline.set(name, sealed, px=max(1, int(self.lease_s * 1000)))
         pipeline.sadd(self._ids_key, record.worker_id)
         _, added = await pipeline.execute(raise_on_error=False)
         if isinstance(added, ResponseError):
@@ -146,7 +153,15 @@ class Registry:
 
     def _decode(self, worker_id: str, raw: bytes) -> WorkerRecord | OtherVersion | None:
         try:
-            record = decode_record(raw, worker_id)
+            record = decode_record(self._open(worker_id, raw), worker_id)
+        except SealError as exc:
+            self.unsealed_records += 1
+            text = (
+                f"ignored the worker record of {worker_id[:64]!r}: {exc}; an earlier release of "
+                "Pagewire wrote it, or somebody who is not of the cluster"
+            )
+            self._warn_once(worker_id, "unsealed", text)
+            return None
         except ProtocolError as exc:
             self.malformed_records += 1
             text = f"ignored a malformed worker record of {worker_id[:64]!r}: {exc}"
@@ -161,18 +176,28 @@ class Registry:
             self._warn_once(worker_id, record.protocol, text)
         return record
 
+    def _open(self, worker_id: str, raw: bytes) -> bytes:
+        """Return the record in what Redis has for a worker.
+
+        Raises:
+            ProtocolError: it is too large.
+            SealError: no member of the cluster wrote it.
+        """
+        if len(raw) > MAX_RECORD_BYTES:
+            raise ProtocolError(f"{len(raw)} bytes are more than {MAX_RECORD_BYTES}")
+        return self._seal.open(self._record_prefix + worker_id, raw)
+
+    def _epoch_in(self, worker_id: str, raw: bytes) -> int | None:
+        """Return the epoch of a record of any version; None if it has none."""
+        try:
+            return decode_head(self._open(worker_id, raw)).known_epoch
+        except ProtocolError:
+            return None  # `list_workers` reports it
+
     def _warn_once(self, worker_id: str, problem: int | str, text: str) -> None:
         if (worker_id, problem) not in self._logged and len(self._logged) < _MAX_LOGGED_IDS:
             self._logged.add((worker_id, problem))
             logger.warning("%s", text)
-
-
-def _epoch_in(raw: bytes) -> int | None:
-    """Return the epoch of a record of any version; None if it has none."""
-    try:
-        return decode_head(raw).known_epoch
-    except ProtocolError:
-        return None  # `list_workers` reports it
 
 
 class RecordPublisher:

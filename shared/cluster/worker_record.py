@@ -14,8 +14,7 @@ from msgspec import Meta
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
 from pagewire.shared.errors import UNDECODABLE, ProtocolError
 
-MAX_RECORD_BYTES = 64 << 10
-MAX_RECORD_BYTES = 1 << 20  # of any version
+MAX_RECORD_BYTES = 1 << 20
 
 _Endpoint = Annotated[str, Meta(max_length=512)]
 _Name = Annotated[str, Meta(max_length=64)]
@@ -128,7 +127,7 @@ def decode_head(raw: bytes) -> RecordHead:
     Raises:
         ProtocolError: the bytes are not a worker record of any release.
     """
-    return _decode(raw, _head_decoder, MAX_RECORD_BYTES)
+    return _decode(raw, _head_decoder)
 
 
 def decode_record(raw: bytes, worker_id: str) -> WorkerRecord | OtherVersion:
@@ -147,12 +146,10 @@ def decode_record(raw: bytes, worker_id: str) -> WorkerRecord | OtherVersion:
             epoch=head.known_epoch,
             role=head.known_role,
         )
-    return _decode(raw, _record_decoder, MAX_RECORD_BYTES)
+    return _decode(raw, _record_decoder)
 
 
-def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[_T], max_bytes: int) -> _T:
-    if len(raw) > max_bytes:
-        raise ProtocolError(f"{len(raw)} bytes are more than {max_bytes}")
+def _decode(raw: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     try:
         return decoder.decode(raw)
     except UNDECODABLE as exc:

@@ -47,7 +47,7 @@ def make_client_id(name: str) -> str:
 
 
 class ControlClient:
-    """One connection to a server; made again after it is lost.
+    """One connection to a server; after its loss the owner makes a new client.
 
     Args:
         endpoint: of the server.

@@ -1,6 +1,6 @@
 """Builds an engine from settings.
 
-Chooses the device, loads weights, sizes the KV pool from free GPU memory, warms up.
+Chooses device and dtype (`auto`), loads weights, sizes the KV pool from free GPU memory, warms up.
 """
 
 from __future__ import annotations

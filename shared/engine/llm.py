@@ -22,7 +22,8 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.shared.text.detokenizer import make_detokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
 DEFAULT_TOKENS = 16  # of an answer to a prompt; in a chat, what fits
@@ -57,7 +58,9 @@ class LLM:
         self.engine = build_engine(self.settings)
         self.tokenizer: Tokenizer | None = None
         if (self.engine.model_path / "tokenizer.json").exists():
-            self.tokenizer = Tokenizer.from_dir(self.engine.model_path)
+            self.tokenizer = Tokenizer.from_dir(
+                self.engine.model_path, self.settings.special_tokens_in_messages
+            )
         self._defaults = load_sampling_defaults(
             self.engine.model_path, self.settings.generation_config
         )
@@ -112,8 +115,8 @@ class LLM:
         )
         prompts = []
         for conversation in messages if several else [messages]:
-            text = self.tokenizer.render_chat(read_conversation(conversation))
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            checked = read_conversation(conversation)
+            text, ids = self.tokenizer.render_chat(checked), self.tokenizer.encode_chat(checked)
             prompts.append(TokenizedPrompt(text, ids))
         return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
 
@@ -279,7 +282,7 @@ class _Answer:
         if self._assembler is not None:
             result.stop_reason = self._assembler.matched
         elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
-            text = IncrementalDetokenizer(self._tokenizer, self.output.prompt_token_ids)
+            text = make_detokenizer(self._tokenizer, self.output.prompt_token_ids)
             result.text = text.finish(result.token_ids)
         last = result.token_ids[-1:]
         if result.stop_reason is None and result.finish_reason == "stop" and last:

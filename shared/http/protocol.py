@@ -30,14 +30,17 @@ from pagewire.shared.http.refusals import (
 _NO_PROXY = ProxyHeader(0, None)
 
 
-def protocol_factory(connections: Connections, trust_proxy: bool = False) -> type[asyncio.Protocol]:
+def protocol_factory(
+    kind: type[BoundedHttpProtocol], connections: Connections, trust_proxy: bool = False
+) -> type[asyncio.Protocol]:
     """Return what `uvicorn.Config(http=...)` makes connections with.
 
     Args:
+        kind: of protocol.
         connections: those of the port.
         trust_proxy: a PROXY header in front of the first request names its client.
     """
-    factory = partial(BoundedHttpProtocol, connections=connections, trust_proxy=trust_proxy)
+    factory = partial(kind, connections=connections, trust_proxy=trust_proxy)
     return cast("type[asyncio.Protocol]", factory)  # uvicorn only calls it
 
 

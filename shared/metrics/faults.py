@@ -13,9 +13,14 @@ def ignored_records(name: str, registry: Registry) -> Metric:
     """Return a counter of the worker records that a registry's reader passed over."""
     return labelled(
         name,
-        "Reads of a worker record that is malformed or of another protocol version",
+        "Reads of a worker record that is malformed, of another protocol version, or without the "
+        "cluster's seal",
         "reason",
-        {"malformed": registry.malformed_records, "other_version": registry.other_version_records},
+        {
+            "malformed": registry.malformed_records,
+            "other_version": registry.other_version_records,
+            "unsealed": registry.unsealed_records,
+        },
     )
 
 

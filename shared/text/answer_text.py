@@ -6,19 +6,20 @@ The router and the offline `LLM` share it, so that both give the same text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
+import msgspec
+
 from pagewire.shared.logprobs import Logprobs, join
+from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.stop_strings import StopMatcher
-from pagewire.shared.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
 
 TextFinishReason = Literal["stop", "length"]
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """A part of an answer.
 
     Attributes:
@@ -58,8 +59,8 @@ class TextAssembler:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]
     ) -> None:
         self.num_tokens = 0
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
-        self._matcher = StopMatcher(stops)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_ids)
+        self._matcher, self._has_stops = StopMatcher(stops), bool(stops)
 
     @property
     def matched(self) -> str | None:
@@ -74,9 +75,15 @@ class TextAssembler:
     ) -> TextDelta:
         """Add tokens, with their log probabilities if wanted; the last ones have a `finish_reason`.
 
-        Tokens go one by one, so that the count stops with the one that completes a stop string,
-        in whatever groups they come.
+        Stop strings are sought token by token, so that the count stops with the one that completes
+        one, in whatever groups they come.
         """
+        if not self._has_stops:
+            self.num_tokens += len(token_ids)
+            text = self._detokenizer.push(token_ids)
+            if finish_reason is not None:
+                text += self._detokenizer.flush()
+            return TextDelta(text, finish_reason, tuple(token_ids), logprobs)
         texts = []
         for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1

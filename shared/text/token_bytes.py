@@ -38,7 +38,9 @@ class TokenBytes:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id for token_id, token in added.items() if token.special}
-        self._is_byte_level = _is_byte_level(backend.decoder)
+        decoders = _decoders(backend.decoder)
+        self._is_byte_level = "ByteLevel" in decoders
+        self._joins_bytes = decoders in (["ByteLevel"], ["ByteLevel", "Fuse"])
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is not part of an answer's text, such as one that ends it."""
@@ -57,6 +59,19 @@ class TokenBytes:
             return bytes([int(byte[1], 16)])
         return token.replace(_WORD_START, " ").encode()
 
+    def text_table(self) -> list[bytes] | None:
+        """Return by token id the bytes that joined are a text, with U+FFFD for invalid ones.
+
+        None if a token's text depends on its neighbours: any decoder but a byte-level one, or one
+        that gives a single token another text than its bytes.
+        """
+        if not self._joins_bytes:
+            return None
+        ids = range(1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
+        table = [b"" if self.is_special(token_id) else self.of(token_id) for token_id in ids]
+        texts = self._backend.decode_batch([[token_id] for token_id in ids])
+        return table if texts == [raw.decode(errors="replace") for raw in table] else None
+
     def text(self, token_id: int) -> str:
         """Return a token's text; U+FFFD for a part of a character."""
         return self.of(token_id).decode(errors="replace")
@@ -70,8 +85,9 @@ class TokenBytes:
             return "bytes:" + repr(raw)[2:-1]
 
 
-def _is_byte_level(decoder: Any) -> bool:
+def _decoders(decoder: Any) -> list[str]:
+    """Return the types of a decoder's steps."""
     if decoder is None:
-        return False
+        return []
     state = json.loads(decoder.__getstate__())
-    return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", [])])
+    return [step.get("type") for step in state.get("decoders", [state])]

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from pagewire.shared.config import SpecialTokens
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.text.chat_template import ChatTemplate
+from pagewire.shared.text.encoding import encode_text
+from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-CONTEXT_TOKENS = 8  # left context of a text: decides e.g. whether it begins with a space
-MAX_HELD_TOKENS = 64  # this many tokens without the end of a character: it is not UTF-8
 
 
 class Tokenizer:
@@ -39,20 +40,27 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         bos_token_id: int | None,
         eos_token_ids: frozenset[int],
+        special_tokens: SpecialTokens = "text",
     ) -> None:
         # Some files carry the settings of the training run; a prompt is never cut or padded here.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self._literals = Literals(backend) if special_tokens == "text" else None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(backend)
 
     @classmethod
-    def from_dir(cls, path: Path) -> Tokenizer:
+    def from_dir(cls, path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
         """Load the tokenizer of a Hugging Face model directory.
+
+        Args:
+            path: of the directory.
+            special_tokens: what those that messages spell out are, see
+                `RouterSettings.special_tokens_in_messages`.
 
         Raises:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
@@ -64,7 +72,12 @@ class Tokenizer:
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
         source = _chat_template_source(path, config)
         template = ChatTemplate(source, names) if source is not None else None
-        return cls(backend, template, bos, eos)
+        return cls(backend, template, bos, eos, special_tokens)
+
+    @cached_property
+    def text_table(self) -> list[bytes] | None:
+        """What each token adds to a text, see `TokenBytes.text_table`; 3 us a token to make."""
+        return self.token_bytes.text_table()
 
     @property
     def has_chat_template(self) -> bool:
@@ -73,15 +86,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
-        try:
-            # Unlike `encode`, this lets other threads run meanwhile: a long text takes seconds.
-            encodings = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        except TypeError as exc:  # JSON can carry one, and then the library sees no text.
-            raise InvalidRequestError("the text is not valid Unicode: a lone surrogate") from exc
-        ids: list[int] = encodings[0].ids
-        return ids
+        return encode_text(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""
@@ -105,78 +110,20 @@ class Tokenizer:
     def encode_chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation; the template alone places the special tokens."""
-        text = self.render_chat(messages, add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        """Token ids of a conversation; the template alone places the special tokens.
 
+        Raises:
+            InvalidRequestError: the model has no chat template, or the template refuses, or a
+                special token that a message spells out cannot be kept as text.
+        """
+        if self._literals is None or not self._literals.are_in(messages):
+            text = self.render_chat(messages, add_generation_prompt)
+            return self.encode(text, add_special_tokens=False)
 
-class IncrementalDetokenizer:
-    """Turns a stream of token ids into text, never cutting a character in two.
+        def render(conversation: list[dict[str, Any]]) -> str:
+            return self.render_chat(conversation, add_generation_prompt)
 
-    A character may span tokens. Text is held back while it ends in U+FFFD, which is what an
-    unfinished character decodes to, and given out with the token that finishes it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._held: list[int] = []
-        # A prompt may end inside a character, which the first generated tokens then finish.
-        prompt = tokenizer.decode(self._context)
-        for _ in range(min(3, len(self._context))):
-            if not tokenizer.decode(self._context).endswith(REPLACEMENT):
-                break
-            self._held.insert(0, self._context.pop())
-        self._context_chars = len(tokenizer.decode(self._context))
-        # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
-        rest = prompt[self._context_chars :]
-        self._prompt_text = rest.rstrip(REPLACEMENT)
-        self._prompt_rest = len(rest) - len(self._prompt_text)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they finish, perhaps none."""
-        return "".join([self._push_one(token_id) for token_id in token_ids])
-
-    def flush(self) -> str:
-        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
-        if not self._held:
-            return ""
-        return self._release(self._held, self._tokenizer.decode(self._context + self._held))
-
-    def finish(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and end the stream: all at once, which is quicker than one by one."""
-        self._held.extend(token_ids)
-        return self.flush()
-
-    def _push_one(self, token_id: int) -> str:
-        self._held.append(token_id)
-        text = self._tokenizer.decode(self._context + self._held)
-        if not text.endswith(REPLACEMENT):
-            return self._release(self._held, text)
-        if len(self._held) >= MAX_HELD_TOKENS:
-            head = self._held[: self._boundary()]
-            return self._release(head, self._tokenizer.decode(self._context + head))
-        return ""
-
-    def _release(self, head: list[int], text: str) -> str:
-        """Give out the held tokens `head`, given the text of the context and them."""
-        released = text[self._context_chars :].removeprefix(self._prompt_text)
-        unfinished = len(released) - len(released.lstrip(REPLACEMENT))
-        released = released[min(unfinished, self._prompt_rest) :]
-        self._prompt_text, self._prompt_rest = "", 0
-        self._held = self._held[len(head) :]
-        self._context = (self._context + head)[-CONTEXT_TOKENS:]
-        self._context_chars = len(self._tokenizer.decode(self._context))
-        return released
-
-    def _boundary(self) -> int:
-        """How many held tokens end where a character ends, or all, if that cannot be seen."""
-        whole = self._tokenizer.decode(self._held)
-        for count in range(len(self._held) - 1, len(self._held) - 5, -1):
-            head, tail = self._held[:count], self._held[count:]
-            if self._tokenizer.decode(head) + self._tokenizer.decode(tail) == whole:
-                return count
-        return len(self._held)
+        return self._literals.encode(messages, render)
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:

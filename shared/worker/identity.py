@@ -1,4 +1,4 @@
-"""The identity of a worker: its id, and the epoch that counts its starts."""
+"""The identity of a worker's run: its id and its epoch, which `Registry.new_epoch` chooses."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.http.connections import ConnectionCollector, Connections
-from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
 from pagewire.shared.metrics.load import load_families
 
 STOP_TIMEOUT_S = 5.0
@@ -114,7 +114,7 @@ class MetricsServer:
         )
         config = uvicorn.Config(
             app,
-            http=protocol_factory(self._connections),
+            http=protocol_factory(BoundedHttpProtocol, self._connections),
             log_config=None,
             access_log=False,
             proxy_headers=False,

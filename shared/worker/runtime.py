@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 ENGINE_SILENCE_S = 5.0
 ENGINE_STOP_S = 10.0
 DRAIN_POLL_S = 0.05
+DRAIN_REPORT_S = 5.0
 # The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
 # own interval the event loop's messages would wait for 5 ms at a time.
 SWITCH_INTERVAL_S = 0.0005
@@ -182,11 +183,11 @@ class WorkerRuntime:
         self._advertised = await advertised_host(
             settings.host, settings.advertise_host, settings.redis_url
         )
-        tag = cluster_tag(settings.cluster_secret.get_secret_value())
-        self._registry = Registry(redis, tag, settings.lease_s)
+        secret = settings.cluster_secret.get_secret_value()
+        self._registry = Registry(redis, secret, settings.lease_s)
         self.epoch = await self._registry.new_epoch(self.worker_id)
         index = IndexPublisher(
-            PrefixIndex(redis, tag), self.worker_id, self.epoch, self._cached_hashes
+            PrefixIndex(redis, cluster_tag(secret)), self.worker_id, self.epoch, self._cached_hashes
         )
         self.built = await asyncio.to_thread(self._build, index)
         self.engine = EngineThread(self.built.core, self._on_outputs)
@@ -332,14 +333,19 @@ class WorkerRuntime:
     async def _drain(self) -> None:
         """Let what runs end, within bounds; without an engine nothing does."""
         self._publisher.renew_now()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.drain_timeout_s):
-                while self._has_live_work():  # noqa: ASYNC110 - at exit
-                    await asyncio.sleep(DRAIN_POLL_S)
+        report_at = self._loop.time()
+        deadline = report_at + self.settings.drain_timeout_s
+        while (count := self._live_work()) and (now := self._loop.time()) < deadline:
+            if now >= report_at:
+                logger.info("draining: %d requests run, %.0f s left", count, deadline - now)
+                report_at = now + DRAIN_REPORT_S
+            await asyncio.sleep(DRAIN_POLL_S)
+        if count:
+            logger.warning("the drain time is over: %d requests go on elsewhere", count)
 
-    def _has_live_work(self) -> bool:
+    def _live_work(self) -> int:
         alive = self._engine_watch.poll(2 * ENGINE_SILENCE_S)
-        return alive and self._service is not None and self._service.num_active > 0
+        return self._service.num_active if alive and self._service is not None else 0
 
     async def _stop_engine(self) -> None:
         if not await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S):

@@ -24,7 +24,7 @@ from pagewire.tests.support.control import raw_peer
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import SECRET, live_router
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.worker_records import record
+from pagewire.tests.support.worker_records import record, sealed
 
 KEYS = ClusterKeys.derive(SECRET)
 OF_WORKER = {"worker": "decode-0", "role": "decode"}
@@ -38,7 +38,8 @@ def sample(name: str, **labels: str) -> Sample:
 CONTROL = [sample("control_faults", kind=k) for k in ("malformed", "other_version", "denied")]
 KV = [sample("kv_link_faults", kind=k) for k in ("malformed", "denied")]
 UNSEEN_KV = [sample("kv_link_faults", kind=k) for k in ("lost", "stray")]
-RECORDS = [sample("ignored_worker_records", reason=r) for r in ("malformed", "other_version")]
+IGNORED = ("malformed", "other_version", "unsealed")
+RECORDS = [sample("ignored_worker_records", reason=r) for r in IGNORED]
 REDIS = [sample("worker_record_failed_renewals"), sample("index_failed_flushes")]
 
 
@@ -85,13 +86,18 @@ async def decode_worker(redis: RedisServer) -> AsyncIterator[WorkerRuntime]:
 
 
 def leave_records(redis: RedisServer) -> None:
-    """Put two worker records into Redis that nobody can use."""
-    later = msgspec.to_builtins(record("later", protocol=PROTOCOL_VERSION + 1))
+    """Put three worker records into Redis that nobody can use."""
+    later = msgspec.msgpack.encode(record("later", protocol=PROTOCOL_VERSION + 1))
+    left = {
+        "later": sealed("later", later, SECRET),
+        "noise": sealed("noise", b"noise", SECRET),
+        "stranger": msgspec.msgpack.encode(record("stranger")),
+    }
     prefix = f"pagewire:{cluster_tag(SECRET)}:worker"
     with redis.client() as client:
-        client.set(f"{prefix}:later", msgspec.msgpack.encode(later))
-        client.set(f"{prefix}:noise", b"noise")
-        client.sadd(f"{prefix}s", "later", "noise")
+        for worker_id, stored in left.items():
+            client.set(f"{prefix}:{worker_id}", stored)
+            client.sadd(f"{prefix}s", worker_id)
 
 
 async def say(endpoint: str, *frames: bytes) -> None:
@@ -143,9 +149,7 @@ def test_a_workers_faults_are_on_its_page_and_on_the_routers(redis_server: Redis
 
 
 def test_a_routers_faults_are_on_its_page(redis_server: RedisServer) -> None:
-    records = [
-        sample("router_ignored_worker_records", reason=r) for r in ("malformed", "other_version")
-    ]
+    records = [sample("router_ignored_worker_records", reason=r) for r in IGNORED]
     lookups = sample("index_failed_lookups")
 
     async def scenario() -> None:
@@ -153,7 +157,7 @@ def test_a_routers_faults_are_on_its_page(redis_server: RedisServer) -> None:
         async with live_router(redis_server.url) as router, workers[0], workers[1]:
             await router.ready(2)
             shown = await page(router.http, router.url)
-            assert [shown.get(each) for each in (*records, lookups)] == [0, 0, 0]
+            assert [shown.get(each) for each in (*records, lookups)] == [0, 0, 0, 0]
             leave_records(redis_server)
             await wait_for(router.http, router.url, records)
             redis_server.freeze()

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.cluster.registry import (
     LinkInfo,
     OtherVersion,
@@ -19,7 +18,15 @@ from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
 from pagewire.shared.errors import RedisUnavailableError
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.worker_records import TAG, client_of, ids, record, registry_at
+from pagewire.tests.support.worker_records import (
+    TAG,
+    client_of,
+    ids,
+    put_bytes,
+    record,
+    registry_at,
+    sealed,
+)
 
 
 def test_records_are_listed_as_published_until_withdrawn(any_redis_url: str) -> None:
@@ -63,8 +70,8 @@ def test_a_record_that_is_not_renewed_is_gone_and_its_id_swept(any_redis_url: st
 def test_two_clusters_on_one_redis_never_mix(any_redis_url: str) -> None:
     async def scenario() -> None:
         async with client_of(any_redis_url) as client:
-            ours = Registry(client, cluster_tag("ours"), 5.0)
-            theirs = Registry(client, cluster_tag("theirs"), 5.0)
+            ours = Registry(client, "our secret", 5.0)
+            theirs = Registry(client, "their secret", 5.0)
             await ours.publish(record("a"))
             await theirs.publish(record("b"))
             assert ids(await ours.list_workers()) == ["a"]
@@ -95,8 +102,7 @@ def test_garbage_is_ignored_counted_and_logged_once(
         async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
             await registry.publish(record())
             for worker_id, value in garbage().items():
-                await client.set(f"pagewire:{TAG}:worker:{worker_id}", value)
-                await client.sadd(f"pagewire:{TAG}:workers", worker_id)
+                await put_bytes(client, worker_id, sealed(worker_id, value))
             await client.lpush(f"pagewire:{TAG}:worker:a-list", "x")
             await client.sadd(f"pagewire:{TAG}:workers", "a-list", b"\xff\xfe")
             for _ in range(3):
@@ -108,10 +114,53 @@ def test_garbage_is_ignored_counted_and_logged_once(
     assert caplog.text.count("malformed worker record") == len(garbage())
 
 
+def unsealed() -> dict[str, bytes]:
+    """What somebody who may write to Redis, but has not the secret, could put there."""
+    plain = msgspec.msgpack.encode(record("plain"))
+    changed = bytearray(sealed("changed", msgspec.msgpack.encode(record("changed"))))
+    changed[-1] ^= 1
+    return {
+        "plain": plain,  # as releases before the seal wrote it
+        "nothing": b"",
+        "short": sealed("short", b"")[:31],
+        "changed": bytes(changed),
+        "copied": sealed("decode-0", msgspec.msgpack.encode(record("decode-0"))),
+        "strange": sealed("strange", msgspec.msgpack.encode(record("strange")), "another secret"),
+        "later": msgspec.msgpack.encode(record("later", protocol=PROTOCOL_VERSION + 1)),
+    }
+
+
+def test_records_without_the_clusters_seal_are_ignored_counted_and_logged_once(
+    any_redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> tuple[int, int]:
+        async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
+            await registry.publish(record())
+            for worker_id, value in unsealed().items():
+                await put_bytes(client, worker_id, value)
+            for _ in range(3):
+                assert await registry.list_workers() == [record()]
+            return registry.unsealed_records, registry.malformed_records
+
+    with caplog.at_level(logging.WARNING):
+        assert run_async(scenario()) == (3 * len(unsealed()), 0)
+    assert caplog.text.count("does not bear the cluster's seal") == len(unsealed())
+
+
+def test_an_epoch_without_the_clusters_seal_counts_for_nothing(any_redis_url: str) -> None:
+    future = time.time_ns() + 10**18
+
+    async def scenario() -> None:
+        async with registry_at(any_redis_url) as registry, client_of(any_redis_url) as client:
+            await put_bytes(client, "w", msgspec.msgpack.encode(record("w", epoch=future)))
+            assert 0 < await registry.new_epoch("w") < future
+
+    run_async(scenario())
+
+
 async def put_raw(client: Redis, worker_id: str, record: dict[str, Any]) -> None:
     """Publish what another release might."""
-    await client.set(f"pagewire:{TAG}:worker:{worker_id}", msgspec.msgpack.encode(record))
-    await client.sadd(f"pagewire:{TAG}:workers", worker_id)
+    await put_bytes(client, worker_id, sealed(worker_id, msgspec.msgpack.encode(record)))
 
 
 def raw_record(worker_id: str, **changes: Any) -> dict[str, Any]:

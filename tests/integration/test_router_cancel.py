@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from pagewire.services.router.service import INPUT_THREADS
+from pagewire.services.router.http.body_reader import PROCESSES, THREAD_BODY_BYTES
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.body_processes import stopped_body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
@@ -231,21 +231,16 @@ def test_bodies_in_memory_are_bounded(redis_url):
     scenario_of(redis_url, scenario)
 
 
-def test_leaving_in_line_for_the_tokenizer_takes_the_request_out(redis_url):
+def test_leaving_in_line_for_a_process_takes_the_request_out(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        dispatcher, busy = router.service.dispatcher, threading.Event()
-        holders = [router.service._threads.submit(busy.wait, 20) for _ in range(INPUT_THREADS)]
-        try:
+        dispatcher = router.service.dispatcher
+        large = "Hi " * THREAD_BODY_BYTES
+        async with stopped_body_processes(router, PROCESSES) as held:
             with pytest.raises(httpx.ReadTimeout):
-                await router.http.post(
-                    "/v1/completions", json=body(prompt="Hi " * 4000), timeout=0.3
-                )
-            await eventually(lambda: dispatcher.admission.num_reading == 0, timeout=1)
+                await router.http.post("/v1/completions", json=body(prompt=large), timeout=0.5)
+            await eventually(lambda: dispatcher.admission.num_reading == PROCESSES, timeout=1)
             assert await router.metric('pagewire_request_errors_total{status="499"}') == 1
-            assert router.service._threads._work_queue.qsize() <= 1  # cancelled, at most
-        finally:
-            busy.set()
-        assert all(holder.result() for holder in holders)
+        assert {response.status_code for response in await held()} == {400}
         assert worker.generated == []
 
     scenario_of(redis_url, scenario)

@@ -5,9 +5,11 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from pagewire.services.cli.client.cluster_status import fetch_status
+from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.documents import ROOT
@@ -21,6 +23,7 @@ from pagewire.tests.support.live_router import (
     with_worker,
 )
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.worker_records import client_of, record
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +206,37 @@ def test_metrics_relay_the_workers_own(redis_url):
         text = (await router.http.get("/metrics")).text
         assert family not in text
         assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
+
+    with_worker(redis_url, scenario)
+
+
+def test_a_forged_worker_record_makes_the_router_fetch_nothing(redis_url):
+    """Somebody who may write to Redis has no worker, nor a page that the router would relay."""
+    asked: list[int] = []
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(1)
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        here = f"127.0.0.1:{port}"
+        ends = {"endpoint": f"tcp://{here}", "metrics_endpoint": f"http://{here}"}
+        async with server, client_of(redis_url) as redis:
+            for worker_id in ("decode-0", "decode-1"):  # one that there is, and another
+                forged = msgspec.msgpack.encode(record(worker_id, epoch=2**62, **ends))
+                prefix = f"pagewire:{cluster_tag(SECRET)}:worker"
+                await redis.set(f"{prefix}:{worker_id}", forged)
+                await redis.sadd(f"{prefix}s", worker_id)
+            name = 'pagewire_router_ignored_worker_records_total{reason="unsealed"}'
+            for _ in range(500):
+                if await router.metric(name):
+                    break
+                await asyncio.sleep(0.01)
+            assert {each.worker_id for each in router.service.directory.workers()} == {"decode-0"}
+            assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+        assert asked == []
 
     with_worker(redis_url, scenario)
 

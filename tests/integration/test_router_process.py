@@ -13,6 +13,7 @@ import pytest
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.body_processes import LONG, body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
@@ -104,6 +105,67 @@ def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
     run_async(scenario())
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["in time", "by a second signal"])
+def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, again):
+    """A stream has an event of it, a request without an answer a status, the log one line."""
+    options = ("--drain-timeout-s", "30" if again else "1")
+
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port, *options) as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 9999, step_s=0.01) as worker,
+            ):
+                await health(http, 200)
+                asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 1000}
+                waiting = asyncio.create_task(http.post("/v1/completions", json=asked))
+                async with http.stream(
+                    "POST", "/v1/completions", json={**asked, "stream": True}
+                ) as response:
+                    events = arriving_events(response)
+                    await anext(events)
+                    process.send_signal(signal.SIGTERM)
+                    if again:
+                        await asyncio.sleep(0.5)
+                        process.send_signal(signal.SIGTERM)
+                    *_, last = [event async for event in events]
+                assert last["error"]["code"] == "shutting_down"
+                answer = await waiting
+                assert (answer.status_code, answer.json()) == (503, last)
+                assert await asyncio.to_thread(process.wait, 10) == 0
+                await eventually(lambda: worker.active == 0)
+            assert process.stderr is not None
+            log = process.stderr.read()
+            assert "draining: 2 requests run" in log
+            assert "Traceback" not in log
+            [line] = [each for each in log.splitlines() if "WARNING" in each or "ERROR" in each]
+            assert line.endswith("2 requests are cut")
+
+    run_async(scenario())
+
+
+def test_a_request_whose_body_is_still_coming_is_cut_too(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port, "--drain-timeout-s", "0.5") as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET),
+            ):
+                await health(http, 200)
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"
+                writer.write(head.encode())
+                await asyncio.sleep(0.2)
+                process.send_signal(signal.SIGTERM)
+                assert b" 503 " in await reader.readline()
+                writer.close()
+                assert await asyncio.to_thread(process.wait, 10) == 0
+
+    run_async(scenario())
+
+
 def test_a_killed_router_leaves_its_workers_free(redis_url):
     async def scenario() -> None:
         port = free_port()
@@ -151,3 +213,19 @@ def test_a_model_that_is_not_there_or_corrupt_is_one_line(redis_url, tmp_path: P
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
     assert "tokenizer.json" in refusal(redis_url, free_port(), "--model", str(tmp_path))
+
+
+def test_a_killed_router_leaves_no_process_that_reads_bodies(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port) as process:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+                await health(http, 503)
+                asked = {"model": "another", "prompt": LONG}
+                response = await http.post("/v1/completions", json=asked)
+                assert response.status_code == 404
+            (pid,) = body_processes(process.pid)
+            process.kill()
+            await eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+    run_async(scenario())

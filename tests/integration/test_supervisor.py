@@ -278,6 +278,33 @@ def test_second_signal_kills_a_stubborn_worker_and_its_child(start: StartCluster
     wait_until(lambda: not is_alive(child), 5)
 
 
+def test_workers_stop_when_the_router_has_no_request_left(start: StartCluster) -> None:
+    cluster = start(orders={"router": "drain"})
+    cluster.wait_ready()
+    workers = [cluster.pid_of(name) for name in ("prefill-0", "decode-0")]
+    cluster.process.send_signal(signal.SIGINT)
+    cluster.wait_for("stopping: requests have 20 s to finish")
+    cluster.wait_for("router: 3 requests run, 20 s left")
+    time.sleep(0.5)
+    assert all(map(is_alive, workers))
+    (cluster.state / "router.go").touch()
+    assert cluster.process.wait(5) == 0
+    assert not any(map(is_alive, workers))
+    assert cluster.left_over() == []
+
+
+def test_a_second_signal_lets_the_router_notify_its_clients(start: StartCluster) -> None:
+    cluster = start(orders={"router": "drain"})
+    cluster.wait_ready()
+    cluster.process.send_signal(signal.SIGINT)
+    cluster.wait_for("router: 3 requests run")
+    began = time.monotonic()
+    assert cluster.stop() == 0
+    assert time.monotonic() - began < 5
+    assert (cluster.state / "router.cut").exists()
+    assert cluster.left_over() == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_redis_is_private_and_comes_back_on_its_socket(start: StartCluster) -> None:
     assert find_server() is not None, "the suite needs a real redis-server (make test installs it)"

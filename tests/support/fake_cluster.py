@@ -6,7 +6,8 @@
 
 Workers write their pid to `NAME.alive` in the state directory, the router to `router.pid`. They do
 what `NAME.orders` says when they start: "exit CODE", or, a worker, "late" (waits for `NAME.go`) or
-"stubborn" (ignores SIGTERM and has a child of its own).
+"stubborn" (ignores SIGTERM and has a child of its own). With "drain", the router waits after
+SIGTERM until there is `router.go`, or for a second one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+DRAIN_TIMEOUT_S = 20.0
 LINK = {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}
 
 
@@ -47,6 +49,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         machine=Machine(cores=2, gpus=()),
         secret="0" * 64,
         redis_url=redis_url,
+        drain_timeout_s=DRAIN_TIMEOUT_S,
         log_dir=logs,
         console=ServerConsole(),
         ready_file=ReadyFile(state / "ready.json"),
@@ -70,9 +73,24 @@ def router(state: Path, port: int) -> None:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-    _obey_exit(state, "router")
+    if _obey_exit(state, "router") == ["drain"]:
+        signal.signal(signal.SIGTERM, lambda *_: _drain(state))
     (state / "router.pid").write_text(str(os.getpid()))
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def _drain(state: Path) -> None:
+    """Wait as a router does whose streams go on; a second signal ends that with a line."""
+
+    def cut(*_: object) -> None:
+        (state / "router.cut").touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, cut)
+    print("INFO a.router: draining: 3 requests run, 20 s left", flush=True)
+    while not (state / "router.go").exists():
+        time.sleep(0.05)
+    os._exit(0)
 
 
 def worker(state: Path, name: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.cluster.registry import (
     LinkInfo,
     RecordPublisher,
@@ -121,7 +121,7 @@ class FakeDecodeWorker:
         self.record = msgspec.structs.replace(self.record, endpoint=endpoint)
         redis = await connect_redis(self._redis_url)
         self._stack.push_async_callback(redis.aclose)
-        registry = Registry(redis, cluster_tag(self._secret), LEASE_S)
+        registry = Registry(redis, self._secret, LEASE_S)
         publisher = RecordPublisher(registry, lambda: self.record, HEARTBEAT_S)
         await publisher.start()
         self._stack.push_async_callback(publisher.close)

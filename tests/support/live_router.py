@@ -11,6 +11,7 @@ import httpx
 import uvicorn
 
 from pagewire.services.router.http.app import create_app
+from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.http.protocol import protocol_factory
@@ -83,7 +84,9 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
         create_app(service),
-        http=protocol_factory(service.connections, chosen.trust_proxy_protocol),
+        http=protocol_factory(
+            DirectWritesProtocol, service.connections, chosen.trust_proxy_protocol
+        ),
         log_config=None,
         lifespan="on",
         ws="none",

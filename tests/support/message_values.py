@@ -28,8 +28,11 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             high = kind.le if kind.le is not None else 2**63 - 1
             high = kind.lt - 1 if kind.lt is not None else high
             return st.integers(low, high)
+        case msgspec.inspect.Metadata():
+            return values_of(kind.type)
         case msgspec.inspect.FloatType():
-            return st.floats(min_value=kind.ge, allow_nan=False)
+            low, above = (kind.ge, False) if kind.gt is None else (kind.gt, True)
+            return st.floats(low, kind.le, exclude_min=above, allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
         case msgspec.inspect.BytesType():

@@ -6,6 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import (
     Registry,
@@ -13,7 +14,8 @@ from pagewire.shared.cluster.registry import (
 )
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout
 
-TAG = cluster_tag("the cluster's secret")
+SECRET = "the cluster's secret"
+TAG = cluster_tag(SECRET)
 LAYOUT = BlockLayout(
     fingerprint="f",
     dtype="float32",
@@ -50,7 +52,18 @@ async def client_of(url: str, timeout: float = 2.0) -> AsyncIterator[Redis]:
 @asynccontextmanager
 async def registry_at(url: str, lease_s: float = 5.0) -> AsyncIterator[Registry]:
     async with client_of(url) as client:
-        yield Registry(client, TAG, lease_s, timeout_s=0.5)
+        yield Registry(client, SECRET, lease_s, timeout_s=0.5)
+
+
+async def put_bytes(client: Redis, worker_id: str, stored: bytes) -> None:
+    """Put something where a worker's record would be."""
+    await client.set(f"pagewire:{TAG}:worker:{worker_id}", stored)
+    await client.sadd(f"pagewire:{TAG}:workers", worker_id)
+
+
+def sealed(worker_id: str, record: bytes, secret: str = SECRET) -> bytes:
+    """Return a record as a member of a cluster stores it."""
+    return RecordSeal(secret).seal(f"pagewire:{cluster_tag(secret)}:worker:{worker_id}", record)
 
 
 def ids(records: Any) -> list[str]:

@@ -7,9 +7,11 @@ import json
 import os
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,11 +19,12 @@ import pytest
 from rich.console import Console
 
 from pagewire.services.cli.health import Health, Link, Service, fetch_health
-from pagewire.services.cli.up import processes, run_dir, tether
+from pagewire.services.cli.up import processes, redis_process, run_dir, tether
 from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.services.cli.up.ready_box import show_ready_box
 from pagewire.services.cli.up.supervisor import RestartPolicy, Supervisor, refusal_in
 from pagewire.shared.cluster.redis_client import without_password
+from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.aio import eventually, run_async
 
 HEALTHY = Health(
@@ -327,3 +330,14 @@ def test_private_dir_is_private_and_sweeps_after_the_dead(
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         assert len(list(tmp_path.iterdir())) == 2
     assert [left.name for left in tmp_path.iterdir()] == [f"{run_dir.PRIVATE_PREFIX}1-x"]
+
+
+def test_a_directory_whose_name_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    longest = tmp_path / ("x" * (107 - len(str(tmp_path)) - len("//redis.sock")))
+    with socket.socket(socket.AF_UNIX) as listener:
+        longest.mkdir()
+        listener.bind(str(longest / "redis.sock"))
+    for specs in (redis_process.embedded_spec, partial(redis_process.server_spec, "redis-server")):
+        assert specs(longest)[1] == f"unix://{longest}/redis.sock"
+        with pytest.raises(ConfigError, match="108 bytes, and the system takes 107; set TMPDIR"):
+            specs(Path(f"{longest}y"))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.services.cli.up.command import DRAIN_TIMEOUT_S
 from pagewire.services.router.dispatch.dispatcher import WORKER_WAIT_S
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
-from pagewire.services.router.main import DRAIN_TIMEOUT_S
+from pagewire.services.router.main import CUT_S
 from pagewire.tests.support.documents import DOCUMENTS, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,8 +50,25 @@ def test_restarts_last_as_long_as_the_readme_says() -> None:
     hard_stop = setting(r"hard-stop-after (\d+)s", HAPROXY)
     assert f"{drain} s to finish (`PAGEWIRE_DRAIN_TIMEOUT_S`)" in noticed["decode worker"]
     assert f"at most {WORKER_WAIT_S:g} s, then they are answered 503" in noticed["decode worker"]
-    assert f"more than another {DRAIN_TIMEOUT_S} s breaks off" in noticed["router"]
+    assert f"more than another {drain} s ends with an error" in noticed["router"]
     assert f"more than another {hard_stop} s breaks off" in noticed["gateway"]
+    assert f"requests have {DRAIN_TIMEOUT_S:g} s to finish (`--drain-timeout-s`)" in README.replace(
+        "\n", " "
+    )
+
+
+def test_who_waits_for_others_waits_longer() -> None:
+    """The gateway for the routers, docker for all, which takes them in the order of dependency."""
+    drain = int(setting(r"PAGEWIRE_DRAIN_TIMEOUT_S:-(\d+)", COMPOSE))
+    hard_stop = int(setting(r"hard-stop-after (\d+)s", HAPROXY))
+    grace = [int(each) for each in re.findall(r"stop_grace_period: (\d+)s", COMPOSE)]
+    assert len(grace) == 3  # gateway, router, workers
+    assert drain + CUT_S < hard_stop < min(grace)
+    assert f"connections\n# have {hard_stop} s to end" in COMPOSE
+    gateway = setting(r"\n  gateway:\n((?:    .*\n|\n)+)", COMPOSE)
+    assert "depends_on" not in gateway  # it would be waited for, and break streams off
+    router = setting(r"\n  router:\n((?:    .*\n|\n)+)", COMPOSE)
+    assert "      prefill: {" in router and "      decode: {" in router
 
 
 @pytest.mark.parametrize("row", table("what"), ids=lambda row: row[0])

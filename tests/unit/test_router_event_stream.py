@@ -17,6 +17,9 @@ class Answers:
     usage = Usage(1, 2, 0)
     closed = False
 
+    def push_to(self, push: object) -> None:
+        raise AssertionError("there is no transport to write to")
+
     def close(self) -> None:
         self.closed = True
 

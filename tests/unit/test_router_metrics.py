@@ -1,9 +1,14 @@
+import time
+
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.router.metrics.requests import RouterMetrics
+from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
+from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
 from pagewire.services.router.metrics.workers import (
     merge_families,
     render,
@@ -29,12 +34,11 @@ def test_ten_requests_of_ten_tokens():
     metrics = RouterMetrics("m")
     for _ in range(10):
         meter = metrics.meter(20)
-        meter.on_output(output(1, cached_tokens=16))
+        meter.on_output(output(1, cached_tokens=16), time.monotonic())
         for _ in range(8):
-            meter.on_output(output(1))
-        meter.on_output(
-            output(1, finish_reason="length", timings=Timings(queue_s=0.5, prefill_s=0.25))
-        )
+            meter.on_output(output(1), time.monotonic())
+        timings = Timings(queue_s=0.5, prefill_s=0.25)
+        meter.on_output(output(1, finish_reason="length", timings=timings), time.monotonic())
         meter.end("abort")  # too late to count
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 10
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
@@ -52,8 +56,8 @@ def test_ten_requests_of_ten_tokens():
 def test_several_tokens_at_once_are_several_gaps():
     metrics = RouterMetrics("m")
     meter = metrics.meter(1)
-    meter.on_output(output(3))
-    meter.on_output(output(4))
+    meter.on_output(output(3), time.monotonic())
+    meter.on_output(output(4), time.monotonic())
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 1
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 6
 
@@ -65,6 +69,29 @@ def test_a_sequence_ends_once():
     meter.end("stop")
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+
+
+def page(registry: CollectorRegistry) -> list[str]:
+    """What is shown, without prometheus_client's times of creation."""
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+@given(st.lists(st.sampled_from(FIRST_TOKEN_BUCKETS) | st.floats(0, 3000)))
+def test_plain_numbers_are_shown_as_prometheus_clients_are(values):
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = PlainHistogram("vllm:h", "A text", {"model_name": "m"}, FIRST_TOKEN_BUCKETS, ours)
+    total = PlainCounter("vllm:c", "Another", {"model_name": "m"}, ours)
+    histogram = Histogram(
+        "vllm:h", "A text", ["model_name"], registry=theirs, buckets=FIRST_TOKEN_BUCKETS
+    ).labels("m")
+    counter = Counter("vllm:c", "Another", ["model_name"], registry=theirs).labels("m")
+    for value in values:
+        plain.observe(value)
+        histogram.observe(value)
+        total.value += value
+        counter.inc(value)
+    assert page(ours) == page(theirs)
 
 
 def record(worker_id: str) -> WorkerRecord:

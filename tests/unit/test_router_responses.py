@@ -1,6 +1,9 @@
 import json
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
@@ -78,6 +81,29 @@ def test_an_echo_comes_once_and_first():
     deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]
     texts = [e["choices"][0]["text"] for d in deltas for e in events(form.stream_chunk(*d))]
     assert texts == ["Echo", " a", "b"]
+
+
+HOSTILE_NAME = 'a"text":""b"content":""\\'
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.text())), st.booleans())
+def test_an_event_of_text_alone_is_encoded_as_any_other(deltas, usage):
+    for form, key in (
+        (CompletionFormat(HOSTILE_NAME, ["Echo", ""], Extras(usage=usage)), "text"),
+        (ChatFormat(HOSTILE_NAME, 2, Extras(usage=usage)), "delta"),
+    ):
+        for index, text in deltas:
+            raw = form.stream_chunk(index, TextDelta(text))
+            for event in events(raw):
+                assert raw == b"data: " + msgspec.json.encode(event) + b"\n\n"
+                assert list(event)[:4] == ["id", "object", "created", "model"]
+                assert ("usage" in event) == usage
+                assert event["model"] == HOSTILE_NAME
+                choice = event["choices"][0]
+                assert list(choice) == ["index", key, "logprobs", "finish_reason"]
+                assert (choice["index"], choice["finish_reason"]) == (index, None)
+                shown = choice["text"] if key == "text" else choice["delta"]["content"]
+                assert shown.removeprefix("Echo") == text.removeprefix("Echo")
 
 
 def test_usage_is_null_until_the_last_chunk():

@@ -1,17 +1,15 @@
 import asyncio
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.router.dispatch.output_buffer import (
-    MAX_TAKEN_TOKENS,
-    OutputBuffer,
-    WorkerLost,
-)
+from pagewire.services.router.http.backlog import MAX_JOINED_TOKENS, Backlog
 from pagewire.services.router.text.stream import AnswerStream
-from pagewire.shared.control.protocol import Refused, TokenOutput
+from pagewire.services.router.workers.decode_links import DecodeLink
+from pagewire.shared.control.protocol import Refused, Timings, TokenBatch, TokenOutput
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.model.demo import demo_model_path
@@ -27,23 +25,6 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-class ScriptedSource:
-    """Gives outputs one after another, and remembers how it was closed."""
-
-    def __init__(self, *outputs: TokenOutput) -> None:
-        self._outputs = iter(outputs)
-        self.closed: list[str] = []
-
-    async def __anext__(self) -> TokenOutput:
-        try:
-            return next(self._outputs)
-        except StopIteration:
-            raise StopAsyncIteration from None
-
-    def close(self, reason: str = "abort") -> None:
-        self.closed.append(reason)
-
-
 def output(*token_ids: int, **fields: object) -> TokenOutput:
     return TokenOutput(request_id="r", token_ids=list(token_ids), **fields)
 
@@ -56,12 +37,18 @@ def columns(*token_ids: int) -> Logprobs:
     return Logprobs(2, numbers.tobytes(), logprobs.tobytes(), ranks.tobytes())
 
 
-def answer_of(source: ScriptedSource, *stops: str) -> AnswerStream:
-    return AnswerStream(source, TextAssembler(TOKENIZER, PROMPT, stops))
+def answer_with(*stops: str) -> AnswerStream:
+    return AnswerStream(TextAssembler(TOKENIZER, PROMPT, stops))
 
 
-async def deltas(answer: AnswerStream) -> list[TextDelta]:
-    return [delta async for delta in answer]
+def deltas(answer: AnswerStream, *outputs: TokenOutput) -> list[TextDelta]:
+    """What an answer makes of outputs, up to its end."""
+    found: list[TextDelta] = []
+    for each in outputs:
+        found.append(answer.push(each))
+        if found[-1].finish_reason is not None:
+            break
+    return found
 
 
 @pytest.mark.parametrize(
@@ -103,26 +90,23 @@ def test_the_grouping_of_tokens_changes_neither_text_nor_count(data):
     assert run(sizes) == run([1] * len(token_ids))
 
 
-def test_a_stop_string_across_tokens_ends_the_answer_and_the_request():
+def test_a_stop_string_across_tokens_ends_the_answer():
     token_ids = ids(" One two three four five six")
-    source = ScriptedSource(*[output(token_id) for token_id in token_ids])
-    answer = answer_of(source, "ee four")
-    found = run_async(deltas(answer))
+    answer = answer_with("ee four")
+    found = deltas(answer, *[output(token_id) for token_id in token_ids])
     assert "".join(delta.text for delta in found) == " One two thr"
     assert [delta.finish_reason for delta in found if delta.finish_reason] == ["stop"]
-    assert source.closed == ["stop"]
     assert answer.num_tokens < len(token_ids)
 
 
 def test_a_stop_string_at_the_very_end_wins_over_length():
-    source = ScriptedSource(output(*ids(" red. STOP"), finish_reason="length"))
-    found = run_async(deltas(answer_of(source, "STOP")))
+    found = deltas(answer_with("STOP"), output(*ids(" red. STOP"), finish_reason="length"))
     assert [(delta.text, delta.finish_reason) for delta in found] == [(" red. ", "stop")]
 
 
 def test_what_only_seemed_to_begin_a_stop_string_comes_in_the_end():
-    source = ScriptedSource(output(*ids(" red. STO")), output(finish_reason="stop"))
-    found = run_async(deltas(answer_of(source, "STOP")))
+    outputs = output(*ids(" red. STO")), output(finish_reason="stop")
+    found = deltas(answer_with("STOP"), *outputs)
     assert "".join(delta.text for delta in found) == " red. STO"
     assert found[-1].finish_reason == "stop"
 
@@ -130,121 +114,141 @@ def test_what_only_seemed_to_begin_a_stop_string_comes_in_the_end():
 def test_an_unfinished_character_at_the_end_is_shown_as_such():
     token_ids = ids("🌍")
     assert len(token_ids) > 1
-    source = ScriptedSource(output(*token_ids[:-1], finish_reason="length"))
-    assert "\N{REPLACEMENT CHARACTER}" in run_async(deltas(answer_of(source)))[0].text
+    (delta,) = deltas(answer_with(), output(*token_ids[:-1], finish_reason="length"))
+    assert "\N{REPLACEMENT CHARACTER}" in delta.text
 
 
 def test_cached_tokens_are_those_of_the_first_output():
-    source = ScriptedSource(
-        output(5, cached_tokens=32), output(6, cached_tokens=48, finish_reason="stop")
-    )
-    answer = answer_of(source)
-    run_async(deltas(answer))
+    answer = answer_with()
+    deltas(answer, output(5, cached_tokens=32), output(6, cached_tokens=48, finish_reason="stop"))
     assert answer.cached_tokens == 32
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
 def test_a_worker_that_gives_up_fails_the_answer(reason):
-    source = ScriptedSource(output(5), output(finish_reason=reason, error="/secret/path"))
     with pytest.raises(RequestFailedError):
-        run_async(deltas(answer_of(source)))
-
-
-def test_an_output_buffer_joins_what_a_slow_reader_has_not_taken():
-    async def scenario() -> None:
-        buffer = OutputBuffer()
-        buffer.put_output(output(1, cached_tokens=16))
-        buffer.put_output(output(2))
-        assert await buffer.take(1) == output(1, 2, cached_tokens=16)
-        buffer.put_output(output(3, finish_reason="length"))
-        assert await buffer.take(1) == output(3, cached_tokens=16, finish_reason="length")
-
-    run_async(scenario())
-
-
-def test_an_output_buffer_hands_out_a_long_backlog_in_parts():
-    async def scenario() -> None:
-        buffer = OutputBuffer()
-        tokens = list(range(MAX_TAKEN_TOKENS + 10))
-        for token in tokens:
-            buffer.put_output(output(token))
-        buffer.put_output(output(finish_reason="stop"))
-        first, second = await buffer.take(1), await buffer.take(1)
-        assert (first.token_ids, first.finish_reason) == (tokens[:MAX_TAKEN_TOKENS], None)
-        assert (second.token_ids, second.finish_reason) == (tokens[MAX_TAKEN_TOKENS:], "stop")
-
-    run_async(scenario())
-
-
-def test_an_output_buffer_keeps_log_probabilities_with_their_tokens():
-    async def scenario() -> None:
-        buffer = OutputBuffer()
-        part = PromptLogprobs(1, columns(8, 9))
-        buffer.put_output(output(prompt_logprobs=part))
-        tokens = list(range(MAX_TAKEN_TOKENS + 10))
-        for token in tokens:
-            buffer.put_output(output(token, logprobs=columns(token)))
-        buffer.put_output(output(finish_reason="stop"))
-        assert (await buffer.take(1)).prompt_logprobs == part
-        taken = [await buffer.take(1) for _ in range(2)]
-        for each in taken:
-            assert [token.id for token in each.logprobs] == each.token_ids
-        assert [token for each in taken for token in each.token_ids] == tokens
-
-    run_async(scenario())
+        deltas(answer_with(), output(5), output(finish_reason=reason, error="/secret/path"))
 
 
 def test_a_stop_string_cuts_the_log_probabilities_too():
     token_ids = ids(" One two three four five six")
-    source = ScriptedSource(output(*token_ids, logprobs=columns(*token_ids)))
-    (delta,) = run_async(deltas(answer_of(source, "ee four")))
+    outputs = output(*token_ids, logprobs=columns(*token_ids))
+    (delta,) = deltas(answer_with("ee four"), outputs)
     assert [token.id for token in delta.logprobs] == list(delta.token_ids)
     assert 0 < len(delta.token_ids) < len(token_ids)
 
 
 def test_log_probabilities_of_the_prompt_come_first_and_without_text():
     part = columns(5, 6)
-    source = ScriptedSource(
-        output(prompt_logprobs=PromptLogprobs(1, part)), output(7, finish_reason="length")
-    )
-    first, last = run_async(deltas(answer_of(source)))
+    outputs = output(prompt_logprobs=PromptLogprobs(1, part)), output(7, finish_reason="length")
+    first, last = deltas(answer_with(), *outputs)
     assert (first.text, first.finish_reason, first.prompt_logprobs) == ("", None, part)
     assert (last.finish_reason, last.prompt_logprobs) == ("length", None)
 
 
 def test_an_answer_that_is_not_wanted_ends_without_tokens():
-    source = ScriptedSource(output(7), output(8, finish_reason="stop"))
-    answer = AnswerStream(source, TextAssembler(TOKENIZER, PROMPT, []), generates=False)
-    (only,) = run_async(deltas(answer))
+    answer = AnswerStream(TextAssembler(TOKENIZER, PROMPT, []), generates=False)
+    (only,) = deltas(answer, output(7), output(8, finish_reason="stop"))
     assert (only.text, only.finish_reason, only.token_ids, answer.num_tokens) == (
         "",
         "length",
         (),
         0,
     )
-    assert source.closed == ["length"]
 
 
-def test_a_loss_comes_after_the_tokens_before_it_and_the_first_end_counts():
+class Listener:
+    """Remembers what comes for a request, and when it was told of the worker's loss."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        self.heard.append(output)
+
+    def on_refused(self, refused: Refused) -> None:
+        self.heard.append(refused)
+
+    def on_lost(self, reason: str) -> None:
+        self.heard.append(reason)
+
+
+class Client:
+    def close(self) -> None:
+        pass
+
+
+def link_with(listener: Listener) -> DecodeLink:
+    link = DecodeLink("decode-0", 1)
+    link.client = Client()
+    link.listen("r", listener)
+    return link
+
+
+def test_steps_that_came_together_are_handed_on_as_one():
     async def scenario() -> None:
-        buffer = OutputBuffer()
-        buffer.put_output(output(1))
-        buffer.put_end(WorkerLost("died"))
-        buffer.put_end(Refused(request_id="r", reason="draining", message="late"))
-        assert await buffer.take(1) == output(1)
-        assert await buffer.take(1) == WorkerLost("died")
-
-    run_async(scenario())
-
-
-def test_an_empty_output_buffer_times_out_and_wakes_its_reader():
-    async def scenario() -> None:
-        buffer = OutputBuffer()
-        with pytest.raises(TimeoutError):
-            await buffer.take(0.01)
-        reader = asyncio.create_task(buffer.take(5))
+        listener = Listener()
+        link = link_with(listener)
+        part = PromptLogprobs(1, columns(8, 9))
+        link.on_message(TokenBatch(outputs=[output(prompt_logprobs=part)]))
+        link.on_message(TokenBatch(outputs=[output(1, cached_tokens=16, logprobs=columns(1))]))
+        link.on_message(TokenBatch(outputs=[output(2, logprobs=columns(2))]))
+        timings = Timings(queue_s=1.0)
+        last = output(3, logprobs=columns(3), finish_reason="stop", timings=timings)
+        link.on_message(TokenBatch(outputs=[last]))
         await asyncio.sleep(0)
-        buffer.put_output(output(7))
-        assert (await reader).token_ids == [7]
+        prompt, tokens = listener.heard
+        assert prompt == output(prompt_logprobs=part)
+        assert tokens == output(
+            1,
+            2,
+            3,
+            cached_tokens=16,
+            logprobs=columns(1, 2, 3),
+            finish_reason="stop",
+            timings=timings,
+        )
 
     run_async(scenario())
+
+
+def test_tokens_do_not_wait_for_more_than_twenty_milliseconds(monkeypatch):
+    async def scenario() -> None:
+        clock = [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        listener = Listener()
+        link = link_with(listener)
+        for step in range(6):
+            clock[0] = 0.005 * step
+            link.on_message(TokenBatch(outputs=[output(step)]))
+        assert listener.heard == [output(0, 1, 2, 3, 4, 5)]
+
+    run_async(scenario())
+
+
+def test_tokens_that_came_before_a_loss_are_handed_on_before_it():
+    async def scenario() -> None:
+        listener = Listener()
+        link = link_with(listener)
+        link.on_message(TokenBatch(outputs=[output(1)]))
+        link.lose("died")
+        await asyncio.sleep(0)
+        assert listener.heard == [output(1), "died"]
+
+    run_async(scenario())
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200)), max_size=40))
+def test_a_backlog_has_all_tokens_in_order_and_in_parts_that_are_not_long(puts):
+    backlog, expected = Backlog(), {}
+    for number, (index, count) in enumerate(puts):
+        tokens = tuple(range(1000 * number, 1000 * number + count))
+        expected.setdefault(index, []).extend(tokens)
+        backlog.put(index, TextDelta(f"{number} ", None, tokens, columns(*tokens)))
+    found: dict[int, list[int]] = {}
+    while (item := backlog.take()) is not None:
+        index, delta = item
+        assert len(delta.token_ids) <= MAX_JOINED_TOKENS
+        assert [token.id for token in delta.logprobs] == list(delta.token_ids)
+        found.setdefault(index, []).extend(delta.token_ids)
+    assert found == expected

@@ -32,8 +32,8 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / ".env.example").read_text(encoding="utf-8")
 COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
-# docker-compose.yml's own: its network is internal, and it waits longer for workers to drain.
-OTHER_DEFAULTS = {"KV_NETWORK": "private", "DRAIN_TIMEOUT_S": "60"}
+# docker-compose.yml's own: its network is internal.
+OTHER_DEFAULTS = {"KV_NETWORK": "private"}
 
 
 def kind_of(name: str) -> type[WorkerSettings] | type[RouterSettings] | None:

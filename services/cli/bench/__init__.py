@@ -2,6 +2,7 @@
 
 Entry point: `bench` (command.py).
 Read first: `load.py` (what is asked and when: pure), `runner.py`, `stats.py` (pure arithmetic).
+The tokens of a reply and the gaps between them are counted in `services/cli/client`.
 
 May import: `services.cli.client`, modules of `services.cli`, `shared`.
 """

@@ -1,4 +1,4 @@
-"""What a bench measures: samples, percentiles, goodput. No clock and no sockets."""
+"""Sums over a bench's replies: samples, percentiles, goodput. No clock and no sockets."""
 
 from __future__ import annotations
 

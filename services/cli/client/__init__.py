@@ -1,7 +1,8 @@
 """Commands that ask a running endpoint: `chat`, `complete`, `status`, and their client.
 
 Entry point: `OpenAIClient` (openai_client.py).
-Read first: `openai_client.py`, `chat.py`, `cluster_status.py`.
+Read first: `openai_client.py` (asks, and counts a reply's tokens and gaps), `chat.py`,
+`cluster_status.py`.
 
 May import: modules of `services.cli`, `shared`.
 """

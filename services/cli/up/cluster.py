@@ -37,6 +37,7 @@ from pagewire.shared.cluster.redis_client import without_password
 
 OWN_REDIS_START_S = 15.0
 FOREIGN_REDIS_ANSWER_S = 3.0
+LEAVE_S = 15.0  # for a service to leave once its requests have ended or are cut
 STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -63,6 +64,7 @@ class ClusterContext:
     Attributes:
         secret: that all services share.
         redis_url: of a Redis to use; None starts one.
+        drain_timeout_s: for requests to finish at the end.
         echo: print the children's output, too.
         ready_file: shows other programs when the cluster is ready.
     """
@@ -71,6 +73,7 @@ class ClusterContext:
     machine: Machine
     secret: str
     redis_url: str | None
+    drain_timeout_s: float
     log_dir: Path
     console: Console
     echo: bool = False
@@ -98,7 +101,10 @@ async def run_cluster(context: ClusterContext) -> None:
     """
     with private_dir() as private:
         store = choose_store(context, private)
-        async with Supervisor(context.log_dir, context.say, echo=context.echo) as supervisor:
+        grace_s = context.drain_timeout_s + LEAVE_S
+        async with Supervisor(
+            context.log_dir, context.say, echo=context.echo, grace_s=grace_s
+        ) as supervisor:
             stop = asyncio.Event()
             with _stop_on_signals(stop, supervisor, context):
                 await _run_until(stop, supervisor, context, store)
@@ -224,7 +230,8 @@ def _stop_on_signals(
             supervisor.hurry()
         else:
             stop.set()
-            context.say("stopping (once more to kill)")
+            limit = f"{context.drain_timeout_s:g} s"
+            context.say(f"stopping: requests have {limit} to finish (once more to end them now)")
 
     loop = asyncio.get_running_loop()
     heard = [each for each in STOP_SIGNALS if not _is_under_nohup(each)]

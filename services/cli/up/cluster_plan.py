@@ -13,7 +13,6 @@ from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.config import EngineSettings, threads_are_chosen
 from pagewire.shared.errors import ConfigError
 
-DRAIN_TIMEOUT_S = 5.0
 MAX_GPU_SHARE = 0.98
 DECODE_ONLY = ("local_prefill_tokens",)
 ROUTER = "router"
@@ -96,7 +95,7 @@ def _plan_workers(
         if role == "prefill":
             for option in DECODE_ONLY:
                 settings.pop(option, None)
-        env = {"PAGEWIRE_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S), **shared_env}
+        env = dict(shared_env)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
             settings["gpu_memory_utilization"] = share

@@ -23,10 +23,17 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.open_files import raise_open_file_limit
 
-ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
+ROUTER_ONLY = (
+    "served_model_name",
+    "generation_config",
+    "special_tokens_in_messages",
+    "policy",
+    "max_queue",
+)
 BOTH = ("model", "log_level")
-ADDRESS = ("host", "port", "redis_url")
-NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
+DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
+OWN = ("host", "port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
+NOT_SETTINGS = ("prefill", "decode", *OWN, "log_dir", "ready_file", "verbose")
 
 Prefill = Annotated[
     int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
@@ -53,6 +60,7 @@ def up(
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
+    special_tokens_in_messages: options.SpecialTokensInMessages = None,
     host: options.Host = None,
     port: options.Port = None,
     device: options.Device = None,
@@ -74,6 +82,7 @@ def up(
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
     redis_url: options.OwnRedisUrl = None,
+    drain_timeout_s: options.OwnDrainTimeoutS = None,
     log_level: options.LogLevel = None,
     log_dir: LogDir = None,
     ready_file: ReadyFilePath = None,
@@ -100,9 +109,13 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     given = {name: value for name, value in params.items() if name not in NOT_SETTINGS}
     router_options = {name: given[name] for name in (*ROUTER_ONLY, *BOTH)}
     worker_options = {name: value for name, value in given.items() if name not in ROUTER_ONLY}
-    address = {name: params[name] for name in ADDRESS}
-    router = load_settings(RouterSettings, {**router_options, **address})
+    others = {name: params[name] for name in OWN}
+    router = load_settings(RouterSettings, {**router_options, **others})
     worker = load_settings(WorkerSettings, worker_options)
+    drain_timeout_s = DRAIN_TIMEOUT_S
+    if "drain_timeout_s" in router.model_fields_set:
+        drain_timeout_s = router.drain_timeout_s
+    router_options["drain_timeout_s"] = worker_options["drain_timeout_s"] = drain_timeout_s
     if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
         worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
@@ -123,6 +136,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         machine=inspect_machine(),
         secret=router.cluster_secret.get_secret_value(),
         redis_url=router.redis_url if "redis_url" in router.model_fields_set else None,
+        drain_timeout_s=drain_timeout_s,
         log_dir=make_log_dir(Path(params["log_dir"]) if params["log_dir"] else None),
         console=ServerConsole(),
         echo=params["verbose"],

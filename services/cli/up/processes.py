@@ -32,7 +32,7 @@ class ChildSpec:
         argv: program and arguments.
         env: variables on top of the supervisor's own.
         is_store: the others depend on it, so it starts first and stops last.
-        is_front: all requests come through it, so it is never left down for long.
+        is_front: all requests come through it, so it is never left down for long and stops first.
     """
 
     name: str
@@ -40,6 +40,11 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     is_store: bool = False
     is_front: bool = False
+
+    @property
+    def stop_phase(self) -> int:
+        """When it stops: what requests come through first, so that they end, the store last."""
+        return 0 if self.is_front else 2 if self.is_store else 1
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ from redis.exceptions import RedisError
 
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.cluster.redis_client import connect_redis
-from pagewire.shared.errors import RedisSetupError
+from pagewire.shared.errors import ConfigError, RedisSetupError
 
 SERVERS = ("redis-server", "valkey-server")
 SOCKET = "redis.sock"
+MAX_SOCKET_BYTES = 107
 MEMORY_LIMIT = "512mb"
 PROBE_S = 1.0
 POLL_S = 0.05
@@ -31,8 +33,11 @@ def server_spec(program: str, private_dir: Path) -> tuple[ChildSpec, str]:
 
     It listens on a Unix socket in `private_dir` (which only this user may enter), on no TCP port,
     and keeps nothing on disk: the index is soft state.
+
+    Raises:
+        ConfigError: the directory's name is too long.
     """
-    socket_path = private_dir / SOCKET
+    socket_path = _socket_in(private_dir)
     options = {
         "port": "0",
         "unixsocket": str(socket_path),
@@ -53,10 +58,23 @@ def embedded_spec(private_dir: Path) -> tuple[ChildSpec, str]:
     """Return how to run the stand-in for machines without a Redis server, and its URL.
 
     It, too, listens on a Unix socket in `private_dir` and on no TCP port.
+
+    Raises:
+        ConfigError: the directory's name is too long.
     """
-    socket_path = private_dir / SOCKET
+    socket_path = _socket_in(private_dir)
     argv = (sys.executable, "-P", "-m", "pagewire.services.cli.up.fake_redis", str(socket_path))
     return ChildSpec("redis", argv, is_store=True), f"unix://{socket_path}"
+
+
+def _socket_in(private_dir: Path) -> Path:
+    path = private_dir / SOCKET
+    if (length := len(os.fsencode(path))) > MAX_SOCKET_BYTES:
+        raise ConfigError(
+            f"Redis cannot open a socket as {path}: {length} bytes, and the system takes "
+            f"{MAX_SOCKET_BYTES}; set TMPDIR to a directory with a shorter name"
+        )
+    return path
 
 
 async def is_answering(url: str) -> bool:

@@ -21,6 +21,10 @@ from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, Out
 from pagewire.shared.errors import ConfigError, PagewireError
 
 EXIT_CONFIG = 2
+PHASES = 3
+DRAINING = "draining: "  # how a service's line begins that says what it waits for
+STARTING_GRACE_S = 10.0
+CUT_S = 3.0  # for a front that must not wait any more to notify its clients
 REPORTED_LINES = 10
 
 
@@ -107,6 +111,13 @@ class ChildStatus:
 class Supervisor:
     """Owns the children; leaving its context stops all of them.
 
+    Args:
+        log_dir: of the children's output.
+        say: prints a line for the user.
+        policy: when a dead child is started again.
+        echo: print the children's output, too.
+        grace_s: for a child that is ready to end by itself, longer than it takes for that.
+
     Attributes:
         failure: resolves to the error that makes it pointless to go on.
     """
@@ -125,7 +136,7 @@ class Supervisor:
         self._echo = echo
         self._grace_s = grace_s
         self._cluster_was_ready = False
-        self._stop = {False: asyncio.Event(), True: asyncio.Event()}  # by spec.is_store
+        self._stop = [asyncio.Event() for _ in range(PHASES)]  # by spec.stop_phase
         self._hurry = asyncio.Event()
         self._statuses: dict[str, ChildStatus] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -190,13 +201,13 @@ class Supervisor:
         self._hurry.set()
 
     async def stop(self) -> None:
-        """Stop all children, the store last; when it returns none is left."""
-        for is_store in (False, True):
-            self._stop[is_store].set()
+        """Stop all children, phase after phase; when it returns none is left."""
+        for phase, stop in enumerate(self._stop):
+            stop.set()
             keepers = [
                 keeper
                 for name, keeper in self._keepers.items()
-                if self._statuses[name].spec.is_store is is_store
+                if self._statuses[name].spec.stop_phase == phase
             ]
             await asyncio.gather(*keepers)
         for status in self._statuses.values():
@@ -207,11 +218,13 @@ class Supervisor:
             self._statuses[spec.name].saw_output()
             if self._echo:
                 self._say(f"{spec.name} | {line}")
+            elif DRAINING in line and self._stop[spec.stop_phase].is_set():
+                self._say(f"{spec.name}: {line.partition(DRAINING)[2]}")
 
         return OutputLog(self._log_dir / f"{spec.name}.log", on_line)
 
     async def _keep(self, status: ChildStatus) -> None:
-        stop = self._stop[status.spec.is_store]
+        stop = self._stop[status.spec.stop_phase]
         while not stop.is_set():
             status.log.clear_tail()
             status.enter(State.STARTING)
@@ -222,24 +235,31 @@ class Supervisor:
                 self._fail(ClusterStartError(f"cannot start {status.name}: {exc.strerror}"))
                 return
             status.pid = child.pid
-            ended = await self._wait_or_stop(child, stop)
+            ended = await self._wait_or_stop(status, child, stop)
             status.pid, status.dead_epoch = None, status.epoch
             if not stop.is_set() and not await self._restart_delay(status, ended, started, stop):
                 return
         status.enter(State.STOPPED)
 
-    async def _wait_or_stop(self, child: Child, stop: asyncio.Event) -> ExitStatus:
+    async def _wait_or_stop(
+        self, status: ChildStatus, child: Child, stop: asyncio.Event
+    ) -> ExitStatus:
         """Wait for the child's own end, or bring it about."""
         async with _task(stop.wait()) as stopping:
             await asyncio.wait({child.ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not child.ended.done():
             child.terminate()
+            # One that still loads has no requests, and may take minutes to notice the signal.
+            grace_s = self._grace_s if status.state is State.READY else STARTING_GRACE_S
             async with _task(self._hurry.wait()) as hurrying:
                 await asyncio.wait(
                     {child.ended, hurrying},
-                    timeout=self._grace_s,
+                    timeout=min(grace_s, self._grace_s),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
+            if status.spec.is_front and not child.ended.done():
+                child.terminate()  # the second time: its streams end with an error
+                await asyncio.wait({child.ended}, timeout=CUT_S)
             child.kill()
         return await child.ended
 

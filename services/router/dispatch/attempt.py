@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from pagewire.services.router.dispatch.output_buffer import OutputBuffer, WorkerLost
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
 from pagewire.services.router.workers.decode_links import DecodeLink
 from pagewire.shared.control.protocol import Cancel, Generate, Refused, TokenOutput
@@ -14,25 +16,33 @@ from pagewire.shared.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
+OnOutput = Callable[[TokenOutput, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The worker is gone, and the request with it."""
+
+    reason: str
+
 
 class Attempt:
     """What a request holds while one worker works on it.
 
     Attributes:
         request_id: random and of this attempt alone, so that nothing late is taken for another's.
-        buffer: where its events arrive.
 
     Args:
-        on_arrival: called with each output before it goes into the output buffer.
+        on_output: gets each output and the time of its arrival; what it raises ends the attempt.
     """
 
-    def __init__(
-        self, link: DecodeLink, on_arrival: Callable[[TokenOutput], None], in_flight: InFlightLoad
-    ) -> None:
+    def __init__(self, link: DecodeLink, on_output: OnOutput, in_flight: InFlightLoad) -> None:
         self.link = link
         self.request_id = secrets.token_hex(16)
-        self.buffer = OutputBuffer()
-        self._on_arrival, self._in_flight = on_arrival, in_flight
+        self._on_output, self._in_flight = on_output, in_flight
+        self._last_heard = time.monotonic()
+        self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
+        self._outcome = asyncio.get_running_loop().create_future()
         self._decode_load: Entry | None = None
         self._prefill_load: Entry | None = None
 
@@ -52,23 +62,45 @@ class Attempt:
         """Take part in another attempt, whose message has named this one and which has its load."""
         first.link.listen(self.request_id, self)
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Take what a step gave."""
-        self._on_arrival(output)
-        if output.token_ids or output.finish_reason is not None:
-            self._unload(prefill_only=output.finish_reason is None)
-        self.buffer.put_output(output)
+    async def outcome(self, timeout: float) -> Refused | WorkerLost | Exception | None:
+        """Wait until the attempt ends; None if the request has ended, too.
+
+        Raises:
+            TimeoutError: nothing has arrived for `timeout` seconds.
+        """
+        while not self._outcome.done():
+            left = self._last_heard + timeout - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            await asyncio.wait({self._outcome}, timeout=left)
+        return self._outcome.result()
+
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Take what a step gave, at a time of the monotonic clock."""
+        if self._outcome.done():
+            return
+        self._last_heard = now
+        if output.finish_reason is not None:
+            self._unload()
+        elif self._prefill_load is not None and output.token_ids:
+            self._unload(prefill_only=True)
+        try:
+            self._on_output(output, now)
+        except Exception as exc:  # noqa: BLE001 - any: it is raised where the request is run
+            # No other request whose tokens came in the same message fails with this one.
+            self._end_with(exc)
 
     def on_refused(self, refused: Refused) -> None:
         """The worker did not take the request."""
-        self.buffer.put_end(refused)
+        self._end_with(refused)
 
     def on_lost(self, reason: str) -> None:
         """The worker is gone."""
-        self.buffer.put_end(WorkerLost(reason))
+        self._end_with(WorkerLost(reason))
 
     def end(self, cancel: bool) -> None:
         """Stop listening, and make the worker stop if it has not."""
+        self._end_with(None)
         self.link.forget(self.request_id)
         self._unload()
         if cancel and not self.link.lost.is_set():
@@ -76,6 +108,10 @@ class Attempt:
                 self.link.post(Cancel(request_id=self.request_id))
             except ChannelError as exc:
                 logger.warning("a cancel did not reach %s: %s", self.link.worker_id, exc)
+
+    def _end_with(self, outcome: Refused | WorkerLost | Exception | None) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
 
     def _unload(self, prefill_only: bool = False) -> None:
         if self._prefill_load is not None:

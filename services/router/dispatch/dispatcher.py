@@ -16,12 +16,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pagewire.services.router.dispatch.attempt import Attempt
-from pagewire.services.router.dispatch.output_buffer import WorkerLost
+from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
@@ -49,7 +48,10 @@ RETRY_S = 0.1
 class TokenStream:
     """One sequence's tokens, whichever workers they come from.
 
-    Iterate until a finish reason, and `close` in any case.
+    Set `sink`, `run` it, and `close` it in any case.
+
+    Attributes:
+        sink: gets the tokens when they arrive, until a finish reason; what it raises ends `run`.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class TokenStream:
         prompt_ids: list[int],
         spec: RequestSpec,
     ) -> None:
+        self.sink: Callable[[TokenOutput], None]
         # With a seed any worker is able to go on with the same tokens.
         self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
         self._dispatcher, self._place = dispatcher, place
@@ -78,15 +81,12 @@ class TokenStream:
         self._has_started = asyncio.Event()
 
     def start_with(self, first: TokenStream) -> None:
-        """Leave it to another answer to the same prompt, read at the same time, to start this."""
+        """Leave it to another answer to the same prompt, run at the same time, to start this."""
         self._first = first
         first._others.append(self)
 
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> TokenOutput:
-        """Return the next tokens.
+    async def run(self) -> None:
+        """Have the request answered; returns when it has ended.
 
         Raises:
             InvalidRequestError: a worker finds the request impossible.
@@ -95,15 +95,14 @@ class TokenStream:
             RequestFailedError: it failed, or no token came in time.
         """
         try:
-            while not self._ended:
+            while self._attempt is not None or not self._ended:
                 if self._attempt is None:
                     await self._start()
-                elif (output := await self._advance(self._attempt)) is not None:
-                    return output
+                else:
+                    await self._follow(self._attempt)
         except PagewireError:
             self.close("error")
             raise
-        raise StopAsyncIteration
 
     def close(self, reason: FinishReason = "abort") -> None:
         """Stop, wherever it runs. Idempotent; after a finish reason there is nothing to do."""
@@ -115,53 +114,51 @@ class TokenStream:
         self._meter.end(reason)
         self._place.leave()
 
-    def _on_arrival(self, output: TokenOutput) -> None:
-        """Count tokens when they arrive, not when a client reads them."""
-        self._meter.on_output(output)
+    def _on_output(self, output: TokenOutput, now: float) -> None:
+        """Pass on what has arrived, except what came before from a worker that was lost."""
+        self._meter.on_output(output, now)
+        if output.prompt_logprobs is not None:
+            news = output.prompt_logprobs.since(self._scored_until)
+            self._scored_until = max(self._scored_until, news.end)
+            if news.tokens:
+                self.sink(msgspec.structs.replace(output, prompt_logprobs=news))
+            return
+        reason = output.finish_reason
         if output.token_ids:
             self._place.note_tokens()
-        if output.finish_reason is not None and output.finish_reason != "abort":
+        if reason == "abort" and self._attempt is not None:
+            self._attempt.on_lost("the worker aborted the request")
+            return
+        self._output_ids += output.token_ids
+        if reason is not None:
+            self._ended = True
             self._place.leave()
+        self.sink(output)
+        if reason is not None:
+            self._end_attempt()
 
     def _end_attempt(self, cancel: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.end(cancel)
 
-    async def _advance(self, attempt: Attempt) -> TokenOutput | None:
-        """Return the next tokens, or None if the attempt has ended and another is due."""
-        event = await self._next_event(attempt)
-        if isinstance(event, TokenOutput):
-            return self._take(event)
-        self._end_attempt()
-        if isinstance(event, Refused):
-            self._on_refused(attempt.link.worker_id, event)
-            return None
-        return self._on_worker_lost(event)
-
-    async def _next_event(self, attempt: Attempt) -> TokenOutput | Refused | WorkerLost:
+    async def _follow(self, attempt: Attempt) -> None:
+        """Wait for an attempt's end, and prepare another if one is due."""
         timeout = self._dispatcher.request_timeout_s
         try:
-            event = await attempt.buffer.take(timeout)
+            outcome = await attempt.outcome(timeout)
         except TimeoutError as exc:
             raise RequestFailedError(
                 f"no token from {attempt.link.worker_id} within {timeout:g} s"
             ) from exc
-        if isinstance(event, TokenOutput) and event.finish_reason == "abort":
-            return WorkerLost("the worker aborted the request")
-        return event
-
-    def _take(self, output: TokenOutput) -> TokenOutput | None:
-        """Note what has come; None if it came before, from a worker that was lost."""
-        if output.prompt_logprobs is not None:
-            news = output.prompt_logprobs.since(self._scored_until)
-            self._scored_until = max(self._scored_until, news.end)
-            return msgspec.structs.replace(output, prompt_logprobs=news) if news.tokens else None
-        self._output_ids += output.token_ids
-        if output.finish_reason is not None:
-            self._ended = True
-            self._end_attempt()
-        return output
+        self._end_attempt()
+        match outcome:
+            case Refused():
+                self._on_refused(attempt.link.worker_id, outcome)
+            case WorkerLost():
+                self._on_worker_lost(outcome)
+            case Exception():
+                raise outcome
 
     def _on_refused(self, worker_id: str, refused: Refused) -> None:
         if refused.reason == "invalid":
@@ -170,7 +167,7 @@ class TokenStream:
         self._refused_by.add(worker_id)
         self._overloaded = self._overloaded or refused.reason == "overloaded"
 
-    def _on_worker_lost(self, lost: WorkerLost) -> TokenOutput | None:
+    def _on_worker_lost(self, lost: WorkerLost) -> None:
         """Prepare a migration, unless the answer is complete as it is."""
         self._migrations += 1
         self._wait_until = None
@@ -181,17 +178,17 @@ class TokenStream:
         )
         if len(self._output_ids) >= self._spec.max_tokens:
             self.close("length")
-            return TokenOutput(request_id="-", finish_reason="length")
+            self.sink(TokenOutput(request_id="-", finish_reason="length"))
+            return
         if self._migrations > MAX_MIGRATIONS:
             raise RequestFailedError(f"the request lost its worker {self._migrations} times")
         self._dispatcher.metrics.migrations.inc()
-        return None
 
     async def _start(self) -> None:
         """Have the request sent to a worker, by this stream or by the first for its prompt."""
         first, self._first = self._first, None
         if first is not None:
-            await first._has_started.wait()  # which is started or closed by whoever reads this one
+            await first._has_started.wait()  # which is started or closed by whoever runs this one
         if self._attempt is None:
             try:
                 await self._send()
@@ -260,9 +257,9 @@ class TokenStream:
             ChannelError: the worker cannot be reached.
         """
         in_flight = self._dispatcher.in_flight
-        attempt = Attempt(link, self._on_arrival, in_flight)
+        attempt = Attempt(link, self._on_output, in_flight)
         others = [other for other in self._others if not other._ended]
-        forks = [Attempt(link, other._on_arrival, in_flight) for other in others]
+        forks = [Attempt(link, other._on_output, in_flight) for other in others]
         attempt.start(
             Generate(
                 request_id=attempt.request_id,
@@ -315,7 +312,7 @@ class Dispatcher:
         self.request_timeout_s = request_timeout_s
 
     def open(self, requests: Iterable[tuple[list[int], RequestSpec, int]]) -> list[TokenStream]:
-        """Let sequences enter, all or none. The caller reads all at once, and closes each.
+        """Let sequences enter, all or none. The caller runs all at once, and closes each.
 
         Args:
             requests: a prompt, its parameters, and how many answers it is to have, at most

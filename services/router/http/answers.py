@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
+from pagewire.services.router.http.backlog import Backlog
 from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.shared.aio import end_task
+from pagewire.shared.control.protocol import TokenOutput
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta, join_deltas
 from pagewire.shared.text.tokenizer import Tokenizer
+
+# Takes a delta the moment it arrives; returns whether it did.
+Push = Callable[[int, TextDelta], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,9 @@ class Usage:
 class AnswerSet:
     """The answers to one request, in the order of prompts and then of choices. Must be closed.
 
+    Each delta goes to the reader's `Push`, within the call that took it from the worker. What that
+    does not take, or what arrives while the reader is busy, waits for `deltas`.
+
     Raises:
         OverloadedError: from the constructor, the queue is full.
     """
@@ -34,17 +43,20 @@ class AnswerSet:
         self, dispatcher: Dispatcher, tokenizer: Tokenizer, asked: GenerationInput
     ) -> None:
         self._asked = asked
-        sources = dispatcher.open((p.token_ids, p.spec, asked.n) for p in asked.prompts)
-        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        self._sources = dispatcher.open((p.token_ids, p.spec, asked.n) for p in asked.prompts)
         self._answers = [
-            AnswerStream(
-                source, TextAssembler(tokenizer, prompt.token_ids, asked.stops), asked.generates
-            )
-            for source, prompt in zip(sources, prompts, strict=True)
+            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.stops), asked.generates)
+            for prompt in asked.prompts
+            for _ in range(asked.n)
         ]
-
-    def __len__(self) -> int:
-        return len(self._answers)
+        for index, source in enumerate(self._sources):
+            source.sink = partial(self._on_output, index)
+        self._push: Push | None = None
+        self._is_idle = False  # the reader waits, and has taken all there was
+        self._backlog = Backlog()
+        self._arrived = asyncio.Event()
+        self._unended = len(self._answers)
+        self._failure: BaseException | None = None
 
     @property
     def usage(self) -> Usage:
@@ -56,23 +68,34 @@ class AnswerSet:
             cached_tokens=sum(answer.cached_tokens or 0 for answer in self._answers[::n]),
         )
 
+    def push_to(self, push: Push) -> None:
+        """Have deltas passed on the moment they arrive, as long as `deltas` has none left."""
+        self._push = push
+
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield index and delta, in the order of arrival, until all answers have ended.
+        """Run all answers until they end; yield index and delta of what was not pushed.
 
         Raises:
             PagewireError: one of them failed.
         """
-        if len(self._answers) == 1:
-            async for delta in self._answers[0]:
-                yield 0, delta
-            return
-        merge = _Merge(self._answers)
+        tasks = [asyncio.create_task(source.run()) for source in self._sources]
+        for task in tasks:
+            task.add_done_callback(self._on_done)
         try:
-            while not merge.is_done:
-                for item in await merge.take():
+            while True:
+                self._arrived.clear()
+                while (item := self._backlog.take()) is not None:
                     yield item
+                if self._failure is not None:
+                    raise self._failure
+                if not self._unended:
+                    return
+                self._is_idle = True
+                await self._arrived.wait()
         finally:
-            await merge.close()
+            self._is_idle = False
+            for task in tasks:
+                await end_task(task)
 
     async def collect(self) -> list[TextDelta]:
         """Return all answers when they are complete, each as one part.
@@ -81,57 +104,38 @@ class AnswerSet:
             PagewireError: one of them failed.
         """
         parts: list[list[TextDelta]] = [[] for _ in self._answers]
-        async for index, delta in self.deltas():
+
+        def take(index: int, delta: TextDelta) -> bool:
             parts[index].append(delta)
+            return True
+
+        self.push_to(take)
+        async for index, delta in self.deltas():
+            take(index, delta)
         return [join_deltas(of_answer) for of_answer in parts]
 
     def close(self) -> None:
         """Stop what still runs. Idempotent."""
-        for answer in self._answers:
-            answer.close()
+        for source in self._sources:
+            source.close()
 
-
-class _Merge:
-    """Reads several answers at once; deltas that nobody took yet are joined by answer."""
-
-    def __init__(self, answers: list[AnswerStream]) -> None:
-        self._arrived = asyncio.Event()
-        self._waiting: dict[int, TextDelta] = {}
-        self._unended = len(answers)
-        self._failure: BaseException | None = None
-        self._tasks = [
-            asyncio.create_task(self._read(index, answer)) for index, answer in enumerate(answers)
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._on_done)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all answers have ended and all deltas are taken."""
-        return not self._unended and not self._waiting
-
-    async def take(self) -> list[tuple[int, TextDelta]]:
-        """Return what has arrived, waiting for something; waits as long as the answers do."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        if self._failure is not None:
-            raise self._failure
-        taken, self._waiting = self._waiting, {}
-        return sorted(taken.items())
-
-    async def close(self) -> None:
-        """Stop reading."""
-        for task in self._tasks:
-            await end_task(task)
-
-    async def _read(self, index: int, answer: AnswerStream) -> None:
-        async for delta in answer:
-            before = self._waiting.get(index)
-            self._waiting[index] = delta if before is None else join_deltas([before, delta])
-            self._arrived.set()
+    def _on_output(self, index: int, output: TokenOutput) -> None:
+        delta = self._answers[index].push(output)
+        if delta.finish_reason is not None:
+            self._unended -= 1
+            # At a stop string, which only the router knows, the worker goes on until cancelled.
+            self._sources[index].close(delta.finish_reason)
+        if not (self._is_idle and self._push is not None and self._push(index, delta)):
+            self._backlog.put(index, delta)
+            self._wake()
+        elif not self._unended:
+            self._wake()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._unended -= 1
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = self._failure or failure
+            self._wake()
+
+    def _wake(self) -> None:
+        self._is_idle = False
         self._arrived.set()

@@ -11,8 +11,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from pagewire.services.router.http.answers import AnswerSet
+from pagewire.services.router.http.body_messages import BodyKind
+from pagewire.services.router.http.body_reader import INLINE_BODY_BYTES
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect, received_body
-from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.logprobs import CompletionLogprobs
 from pagewire.services.router.http.responses import (
     ChatFormat,
@@ -21,7 +23,7 @@ from pagewire.services.router.http.responses import (
     Format,
     model_record,
 )
-from pagewire.services.router.service import INLINE_BODY_BYTES, InputReader, RouterService
+from pagewire.services.router.service import RouterService
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
 
@@ -58,7 +60,7 @@ async def complete(request: Request) -> Response:
         ]
         return CompletionFormat(model.name, echoes, _extras(model, asked), logprobs)
 
-    return await _generate(request, read_completion, make_format)
+    return await _generate(request, "completion", make_format)
 
 
 @router.post("/v1/chat/completions")
@@ -68,7 +70,7 @@ async def chat(request: Request) -> Response:
     def make_format(model: ServedModel, asked: GenerationInput) -> Format:
         return ChatFormat(model.name, asked.n, _extras(model, asked))
 
-    return await _generate(request, read_chat, make_format)
+    return await _generate(request, "chat", make_format)
 
 
 @router.get("/health")
@@ -87,14 +89,16 @@ async def metrics(request: Request) -> Response:
 
 async def _generate(
     request: Request,
-    reader: InputReader,
+    kind: BodyKind,
     make_format: Callable[[ServedModel, GenerationInput], Format],
 ) -> Response:
     service = _service(request)
     service.check_room()
     async with received_body(request, service.bodies) as raw:
         with service.admit():
-            asked = await _read(request, reader, raw)
+            asked = await _read(request, kind, raw)
+    if asked.unknown_fields:
+        service.metrics.unknown_fields.inc(asked.unknown_fields)
     form = make_format(service.model, asked)
     answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
     try:
@@ -116,11 +120,12 @@ async def _generate(
     return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
 
 
-async def _read(request: Request, reader: InputReader, raw: bytes) -> GenerationInput:
+async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
     service = _service(request)
+    reader, max_model_len = service.body_reader, service.max_model_len
     if len(raw) <= INLINE_BODY_BYTES:
-        return service.read_now(reader, raw)
-    return await cancel_on_disconnect(request, service.read_in_thread(reader, raw))
+        return reader.read_now(kind, raw, max_model_len)
+    return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
 
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

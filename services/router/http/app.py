@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.services.router.http.api import router
+from pagewire.services.router.http.cut import CutRequests
 from pagewire.services.router.http.errors import SERVER_ERROR, describe
 from pagewire.services.router.service import RouterService
 from pagewire.shared.errors import PagewireError
@@ -36,6 +37,7 @@ def create_app(service: RouterService) -> FastAPI:
     app = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.include_router(router)
+    app.add_middleware(CutRequests, service=service)
     for kind in (PagewireError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     return app

@@ -48,6 +48,10 @@ class ClientGoneError(PagewireError):
     """The client closed its connection before it was answered."""
 
 
+class ShutDownError(PagewireError):
+    """The router ends before the request has its answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class ApiError:
     """What a client gets.
@@ -98,6 +102,10 @@ def describe(exc: Exception) -> ApiError:
             problem = f"came back within {exc.waited_s:g} s" if exc.waited_s else "can answer now"
             message = f"No worker {problem}. Try again in a moment."
             return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
+        case ShutDownError():
+            headers = _retry_after(NO_WORKER_RETRY_S)
+            message = "The server shuts down. Send the request again in a moment."
+            return ApiError(503, message, _SERVER, None, "shutting_down", headers)
         case ClientGoneError():
             return ApiError(CLIENT_CLOSED_REQUEST, "The client closed the connection.", _INVALID)
         case HTTPException():

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pagewire.services.router.http.answers import AnswerSet
+from pagewire.services.router.http.direct_writer import DirectWriter, direct_writer
 from pagewire.services.router.http.errors import (
     SERVER_ERROR,
     BodyTimeoutError,
@@ -65,7 +67,7 @@ class BodyMemory:
 
 
 @asynccontextmanager
-async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytes]:
+async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytearray]:
     """Yield a request's body; its memory counts until the block ends.
 
     Raises:
@@ -77,7 +79,7 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
     body = bytearray()
     try:
         await _receive(request, body, memory)
-        yield bytes(body)
+        yield body
     finally:
         memory.give_back(len(body))
 
@@ -127,6 +129,9 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
 class EventStream(Response):
     """The answers to one request as server-sent events; closes them whatever happens.
 
+    An event goes to the transport the moment its tokens arrive. What arrives while the client takes
+    nothing waits, and is sent through ASGI, as are the beginning and the end.
+
     Args:
         first: the first event, already taken from `rest`.
         send_timeout_s: a client that takes nothing for so long is given up.
@@ -153,7 +158,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as ASGI has it."""
-        sender = start_task(self._send_all(send), "event stream")
+        sender = start_task(self._send_all(scope, send), "event stream")
         watcher = start_task(_wait_for_disconnect(receive), "disconnect watcher")
         try:
             await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,7 +169,9 @@ class EventStream(Response):
             await end_task(watcher)
             self._answers.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        if (writer := direct_writer(scope)) is not None:
+            self._answers.push_to(partial(self._write, writer))
         start: Message = {
             "type": "http.response.start",
             "status": self.status_code,
@@ -185,6 +192,14 @@ class EventStream(Response):
             if error.status >= SERVER_ERROR:
                 logger.warning("a stream ended with an error: %s", exc)
             await self._send_chunk(send, error_event(error.body()) + DONE, last=True)
+
+    def _write(self, writer: DirectWriter, index: int, delta: TextDelta) -> bool:
+        """Write the event of a delta at once, if the client has taken what was written before."""
+        if not writer.is_ready:
+            return False
+        if chunk := self._form.stream_chunk(index, delta):
+            writer.write(chunk)
+        return True
 
     async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
         if not chunk and not last:

@@ -6,23 +6,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import msgspec
 
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.schemas import (
+    PROMPT_RULE,
     ChatBody,
     CompletionBody,
     GenerationBody,
     parse_body,
+    sampling_of,
 )
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.tokenizer import REPLACEMENT
+
+InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
@@ -31,8 +35,7 @@ MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely
 MAX_CHARS_PER_TOKEN = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
+class PromptInput(msgspec.Struct, frozen=True):
     """One prompt.
 
     Attributes:
@@ -45,8 +48,7 @@ class PromptInput:
     echo: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationInput:
+class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     """One checked request.
 
     Attributes:
@@ -55,6 +57,7 @@ class GenerationInput:
         return_token_ids: the answer carries its token ids as well as its text.
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
+        unknown_fields: how many the body had.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -65,6 +68,7 @@ class GenerationInput:
     return_token_ids: bool
     generates: bool
     prompt_logprobs: bool
+    unknown_fields: int
 
     @property
     def num_answers(self) -> int:
@@ -72,15 +76,18 @@ class GenerationInput:
         return len(self.prompts) * self.n
 
 
-def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
+def read_completion(
+    raw: bytes | bytearray, model: ServedModel, max_model_len: int
+) -> GenerationInput:
     """Check and tokenize the body of a completion request.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body = parse_body(CompletionBody, raw)
+    body, unknown_fields = parse_body(CompletionBody, raw)
     model.check_name(body.model)
     prompts = []
+    sampling = sampling_of(body, body.logprobs)
     for prompt in _split_prompts(body.prompt):
         ids = _prompt_ids(prompt, model, max_model_len)
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
@@ -88,24 +95,24 @@ def read_completion(raw: bytes, model: ServedModel, max_model_len: int) -> Gener
         if body.max_tokens is not None:
             # Without an answer the first token, which comes with the prompt, is dropped.
             max_tokens = max(1, body.max_tokens)
-        spec = _spec(body, max_tokens, model)
+        spec = _spec(sampling, max_tokens, model)
         if body.echo and spec.prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
         echo = _echo_text(prompt, model) if body.echo else None
         prompts.append(PromptInput(ids, spec, echo))
-    return _input(body, prompts)
+    return _input(body, prompts, unknown_fields)
 
 
-def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
+def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
     """Check, render and tokenize the body of a chat request.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body = parse_body(ChatBody, raw)
+    body, unknown_fields = parse_body(ChatBody, raw)
     model.check_name(body.model)
     messages = [
-        template_message(index, message.role, message.content, message.name)
+        template_message(index, message.role, message.text, message.name)
         for index, message in enumerate(body.messages)
     ]
     num_chars = sum(len(message["content"]) for message in messages)
@@ -114,21 +121,26 @@ def read_chat(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationI
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
-    return _input(body, [PromptInput(ids, _spec(body, max_tokens, model))])
+    sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
+    prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
+    return _input(body, [prompt], unknown_fields)
 
 
-def _input(body: GenerationBody, prompts: list[PromptInput]) -> GenerationInput:
+def _input(
+    body: GenerationBody, prompts: list[PromptInput], unknown_fields: int
+) -> GenerationInput:
     options = body.stream_options
     _check_prompt_logprobs(body, prompts)
     return GenerationInput(
         prompts=tuple(prompts),
         n=body.n or 1,
-        stops=tuple(body.stop or ()),
+        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stream=bool(body.stream),
         include_usage=bool(options is not None and options.include_usage),
         return_token_ids=bool(body.return_token_ids),
         generates=body.max_tokens != 0,
-        prompt_logprobs=body.sampling.prompt_logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        unknown_fields=unknown_fields,
     )
 
 
@@ -140,7 +152,7 @@ def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> 
         if prompt.spec.prompt_logprobs is not None
     )
     if count > MAX_PROMPT_LOGPROBS:
-        field = "logprobs" if body.sampling.prompt_logprobs is None else "prompt_logprobs"
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         raise InvalidRequestError(
             f"{field}: {count} log probabilities of prompt tokens are too many: at most "
             f"{MAX_PROMPT_LOGPROBS} in one response",
@@ -148,8 +160,8 @@ def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> 
         )
 
 
-def _spec(body: GenerationBody, max_tokens: int, model: ServedModel) -> RequestSpec:
-    spec = body.sampling.resolve(model.defaults, max_tokens)
+def _spec(sampling: SamplingParams, max_tokens: int, model: ServedModel) -> RequestSpec:
+    spec = sampling.resolve(model.defaults, max_tokens)
     if any(token_id >= model.vocab_size for token_id in spec.stop_token_ids):
         raise InvalidRequestError(
             f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
@@ -172,11 +184,11 @@ def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> 
     return room
 
 
-def _split_prompts(prompt: object) -> list[str] | list[list[int]]:
+def _split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
     """Return the prompts of a completion request, one or several, text or token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt, list) and prompt:
+    if prompt:
         if _are_ints(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
@@ -185,11 +197,7 @@ def _split_prompts(prompt: object) -> list[str] | list[list[int]]:
             )
         if _are_texts(prompt) or _are_id_lists(prompt):
             return prompt
-    raise InvalidRequestError(
-        "prompt must be a string, a list of strings, a list of token ids, or a list of lists of "
-        "token ids, none of them empty",
-        "prompt",
-    )
+    raise InvalidRequestError(f"prompt must be {PROMPT_RULE}", "prompt")
 
 
 def _are_ints(value: list[Any]) -> TypeGuard[list[int]]:

@@ -48,6 +48,34 @@ class Extras:
         return {"prompt_logprobs": prompt_logprobs(answer.prompt_logprobs, self.token_bytes)}
 
 
+class _PlainEvents:
+    """Events that carry nothing but text: the rest is encoded once for each choice.
+
+    Args:
+        head: of the chunk.
+        choice: without its index, with an empty text.
+        empty: the field with the text in it, encoded.
+        with_usage: see `Extras`.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], choice: dict[str, Any], empty: bytes, with_usage: bool
+    ) -> None:
+        self._head, self._choice, self._empty = head, choice, empty
+        self._with_usage = with_usage
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        """Return the event of a choice's text."""
+        around = self._around.get(index)
+        if around is None:
+            event = _event(self._head, [{"index": index, **self._choice}], self._with_usage)
+            # No string within JSON has the field: its quotes would be escaped.
+            before, _, after = event.partition(self._empty)
+            around = self._around[index] = before + self._empty.removesuffix(b'""'), after
+        return around[0] + _encode(text) + around[1]
+
+
 class CompletionFormat:
     """Responses of `/v1/completions`.
 
@@ -65,6 +93,9 @@ class CompletionFormat:
     ) -> None:
         self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
         self._head = _head("cmpl-", "text_completion", model)
+        choice = {"text": "", "logprobs": None, "finish_reason": None}
+        self._plain = _PlainEvents(self._head, choice, b'"text":""', extras.usage)
+        self._may_be_plain = not (logprobs or extras.token_ids)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
@@ -79,8 +110,11 @@ class CompletionFormat:
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
+        text = delta.text
+        if text and delta.finish_reason is None and self._may_be_plain and not self._echoes[index]:
+            return self._plain.event(index, text)
         echo, self._echoes[index] = self._echoes[index], ""
-        text = echo + delta.text
+        text = echo + text
         choice = self._choice(index, text, delta)
         if not text and delta.finish_reason is None and not _has_tokens(choice):
             return b""
@@ -108,6 +142,8 @@ class ChatFormat:
         self._unbegun = set(range(num_choices))
         self._head = _head("chatcmpl-", "chat.completion", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        choice = {"delta": {"content": ""}, "logprobs": None, "finish_reason": None}
+        self._plain = _PlainEvents(self._chunk_head, choice, b'"content":""', extras.usage)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
@@ -126,10 +162,14 @@ class ChatFormat:
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
-        content: dict[str, str] = {"content": delta.text} if delta.text else {}
-        if index in self._unbegun:
+        text, is_begun = delta.text, index not in self._unbegun
+        has_more = delta.finish_reason or delta.logprobs or self._extras.token_ids
+        if text and is_begun and not has_more:
+            return self._plain.event(index, text)
+        content: dict[str, str] = {"content": text} if text else {}
+        if not is_begun:
             self._unbegun.discard(index)
-            content = {"role": "assistant", "content": delta.text}
+            content = {"role": "assistant", "content": text}
         choice = {
             "index": index,
             "delta": content,

@@ -1,78 +1,94 @@
-"""The bodies of OpenAI's completion and chat requests, with types as strict as OpenAI's."""
+"""The bodies of OpenAI's completion and chat requests, with types as strict as OpenAI's.
+
+Each field that we know is declared, with its bounds and, where the type does not say it, what is
+right in words. `unsupported.py` has those that may only have a value that asks for nothing. Other
+fields are counted, and nothing is made of them, so that they cost little.
+"""
 
 from __future__ import annotations
 
+import logging
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    ValidationError,
-)
+from msgspec import Meta
 
-from pagewire.services.router.http.unsupported import refuse_unsupported
+from pagewire.services.router.http.unsupported import refuse_unsupported, refused_fields
+from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.logprobs import MAX_TOP
-from pagewire.shared.sampling import SamplingFields, SamplingParams
+from pagewire.shared.sampling import NumTop, SamplingFields, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 1 + MAX_FORKS
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message
+MAX_METADATA = 64
 
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
-_SELF_EVIDENT = ("too_short", "too_long", "string_too_short", "string_too_long")
-_STRICT = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=MAX_STOP_CHARS,
+        description=f"a string of 1 to {MAX_STOP_CHARS} characters",
+    ),
+]
 StopStrings = Annotated[
-    list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), BeforeValidator(_as_list)
+    list[StopString],
+    Meta(max_length=MAX_STOPS, description=f"a list of at most {MAX_STOPS} such strings"),
 ]
 # Larger numbers than any context, and none that is too long to be printed.
-AtLeastOne = Annotated[int, Field(ge=1, le=2**63 - 1)]
-AtLeastZero = Annotated[int, Field(ge=0, le=2**63 - 1)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**63 - 1, description="a positive integer below 2**63")]
+AtLeastZero = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer from 0 to 2**63 - 1")]
+Metadata = Annotated[
+    dict[str, str],
+    Meta(max_length=MAX_METADATA, description=f"an object of at most {MAX_METADATA} strings"),
+]
+NumChoices = Annotated[
+    int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
+]
+PROMPT_RULE = (
+    "a string, a list of strings, a list of token ids, or a list of lists of token ids, none of "
+    "them empty"
+)
+Prompt = Annotated[str | list[str | int | list[int]], Meta(description=PROMPT_RULE)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream carries besides the answer."""
-
-    model_config = _STRICT
 
     include_usage: bool | None = None
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     """What completion and chat requests have in common; null means the default.
 
     Attributes:
-        sampling: the fields of `SamplingFields`, not checked yet.
+        user: changes no answer, nor do the fields after it.
     """
-
-    model_config = _STRICT
 
     model: str
     max_tokens: AtLeastOne | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: StopStrings | None = None
-    sampling: InstanceOf[SamplingParams]
+    n: NumChoices | None = None
+    stop: StopString | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    user: str | None = None
+    metadata: Metadata | None = None
+    request_id: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """Body of `POST /v1/completions`.
 
     Attributes:
@@ -81,68 +97,101 @@ class CompletionBody(GenerationBody):
         best_of: no more than 1, see `refuse_unsupported`.
     """
 
-    prompt: Any
+    prompt: Prompt
     max_tokens: AtLeastZero | None = None
     best_of: AtLeastOne | None = None
     echo: bool | None = None
+    logprobs: NumTop | None = None
 
 
-class ChatMessage(BaseModel):
-    """One message of a conversation.
+NotSupported = Annotated[None, Meta(description="null, tools are not supported")]
 
-    Attributes:
-        content: text, or a list of parts of type "text".
-    """
 
-    model_config = _STRICT
+class TextPart(msgspec.Struct, frozen=True):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Any = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None,
+        Meta(
+            description=f"text that is not empty, or a list of at most {MAX_PARTS} parts; only "
+            'parts of type "text" are supported'
+        ),
+    ] = None
     name: str | None = None
-    tool_calls: None = None
-    function_call: None = None
+    tool_calls: NotSupported = None
+    function_call: NotSupported = None
+
+    @property
+    def text(self) -> str | None:
+        """The content, whose parts are joined."""
+        content = self.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content
 
 
-class ChatBody(GenerationBody):
-    """Body of `POST /v1/chat/completions`."""
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """Body of `POST /v1/chat/completions`.
+
+    Attributes:
+        parallel_tool_calls: changes no answer, nor do the fields after it.
+    """
 
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        list[ChatMessage],
+        Meta(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description=f"a list of 1 to {MAX_MESSAGES} messages",
+        ),
     ]
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    top_logprobs: NumTop | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
 
 
-def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Return the checked body of a request.
+def parse_body(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
+    """Return the checked body of a request, and how many of its fields are unknown.
 
     Raises:
         InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
             is not supported; names the field.
     """
     try:
-        fields = msgspec.json.decode(raw)
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        refuse_unsupported(fields, chat=kind is ChatBody)
+        body = msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as exc:
+        raise describe_wrong_field(kind, raw, exc) from exc
     except UNDECODABLE as exc:
         raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
-    if not isinstance(fields, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    refuse_unsupported(fields, chat=kind is ChatBody)
-    try:
-        body = kind.model_validate(fields | {"sampling": _sampling(fields, kind)})
-    except ValidationError as exc:
-        raise _invalid(exc) from exc
     _check_together(body)
-    return body
+    unknown = fields.keys() - _known(kind)
+    if unknown:
+        logger.debug("fields that are not known: %s", reprlib.repr(sorted(unknown)))
+    return body, len(unknown)
 
 
-def _sampling(fields: dict[str, Any], kind: type[GenerationBody]) -> SamplingParams:
-    asked = {n: fields[n] for n in SamplingFields.__struct_fields__ if fields.get(n) is not None}
-    if kind is ChatBody and "logprobs" in asked:  # a boolean there, and the number has a field
-        del asked["logprobs"]
-        if fields["logprobs"] is True:
-            asked["logprobs"] = fields.get("top_logprobs") or 0
-    return SamplingParams(**asked)
+@cache
+def _known(kind: type[GenerationBody]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__) | refused_fields(chat=kind is ChatBody).keys()
+
+
+def sampling_of(body: GenerationBody, logprobs: int | None) -> SamplingParams:
+    """Return the fields of `SamplingFields`."""
+    asked = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    return SamplingParams(logprobs=logprobs, **asked)
 
 
 def _check_together(body: GenerationBody) -> None:
@@ -154,7 +203,7 @@ def _check_together(body: GenerationBody) -> None:
     problems = {}
     if body.stream_options is not None and not body.stream:
         problems["stream_options"] = "is only allowed when stream is true"
-    if body.sampling.prompt_logprobs is not None and body.stream:
+    if body.prompt_logprobs is not None and body.stream:
         problems["prompt_logprobs"] = "cannot be streamed"
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         problems["top_logprobs"] = "is only allowed when logprobs is true"
@@ -164,17 +213,3 @@ def _check_together(body: GenerationBody) -> None:
         problems["best_of"] = f"must not be less than n, which is {body.n}: leave it out"
     for field, problem in problems.items():
         raise InvalidRequestError(f"{field} {problem}", field)
-
-
-def _invalid(error: ValidationError) -> InvalidRequestError:
-    """Say what is wrong with the first wrong field."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-    ).lstrip(".")
-    if first["type"] == "missing":
-        return InvalidRequestError(f"{path} is required", path)
-    reason = first["msg"][0].lower() + first["msg"][1:]
-    if first["type"] not in _SELF_EVIDENT:
-        reason += f", not {reprlib.repr(first['input'])}"
-    return InvalidRequestError(f"{path}: {reason}", path)

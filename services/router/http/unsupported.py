@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagewire.shared.errors import InvalidRequestError
+import msgspec
+
+from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import SamplingFields
 
 _OFF = (None, False)
 _ZERO = (None, 0)
+MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the others need no decoding
 
 # The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
@@ -66,17 +69,36 @@ REFUSED_IN_CHATS = _COMMON | {
 }
 
 
-def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
+def refused_fields(chat: bool) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of a chat or completion request, each with the values that it may have."""
+    return REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS
+
+
+def refuse_unsupported(fields: dict[str, msgspec.Raw], chat: bool) -> None:
     """Check a request's body.
+
+    Args:
+        fields: of the body, encoded.
+        chat: whether it is a chat's.
 
     Raises:
         InvalidRequestError: it asks for something that is not supported, naming the field.
     """
-    for name, neutral in (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS).items():
+    for name, neutral in refused_fields(chat).items():
         if name in SamplingFields.__struct_fields__:
             continue
-        if name in body and not any(_same(body[name], value) for value in neutral):
+        if name in fields and not _is_neutral(fields[name], neutral):
             raise InvalidRequestError(f"{name} is not supported", name)
+
+
+def _is_neutral(encoded: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
+    if memoryview(encoded).nbytes > MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(encoded)
+    except UNDECODABLE:  # a number that no float can hold, or text that is not UTF-8
+        return False
+    return any(_same(value, each) for each in neutral)
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
+from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
 from pagewire.shared.control.protocol import FinishReason, TokenOutput
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -34,6 +35,7 @@ class RouterMetrics:
         registry: of this router alone.
         migrations: requests that lost their worker and continue at another or at its next run.
         request_errors: answers with a status of 400 or more.
+        unknown_fields: of accepted requests.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -67,11 +69,12 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.finished = {why: success.labels(model_name, why) for why in FINISH_REASONS}
-        self.transfer_time = Histogram(
+        self.transfer_time = PlainHistogram(
             "pagewire_request_transfer_seconds",
             "Time from the first token to the arrival of the last KV block",
-            registry=self.registry,
-            buckets=FIRST_TOKEN_BUCKETS,
+            {},
+            FIRST_TOKEN_BUCKETS,
+            self.registry,
         )
         self.migrations = Counter(
             "pagewire_request_migrations",
@@ -85,19 +88,23 @@ class RouterMetrics:
             registry=self.registry,
         )
 
+        self.unknown_fields = Counter(
+            "pagewire_request_unknown_fields",
+            "Fields of accepted requests that this API does not have, which were ignored",
+            registry=self.registry,
+        )
+
     def meter(self, num_prompt_tokens: int) -> RequestMeter:
         """Return the meter of a new sequence."""
         return RequestMeter(self, num_prompt_tokens)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
-        ).labels(self._model_name)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
+        labels = {"model_name": self._model_name}
+        return PlainHistogram(f"vllm:{name}", text, labels, buckets, self.registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, ["model_name"], registry=self.registry).labels(
-            self._model_name
-        )
+    def _counter(self, name: str, text: str) -> PlainCounter:
+        labels = {"model_name": self._model_name}
+        return PlainCounter(f"vllm:{name}", text, labels, self.registry)
 
 
 class RequestMeter:
@@ -109,10 +116,15 @@ class RequestMeter:
         self._last: float | None = None
         self._ended = False
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Count what a step gave."""
-        if output.token_ids:
-            self._count_tokens(len(output.token_ids), output.cached_tokens or 0)
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Count what a step gave, which has arrived at a time of the monotonic clock."""
+        if count := len(output.token_ids):
+            metrics, last, self._last = self._metrics, self._last, now
+            metrics.generation_tokens.value += count
+            if last is None:
+                self._count_first(output, now)
+            else:
+                metrics.inter_token_latency.observe((now - last) / count, count)
         if output.timings is not None:
             self._metrics.queue_time.observe(output.timings.queue_s)
             self._metrics.prefill_time.observe(output.timings.prefill_s)
@@ -129,17 +141,11 @@ class RequestMeter:
         if reason in ("stop", "length"):
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)
 
-    def _count_tokens(self, count: int, cached_tokens: int) -> None:
-        now, metrics = time.monotonic(), self._metrics
-        metrics.generation_tokens.inc(count)
-        if self._last is None:
-            metrics.time_to_first_token.observe(now - self._start)
-            metrics.prompt_tokens.inc(self._num_prompt_tokens)
-            metrics.prefix_queries.inc(self._num_prompt_tokens)
-            metrics.prefix_hits.inc(cached_tokens)
-            gaps, gap = count - 1, 0.0
-        else:
-            gaps, gap = count, (now - self._last) / count
-        for _ in range(gaps):
-            metrics.inter_token_latency.observe(gap)
-        self._last = now
+    def _count_first(self, output: TokenOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.time_to_first_token.observe(now - self._start)
+        metrics.prompt_tokens.value += self._num_prompt_tokens
+        metrics.prefix_queries.value += self._num_prompt_tokens
+        metrics.prefix_hits.value += output.cached_tokens or 0
+        if more := len(output.token_ids) - 1:
+            metrics.inter_token_latency.observe(0.0, more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import ModelNotFoundError
@@ -20,12 +21,14 @@ class ServedModel:
 
     Attributes:
         name: under which clients ask for it.
+        path: of its files.
         vocab_size: width of the logits: token ids lie below it.
         max_model_len: prompt and answer together, in tokens; a worker may allow less.
         defaults: of sampling, where a request says nothing.
     """
 
     name: str
+    path: Path
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
@@ -41,9 +44,12 @@ class ServedModel:
         """
         path = resolve_model(settings.model, weights=False)
         config = load_config(path)
+        tokenizer = Tokenizer.from_dir(path, settings.special_tokens_in_messages)
+        tokenizer.text_table  # noqa: B018 - made now: the first request must not wait for it
         return cls(
             name=settings.served_model_name or default_served_name(settings.model),
-            tokenizer=Tokenizer.from_dir(path),
+            path=path,
+            tokenizer=tokenizer,
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             defaults=load_sampling_defaults(path, settings.generation_config),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from typing import Protocol
+
+import msgspec
 
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import ControlMessage, Refused, TokenBatch, TokenOutput
 from pagewire.shared.errors import ChannelError
+from pagewire.shared.logprobs import join
 from pagewire.shared.logs import Complaints
 
 logger = logging.getLogger(__name__)
@@ -19,13 +23,14 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 1.0
+MAX_JOIN_S = 0.02
 
 
 class RequestListener(Protocol):
     """Hears what becomes of one request on one link."""
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Take what a step gave."""
+    def on_output(self, output: TokenOutput, now: float) -> None:
+        """Take what a step gave, at a time of the monotonic clock."""
 
     def on_refused(self, refused: Refused) -> None:
         """The worker did not take the request."""
@@ -35,13 +40,19 @@ class RequestListener(Protocol):
 
 
 class DecodeLink:
-    """A usable connection to one run of a decode worker."""
+    """A usable connection to one run of a decode worker.
+
+    Outputs are handed on when all messages that have arrived are read: a request's tokens of
+    several steps, of which there are some only if the event loop lags, then go on as one output.
+    """
 
     def __init__(self, worker_id: str, epoch: int) -> None:
         self.worker_id, self.epoch = worker_id, epoch
         self.client: ControlClient
         self.lost = asyncio.Event()
         self._listeners: dict[str, RequestListener] = {}
+        self._arrived: dict[str, TokenOutput] = {}
+        self._arrived_since = 0.0
 
     def post(self, message: ControlMessage) -> None:
         """Queue a message to the worker.
@@ -63,14 +74,35 @@ class DecodeLink:
         """Hand a message to the requests that it is about, except those that have ended."""
         match message:
             case TokenBatch():
-                for output in message.outputs:
-                    if (listener := self._listeners.get(output.request_id)) is not None:
-                        listener.on_output(output)
+                self._collect(message.outputs)
             case Refused():
                 if (listener := self._listeners.get(message.request_id)) is not None:
                     listener.on_refused(message)
             case _:
                 logger.warning("%s sent a %s here", self.worker_id, type(message).__name__)
+
+    def _collect(self, outputs: list[TokenOutput]) -> None:
+        arrived, now = self._arrived, time.monotonic()
+        if not arrived:
+            self._arrived_since = now
+            asyncio.get_running_loop().call_soon(self._hand_on)
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                self._pass_on([output], now)  # by itself, and before any tokens
+                continue
+            before = arrived.get(output.request_id)
+            arrived[output.request_id] = output if before is None else joined(before, output)
+        if now - self._arrived_since > MAX_JOIN_S:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        arrived, self._arrived = self._arrived, {}
+        self._pass_on(arrived.values(), time.monotonic())
+
+    def _pass_on(self, outputs: Iterable[TokenOutput], now: float) -> None:
+        for output in outputs:
+            if (listener := self._listeners.get(output.request_id)) is not None:
+                listener.on_output(output, now)
 
     def lose(self, reason: str) -> None:
         """Notify all requests that the worker is gone. Idempotent."""
@@ -78,9 +110,23 @@ class DecodeLink:
             return
         self.lost.set()
         self.client.close()
+        self._hand_on()
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.on_lost(reason)
+
+
+def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
+    """Return what two steps in a row gave a request, as one step's output."""
+    parts = [output.logprobs for output in (first, second) if output.logprobs is not None]
+    return msgspec.structs.replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        cached_tokens=second.cached_tokens if first.cached_tokens is None else first.cached_tokens,
+        prefill_worker=second.prefill_worker or first.prefill_worker,
+        timings=second.timings or first.timings,
+        logprobs=join(parts),
+    )
 
 
 class DecodeLinks:

@@ -14,6 +14,8 @@ chooses a link's carrier; `KvSender` sends a corrupt segment again, and ends a l
 not acknowledged in time. If a request ends during a transfer, `receiver.py` keeps its blocks pinned
 until they are written, and `sender.py` drops what it has packed of them.
 
+`services/decode/prefill_links.py` opens links, and opens lost ones again.
+
 The messages of prefill jobs cross the same links (`shared/kv/job_messages.py`); the services handle
 them (`services/decode/remote_jobs.py`, `services/prefill/service.py`).
 

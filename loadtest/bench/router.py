@@ -1,0 +1,159 @@
+"""How many streams a router carries, and how quickly: stub decode workers, real router and Redis.
+
+    python -P -m pagewire.loadtest.bench.router --streams 64 512 --tokens-per-event 1 4
+
+Prints a line for each number of streams and of tokens an event. At full speed a stub worker sends
+its next step when the client has seen all events of the last: the router is as busy as it can be,
+and tokens are not joined. Events are counted per second of the router's CPU time. At half of that
+rate, "added" is the time from a worker's message to the client's socket. A bare asyncio relay and
+nginx, if it is installed, pass the same bytes at full speed and at the router's half rate. Another
+line has short answers, of one token. Medians of `--repeats`, with lowest and highest.
+
+Every token of every stream is checked: a wrong or missing one ends the bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pagewire.loadtest import cluster
+from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
+from pagewire.loadtest.bench.router_run import CONNECTIONS, Bench, Case
+from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.bench.stats import percentile
+
+STREAMS = (64, 512, 2048)
+TOKENS_PER_EVENT = (1, 4)
+
+Row = dict[str, Any]
+
+
+def case_row(cases: dict[str, list[Case]]) -> Row:
+    """Return the figures of one number of streams and of tokens an event.
+
+    Args:
+        cases: by target, one for each repetition.
+    """
+    ours = cases["router"]
+    rates = [case.events_per_cpu_s for case in ours]
+    row: Row = {
+        "events_per_cpu_s": median(rates),
+        "low": min(rates),
+        "high": max(rates),
+        "tokens_per_cpu_s": of(ours, lambda case: case.full[1].tokens / case.full[0].cpu_s),
+        "events_per_s": of(ours, lambda case: case.full[1].events / case.full[0].seconds),
+        "cores": of(ours, lambda case: case.full[0].cpu_s / case.full[0].seconds),
+        "loop_cores": of(ours, lambda case: case.full[0].loop_s / case.full[0].seconds),
+        "half_load_events_per_s": of(ours, lambda case: case.rate),
+        **added(ours, ""),
+        "joined": of(ours, lambda case: case.half[1].joined / case.half[1].events),
+    }
+    for name in ("relay", "nginx"):
+        theirs = cases.get(name)
+        peer = None if theirs is None else of(theirs, lambda case: case.events_per_cpu_s)
+        row[f"{name}_events_per_cpu_s"] = peer
+        row[f"of_{name}"] = None if peer is None else row["events_per_cpu_s"] / peer
+        row |= {} if theirs is None else added(theirs, f"{name}_")
+    return row
+
+
+def added(cases: Sequence[Case], prefix: str) -> Row:
+    """Return what is added to a token at the router's half load, in ms."""
+
+    def at(percent: float) -> list[float]:
+        return [percentile(case.half[1].added, percent) * 1e3 for case in cases]
+
+    p99 = at(99)
+    row = {"added_p50_ms": median(at(50)), "added_p99_ms": median(p99)}
+    row |= {"added_p99_low_ms": min(p99), "added_p99_high_ms": max(p99)} if not prefix else {}
+    return {prefix + name: value for name, value in row.items()}
+
+
+def of(cases: Sequence[Case], value: Callable[[Case], float]) -> float:
+    """Return the median of a value of the cases."""
+    return median([value(case) for case in cases])
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median."""
+    return statistics.median(values)
+
+
+def print_row(what: str, options: argparse.Namespace, row: Row) -> None:
+    """Print a result as one line."""
+    setting = {
+        name: getattr(options, name) for name in ("routers", "workers", "repeats", "seconds")
+    }
+    found = {key: rounded(value) for key, value in row.items()}
+    print("RESULT " + json.dumps({"what": what} | found | setting), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """Return a float with four digits at least; other values as they are."""
+    if not isinstance(value, float):
+        return value
+    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
+
+
+def measure(options: argparse.Namespace, bench: Bench) -> None:
+    """Print a line for each case.
+
+    Raises:
+        BenchError: a token is wrong or missing, or a process ended.
+    """
+    for streams in options.streams:
+        found: dict[str, list[dict[int, Case]]] = {name: [] for name in bench.targets}
+        for _ in range(options.repeats):
+            rates = None
+            for name, target in bench.targets.items():
+                cases = bench.streams(target, streams, rates)
+                rates = rates or {tokens: case.rate for tokens, case in cases.items()}
+                found[name].append(cases)
+        for tokens in options.tokens_per_event:
+            by_name = {name: [each[tokens] for each in runs] for name, runs in found.items()}
+            row = {"streams": streams, "tokens_per_event": tokens, **case_row(by_name)}
+            print_row("router", options, row)
+    short = [bench.short_answers() for _ in range(options.repeats)]
+    speeds = [count / span.cpu_s for span, count in short]
+    row = {"connections": CONNECTIONS * options.routers, "requests_per_cpu_s": median(speeds)}
+    row |= {"low": min(speeds), "high": max(speeds)}
+    row |= {"requests_per_s": median([count / span.seconds for span, count in short])}
+    row |= {"cores": median([span.cpu_s / span.seconds for span, _ in short])}
+    print_row("router_requests", options, row)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
+    parser.add_argument("--tokens-per-event", type=int, nargs="+", default=TOKENS_PER_EVENT)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--routers", type=int, default=1, help="processes, each with its own port")
+    parser.add_argument("--workers", type=int, default=2, help="stub decode workers")
+    parser.add_argument("--program", default=cluster.PROGRAM, help="the module that is `pagewire`")
+    options = parser.parse_args()
+    stop_servers_on_sigterm()
+    # As many open files as this machine lets us have, here and in the processes that start here.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        with tempfile.TemporaryDirectory(prefix="pw-") as folder, ExitStack() as stack:
+            measure(options, Bench(options, Path(folder), stack))
+    except BenchError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""What large bodies cost the other clients of a router: gaps of their streams, and lag of its loop.
+
+    python -P -m pagewire.loadtest.bench.router_bodies --streams 64 --seconds 5
+
+A stub worker sends each stream a token every 14 ms. Meanwhile one client posts the same large body
+again and again, and another one asks for `/v1/models` every 5 ms: the longest time to an answer
+shows how long the event loop was busy. Prints a line for each kind of body, the first one for none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import multiprocessing
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pagewire.loadtest import cluster
+from pagewire.loadtest.bench.clusters import late_port, stop_servers_on_sigterm
+from pagewire.loadtest.bench.router_client import ENDLESS, MODEL, Script
+from pagewire.loadtest.bench.router_relay import HOST
+from pagewire.loadtest.bench.router_run import is_up, start_redis, write_model
+from pagewire.loadtest.bench.router_stubs import StubWorker
+from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.bench.stats import percentile
+
+NAME = "decode-0"
+STEP_S = 0.014
+ASK_S = 0.005
+START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 120.0
+TOKEN = 300
+FIRST_TOKENS = 50
+
+
+def bodies() -> Iterator[tuple[str, str, bytes]]:
+    """Yield name, path and bytes of each large body."""
+    short: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
+    part = {"type": "text", "text": "a"}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": [part] * 300_000}]}
+    unknown = {f"unknown{number:06}": number for number in range(500_000)}
+    lists = {"unknown": [{"a": [1, 2, {"b": "c"}]}] * 480_000}
+    for name, path, body in (
+        ("unknown fields", "completions", short | unknown),
+        ("an unknown field of lists", "completions", short | lists),
+        ("text parts", "chat/completions", chat),
+        ("stop token ids", "completions", short | {"stop_token_ids": [1] * 3_000_000}),
+        ("a text", "completions", short | {"prompt": "word " * 2_600_000}),
+    ):
+        yield name, f"/v1/{path}", json.dumps(body).encode()
+
+
+async def send_tokens(redis_url: str, secret: str) -> None:
+    """Be a stub worker that sends each stream a token a step, forever."""
+    worker = StubWorker(Script([TOKEN], ""), lambda source, number: None)
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        await worker.start(NAME, secret, redis_url, stack)
+        due = loop.time()
+        while True:
+            due = max(due + STEP_S, loop.time())
+            await asyncio.sleep(due - loop.time())
+            worker.step(1)
+
+
+def run_worker(until: Connection, redis_url: str, secret: str) -> None:
+    """Be the process of the stub worker, until the bench ends."""
+    threading.Thread(target=lambda: (until.poll(None), os._exit(0)), daemon=True).start()
+    asyncio.run(send_tokens(redis_url, secret))
+
+
+class Stream(asyncio.Protocol):
+    """A client of one stream; it notes when tokens arrive."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.times: list[float] = []
+        self.runs = asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        """Send the request."""
+        asked = {"model": MODEL, "prompt": "Hi", "max_tokens": ENDLESS, "stream": True}
+        asked["seed"] = self._number  # by which stub workers know streams
+        body = json.dumps(asked).encode()
+        self.transport: asyncio.Transport = transport
+        self.transport.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """Note the time."""
+        self.times.append(time.monotonic())
+        if len(self.times) == FIRST_TOKENS:
+            self.runs.set()
+
+
+class Poster(threading.Thread):
+    """Posts one body again and again.
+
+    Attributes:
+        seconds: to each answer.
+        status: of the last answer.
+    """
+
+    def __init__(self, port: int, path: str, body: bytes) -> None:
+        super().__init__(daemon=True)
+        self.seconds: list[float] = []
+        self.status = 0
+        self._port, self._path, self._body = port, path, body
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Post until the end."""
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=ANSWER_TIMEOUT_S)
+        while not self._ended.is_set():
+            start = time.monotonic()
+            connection.request("POST", self._path, self._body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+            self.status = response.status
+            self.seconds.append(time.monotonic() - start)
+        connection.close()
+
+    async def end(self) -> None:
+        """Wait for the last answer."""
+        self._ended.set()
+        await asyncio.to_thread(self.join, ANSWER_TIMEOUT_S)
+
+
+async def ask(port: int, seconds: float) -> list[float]:
+    """Return how long answers to a small request take, in seconds."""
+    found = []
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", trust_env=False) as client:
+        await client.get("/v1/models")
+        end = time.monotonic() + seconds
+        while (start := time.monotonic()) < end:
+            await client.get("/v1/models")
+            found.append(time.monotonic() - start)
+            await asyncio.sleep(ASK_S)
+    return found
+
+
+async def measure(port: int, options: argparse.Namespace) -> None:
+    """Print a line for each kind of body."""
+    loop = asyncio.get_running_loop()
+    streams = [Stream(number) for number in range(options.streams)]
+    for stream in streams:
+        await loop.create_connection(lambda it=stream: it, HOST, port)  # type: ignore[misc]
+    async with asyncio.timeout(START_TIMEOUT_S):
+        for stream in streams:
+            await stream.runs.wait()
+    for name, path, body in (("none", "", b""), *bodies()):
+        poster = Poster(port, path, body)
+        if body:
+            poster.start()
+            await asyncio.sleep(options.settle)  # the first one may start a process
+        start = time.monotonic()
+        waits = await ask(port, options.seconds)
+        end = time.monotonic()
+        if body:
+            await poster.end()
+        gaps = [
+            (after - before) * 1e3
+            for stream in streams
+            for before, after in pairwise(stream.times)
+            if start <= before and after <= end
+        ]
+        row = {"body": name, "mbytes": len(body) / 1e6, "status": poster.status}
+        row |= {"posted": len(poster.seconds), "slowest_s": max(poster.seconds, default=0.0)}
+        row |= {f"gap_p{percent}_ms": percentile(gaps, percent) for percent in (50, 99)}
+        row |= {"gap_max_ms": max(gaps), "lag_p99_ms": percentile(waits, 99) * 1e3}
+        row |= {"lag_max_ms": max(waits) * 1e3}
+        print("RESULT " + json.dumps({key: rounded(value) for key, value in row.items()}))
+    for stream in streams:
+        stream.transport.abort()
+
+
+def rounded(value: Any) -> Any:
+    """Return a float with four digits; other values as they are."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def run(options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+    """Start everything and measure.
+
+    Raises:
+        BenchError: something does not start.
+    """
+    redis_url = start_redis(folder, stack)
+    secret = secrets.token_hex(16)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    worker = spawn.Process(target=run_worker, args=(theirs, redis_url, secret), daemon=True)
+    worker.start()
+    stack.callback(worker.join, 5)
+    stack.callback(ours.close)
+    theirs.close()
+    port, log = late_port(), folder / "router.log"
+    env = {**os.environ, "PAGEWIRE_CLUSTER_SECRET": secret, "PAGEWIRE_EXPECTED_WORKERS": NAME}
+    command = [sys.executable, "-P", "-m", cluster.PROGRAM, "router", "--redis-url", redis_url]
+    write_model(folder / "model")
+    command += [
+        "--model",
+        str(folder / "model"),
+        "--served-model-name",
+        MODEL,
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+    ]
+    process = stack.enter_context(cluster.server(command, log, env))
+    url = f"http://{HOST}:{port}/health"
+    cluster.wait_ready(process, log, lambda: is_up(url), START_TIMEOUT_S)
+    asyncio.run(measure(port, options))
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each kind of body")
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds before that")
+    options = parser.parse_args()
+    stop_servers_on_sigterm()
+    try:
+        with tempfile.TemporaryDirectory(prefix="pw-") as folder, ExitStack() as stack:
+            run(options, Path(folder), stack)
+    except BenchError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

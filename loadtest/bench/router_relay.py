@@ -1,0 +1,165 @@
+"""What else passes the bytes of the router bench on: a bare asyncio relay, and nginx.
+
+They bound what a router can reach: both parse a request's head and then pass on what comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from pagewire.loadtest import cluster
+from pagewire.loadtest.bench.clusters import late_port
+
+HOST = "127.0.0.1"
+BACKLOG = 4096
+START_TIMEOUT_S = 10.0
+RESPONSE = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+DONE = b"data: [DONE]\n\n"
+ENTRY = struct.Struct("<HI")  # of a message to the relay: stream, bytes that follow
+NGINX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NGINX_CONFIG = """
+daemon off;
+master_process off;
+pid {folder}/nginx.pid;
+error_log stderr error;
+events {{ worker_connections 16384; }}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/client_body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    upstream stubs {{ {servers} }}
+    server {{
+        listen {host}:{port} backlog={backlog};
+        location / {{
+            proxy_pass http://stubs;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+        }}
+    }}
+}}
+"""
+
+
+class HttpProtocol(asyncio.Protocol):
+    """Answers a request with the head of a stream, and passes on its number and transport."""
+
+    def __init__(self, on_stream: Callable[[int, Any], None]) -> None:
+        self._on_stream, self._request = on_stream, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the connection."""
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for the whole request; of its body only the seed counts."""
+        self._request += data
+        if self._request.endswith(b"}"):
+            number = int(self._request.partition(b'"seed":')[2].partition(b",")[0])
+            self._request = b""
+            self._transport.write(RESPONSE)
+            self._on_stream(number, self._transport)
+
+
+class RelayProtocol(asyncio.Protocol):
+    """The relay's end of a source's connection: writes each event to its client, as it is."""
+
+    def __init__(self, clients: dict[int, Any], sources: list[Any]) -> None:
+        self._clients, self._sources, self._rest = clients, sources, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Let the source have streams."""
+        self._sources.append(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on the events that are complete."""
+        data = self._rest + data
+        at, end, clients = 0, len(data), self._clients
+        while end - at >= ENTRY.size:
+            number, size = ENTRY.unpack_from(data, at)
+            begin = at + ENTRY.size
+            if end - begin < size:
+                break
+            at = begin + size
+            clients[number].write(b"%x\r\n%b\r\n" % (size, data[begin:at]))
+        self._rest = data[at:]
+
+
+def chunk(data: bytes) -> bytes:
+    """Return data as a chunk of a response; empty data ends it."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def listen(make: Callable[[], asyncio.Protocol]) -> tuple[asyncio.Server, int]:
+    """Return a server and its port."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(make, HOST, 0, backlog=BACKLOG)
+    return server, server.sockets[0].getsockname()[1]
+
+
+def run_relay(commands: Connection) -> None:
+    """Be the relay's process: sends its ports, for clients and for sources, and serves."""
+    clients: dict[int, Any] = {}
+    sources: list[Any] = []
+
+    def on_stream(number: int, transport: Any) -> None:
+        clients[number] = transport
+        sources[number % len(sources)].write(array("H", [number]).tobytes())
+
+    async def main() -> None:
+        _, port = await listen(lambda: HttpProtocol(on_stream))
+        _, source_port = await listen(lambda: RelayProtocol(clients, sources))
+        commands.send((port, source_port))
+        await asyncio.Event().wait()
+
+    uvloop.run(main())  # as the router
+
+
+@contextmanager
+def running_nginx(upstreams: Sequence[int], folder: Path) -> Iterator[tuple[int, int] | None]:
+    """Run nginx as one process in front of HTTP servers, without buffering.
+
+    Args:
+        upstreams: their ports; requests go to them in turn.
+        folder: for its files.
+
+    Yields:
+        Its port and process id, None if it is not installed.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    program = shutil.which("nginx", path=NGINX_PATH)
+    if program is None:
+        yield None
+        return
+    folder.mkdir()
+    port, config, log = late_port(), folder / "nginx.conf", folder / "nginx.log"
+    servers = " ".join(f"server {HOST}:{each};" for each in upstreams)
+    fields = {"folder": folder, "servers": servers, "host": HOST, "port": port}
+    config.write_text(NGINX_CONFIG.format(backlog=BACKLOG, **fields))
+    with cluster.server([program, "-c", str(config)], log) as process:
+        cluster.wait_ready(process, log, lambda: _accepts(port), START_TIMEOUT_S)
+        yield port, process.pid
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0

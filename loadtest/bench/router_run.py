@@ -1,0 +1,358 @@
+"""The processes of the router bench, and one measurement with them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pagewire.loadtest import cluster
+from pagewire.loadtest.bench.clusters import late_port
+from pagewire.loadtest.bench.router_client import (
+    MAX_STREAMS,
+    MODEL,
+    TOKEN_CHARS,
+    Arrivals,
+    Script,
+    run_client,
+)
+from pagewire.loadtest.bench.router_relay import HOST, run_relay, running_nginx
+from pagewire.loadtest.bench.router_stubs import MAX_MODEL_LEN, run_stubs
+from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.up.redis_process import find_server, server_spec, wait_until_answering
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+
+CYCLE = 64  # tokens of the script
+SETTLE_S = 0.3
+CEILING_SHARE = 0.5  # of the seconds that the router is measured
+CONNECTIONS = 64  # of the client that asks for short answers
+START_TIMEOUT_S = 60.0
+REPLY_TIMEOUT_S = 120.0
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class Child:
+    """A process of the bench that answers commands.
+
+    Args:
+        run: its function; gets the other end of a connection first.
+        args: the other arguments.
+    """
+
+    def __init__(self, run: Callable[..., None], *args: Any) -> None:
+        self._connection, there = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=run, args=(there, *args), daemon=True)
+        self._process.start()
+        there.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid or 0
+
+    def ask(self, name: str, *args: Any) -> Any:
+        """Send a command; returns its result, see `result`."""
+        self.send(name, *args)
+        return self.result()
+
+    def send(self, name: str, *args: Any) -> None:
+        """Send a command."""
+        self._connection.send((name, *args))
+
+    def result(self) -> Any:
+        """Return the result of the earliest command that has none yet.
+
+        Raises:
+            BenchError: the process reports one, has ended, or does not answer.
+        """
+        if not self._connection.poll(REPLY_TIMEOUT_S):
+            raise BenchError(f"the streams stand still: no answer within {REPLY_TIMEOUT_S:g} s")
+        try:
+            result = self._connection.recv()
+        except (EOFError, OSError) as exc:
+            raise BenchError("a process of the bench has ended, see above") from exc
+        if isinstance(result, BenchError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.join(5)
+        self._process.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What passes streams on.
+
+    Attributes:
+        kind: of the sources that its streams come from.
+        ports: of its HTTP endpoints.
+        pids: of its processes.
+    """
+
+    kind: str
+    ports: list[int]
+    pids: list[int]
+
+    def cpu_s(self) -> tuple[float, float]:
+        """Return the CPU time so far, in seconds: of all threads, and of the main threads.
+
+        Raises:
+            BenchError: a process has ended.
+        """
+        every = main = 0.0
+        for pid in self.pids:
+            try:
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    used = int((task / "schedstat").read_text().split()[0]) / 1e9
+                    every += used
+                    main += used if task.name == str(pid) else 0.0
+            except OSError as exc:
+                raise BenchError(f"process {pid} of the {self.kind} case has ended") from exc
+        return every, main
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A span of time in which a target passed events on at one pace.
+
+    Attributes:
+        start, end: by the monotonic clock.
+        cpu_s: CPU time of the target's processes in it.
+        loop_s: of their main threads, which run the event loops.
+        count: events that the client has seen, including ends of streams.
+    """
+
+    start: float
+    end: float
+    cpu_s: float
+    loop_s: float
+    count: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one set of streams has shown for one number of tokens an event.
+
+    Attributes:
+        full, half: at full speed, and at a rate.
+        rate: events a second, asked for.
+    """
+
+    full: tuple[Span, Arrivals]
+    half: tuple[Span, Arrivals]
+    rate: float
+
+    @property
+    def events_per_cpu_s(self) -> float:
+        """At full speed."""
+        span, arrivals = self.full
+        return arrivals.events / span.cpu_s
+
+
+class Bench:
+    """Everything that runs: until the stack is closed.
+
+    Raises:
+        BenchError: something does not start.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+        self._options, self._folder, self._stack = options, folder, stack
+        self._template = (b"", b"")
+        script = write_model(folder / "model")
+        redis_url = start_redis(folder, stack)
+        secret = secrets.token_hex(16)
+        names = [f"decode-{number}" for number in range(options.workers)]
+        read_credits, write_credits = _SPAWN.Pipe(duplex=False)
+        self._stubs = self._child(run_stubs, read_credits, script, names, secret, redis_url)
+        relay = self._child(run_relay)
+        port, source_port = relay.result()
+        upstreams = self._stubs.ask("surround", source_port)
+        self._routers = self._start_routers(redis_url, secret, names)
+        self.targets = {"router": self._routers, "relay": Target("relay", [port], [relay.pid])}
+        if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
+            self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
+        # The last to start is the first to end: routers do not wait for streams without a client.
+        self._clients = [self._child(run_client, write_credits, script) for _ in self._routers.pids]
+
+    def _child(self, run: Callable[..., None], *args: Any) -> Child:
+        child = Child(run, *args)
+        self._stack.callback(child.close)
+        return child
+
+    def _start_routers(self, redis_url: str, secret: str, names: Sequence[str]) -> Target:
+        env = {
+            **os.environ,
+            "PAGEWIRE_CLUSTER_SECRET": secret,
+            "PAGEWIRE_EXPECTED_WORKERS": ",".join(names),
+        }
+        options = ["--model", str(self._folder / "model"), "--served-model-name", MODEL]
+        options += ["--redis-url", redis_url, "--host", HOST, "--max-queue", str(MAX_STREAMS)]
+        target = Target("workers", [], [])
+        for number in range(self._options.routers):
+            port, log = late_port(), self._folder / f"router-{number}.log"
+            command = [sys.executable, "-P", "-m", self._options.program, "router"]
+            server = cluster.server([*command, *options, "--port", str(port)], log, env)
+            process = self._stack.enter_context(server)
+            url = f"http://{HOST}:{port}/health"
+            cluster.wait_ready(process, log, partial(is_up, url), START_TIMEOUT_S)
+            target.ports.append(port)
+            target.pids.append(process.pid)
+        return target
+
+    def streams(
+        self, target: Target, streams: int, rates: Mapping[int, float] | None = None
+    ) -> dict[int, Case]:
+        """Open streams, measure each number of tokens an event at two speeds, check all tokens.
+
+        Args:
+            target: that passes the streams on.
+            streams: how many.
+            rates: tokens an event -> events a second, after full speed; None is half of what one
+                core for each of the target's processes would reach.
+
+        Raises:
+            BenchError: a token is wrong or missing, or a stream ended.
+        """
+        seconds = self._options.seconds * (1.0 if rates is None else CEILING_SHARE)
+        self._stubs.ask("expect", streams, target.kind, self._template)
+        self._open(target, streams)
+        full = {}
+        for tokens in self._options.tokens_per_event:
+            self._stubs.ask("pace", tokens, None)
+            full[tokens] = self._measure(target, seconds)
+            if not full[tokens].count:
+                self._check([])  # it has lost a token
+                raise BenchError(f"no event came in {seconds:g} s")
+        if rates is None:
+            spans = full.items()
+            rates = {k: 0.5 * len(target.pids) * span.count / span.cpu_s for k, span in spans}
+        half = {}
+        for tokens in self._options.tokens_per_event:
+            self._stubs.ask("pace", tokens, rates[tokens])
+            half[tokens] = self._measure(target, seconds)
+        arrivals = iter(self._check([*full.values(), *half.values()]))
+        found = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
+        return {tokens: Case(found[0][tokens], found[1][tokens], rates[tokens]) for tokens in full}
+
+    def _open(self, target: Target, streams: int) -> None:
+        for index, client in enumerate(self._clients):
+            numbers = list(range(index, streams, len(self._clients)))
+            client.send("open", target.ports[index % len(target.ports)], numbers)
+        self._results()
+
+    def _measure(self, target: Target, seconds: float) -> Span:
+        """Measure once the last change has settled."""
+        time.sleep(SETTLE_S)
+        before = self._count()
+        start, (cpu_s, loop_s) = time.monotonic(), target.cpu_s()
+        time.sleep(seconds)
+        end, (cpu_end_s, loop_end_s) = time.monotonic(), target.cpu_s()
+        count = self._count() - before
+        return Span(start, end, cpu_end_s - cpu_s, loop_end_s - loop_s, count)
+
+    def _check(self, spans: Sequence[Span]) -> list[Arrivals]:
+        """End the streams and check them; returns what arrived in each span."""
+        sent = self._stubs.ask("end")
+        for client in self._clients:
+            client.send("report", [(span.start, span.end) for span in spans], sent)
+        reports = self._results()
+        self._template = self._clients[0].ask("template")
+        return [join(parts) for parts in zip(*reports, strict=True)]
+
+    def _count(self) -> int:
+        for client in self._clients:
+            client.send("count")
+        return sum(self._results())
+
+    def _results(self) -> list[Any]:
+        return [client.result() for client in self._clients]
+
+    def short_answers(self) -> tuple[Span, int]:
+        """Ask for answers of one token; returns how many ended in a span of time."""
+        for client, port in zip(self._clients, self._routers.ports, strict=True):
+            client.send("ask", port, CONNECTIONS)
+        self._results()
+        span = self._measure(self._routers, self._options.seconds)
+        for client in self._clients:
+            client.send("answers", span.start, span.end)
+        return span, sum(self._results())
+
+
+def join(parts: Sequence[Arrivals]) -> Arrivals:
+    """Return what arrived at several clients as one."""
+    joined = Arrivals()
+    for each in parts:
+        joined.events += each.events
+        joined.tokens += each.tokens
+        joined.joined += each.joined
+        joined.added.extend(each.added)
+    return joined
+
+
+def is_up(url: str) -> bool:
+    """Whether `/health` says that a router is ready."""
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def write_model(folder: Path) -> Script:
+    """Write what a router reads of the demo model, with a long context; returns what streams say.
+
+    Its tokens have texts of one length, a blank and letters, so that a text shows its tokens.
+    """
+    source = demo_model_path()
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, folder)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = MAX_MODEL_LEN
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(folder)
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    words = [
+        (token, text)
+        for token, text in enumerate(texts)
+        if len(text) == TOKEN_CHARS and text[0] == " " and text[1:].isascii() and text[1:].isalpha()
+    ][:CYCLE]
+    return Script([token for token, _ in words], "".join(text for _, text in words))
+
+
+def start_redis(folder: Path, stack: ExitStack) -> str:
+    """Start a Redis server as `pagewire up` does; returns its URL.
+
+    Raises:
+        BenchError: none is installed.
+    """
+    program = find_server()
+    if program is None:
+        raise BenchError("no redis-server is installed; `make redis` installs one")
+    spec, url = server_spec(program, folder)
+    stack.enter_context(cluster.server(spec.argv, folder / "redis.log"))
+    asyncio.run(wait_until_answering(url, START_TIMEOUT_S))
+    return url

@@ -1,0 +1,374 @@
+"""The process of the router bench from which tokens come.
+
+Stub decode workers speak the control protocol to the router: real records, sockets and messages, no
+engine. The relay and nginx get events that are ready, from sources with the same streams and steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from pagewire.loadtest.bench.router_client import MODEL, Script, Sent
+from pagewire.loadtest.bench.router_relay import DONE, ENTRY, HOST, HttpProtocol, chunk, listen
+from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerLoad, WorkerRecord
+from pagewire.shared.control.channel import ClusterKeys, ControlServer
+from pagewire.shared.control.protocol import (
+    PROTOCOL_VERSION,
+    BlockLayout,
+    ControlMessage,
+    Generate,
+    Timings,
+    TokenBatch,
+    TokenOutput,
+)
+
+HEARTBEAT_S, LEASE_S = 1.0, 5.0
+MAX_MODEL_LEN = 1 << 20
+BLOCKS = 1 << 20
+CREDIT_BYTES = 1 << 16
+LAYOUT = BlockLayout(
+    fingerprint="stub",
+    dtype="bfloat16",
+    block_size=16,
+    num_layers=32,
+    num_kv_heads=8,
+    head_dim=128,
+    block_bytes=1 << 21,
+)
+
+Template = tuple[bytes, bytes]  # an event's bytes before and after its text
+
+
+class Source:
+    """The streams of one stub worker.
+
+    Attributes:
+        streams: stream -> where its tokens go.
+        position: tokens that each stream has been sent.
+        steps: when each message was sent, and how many tokens a stream got in it.
+        unread: events that the client has not seen yet.
+
+    Args:
+        on_open: called with each stream that is opened.
+    """
+
+    def __init__(self, script: Script, on_open: Callable[[Source, int], None]) -> None:
+        self.script = script
+        self._on_open = on_open
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without streams."""
+        self.streams: dict[int, Any] = {}
+        self.position = self.unread = 0
+        self.steps: list[tuple[float, int]] = []
+
+    def open(self, number: int, where: Any) -> None:
+        """Take a stream."""
+        self.streams[number] = where
+        self._on_open(self, number)
+
+    def step(self, tokens: int, is_last: bool = False) -> None:
+        """Send each stream its next tokens."""
+        if self.streams:
+            self.steps.append((self.send(tokens, is_last), tokens))
+            self.position += tokens
+            self.unread += len(self.streams)
+
+    def send(self, tokens: int, is_last: bool) -> float:
+        """Send a step's tokens; returns when, by the monotonic clock."""
+        raise NotImplementedError
+
+
+class StubWorker(Source):
+    """A decode worker as a router sees it: record, control channel, messages; no engine."""
+
+    async def start(self, name: str, secret: str, redis_url: str, stack: AsyncExitStack) -> None:
+        """Listen, and be registered until the stack is closed."""
+        server = self._server = ControlServer(
+            HOST,
+            0,
+            ClusterKeys.derive(secret),
+            name,
+            1,
+            self._on_message,
+            lambda peer: None,
+            lease_s=LEASE_S,
+            heartbeat_s=HEARTBEAT_S,
+        )
+        endpoint = await server.start()
+        stack.push_async_callback(server.close)
+        redis = await connect_redis(redis_url)
+        stack.push_async_callback(redis.aclose)
+        record = WorkerRecord(
+            worker_id=name,
+            role="decode",
+            epoch=1,
+            endpoint=endpoint,
+            metrics_endpoint=f"http://{HOST}:9",
+            model=MODEL,
+            layout=LAYOUT,
+            max_model_len=MAX_MODEL_LEN,
+            kv_transports=["zmq"],
+            protocol=PROTOCOL_VERSION,
+            load=WorkerLoad(free_blocks=BLOCKS, total_blocks=BLOCKS),
+        )
+        registry = Registry(redis, secret, LEASE_S)
+        publisher = RecordPublisher(registry, lambda: record, HEARTBEAT_S)
+        await publisher.start()
+        stack.push_async_callback(publisher.close)
+
+    def send(self, tokens: int, is_last: bool) -> float:
+        """Send each router one message, as a decode worker does."""
+        batches: dict[str, list[TokenOutput]] = {}
+        for number, (peer, request_id) in self.streams.items():
+            ids = self.script.token_ids(number, self.position, tokens)
+            if is_last or not self.position:
+                output = self._end_output(request_id, ids, "stop" if is_last else None)
+            else:
+                output = TokenOutput(request_id=request_id, token_ids=ids)
+            batches.setdefault(peer, []).append(output)
+        now = time.monotonic()
+        for peer, outputs in batches.items():
+            self._server.post(peer, TokenBatch(outputs=outputs))
+        return now
+
+    def _end_output(
+        self, request_id: str, ids: list[int], reason: Literal["stop", "length"] | None
+    ) -> TokenOutput:
+        """Return a stream's first or last output."""
+        return TokenOutput(
+            request_id=request_id,
+            token_ids=ids,
+            finish_reason=reason,
+            cached_tokens=None if self.position else 0,
+            timings=None if reason is None else Timings(),
+        )
+
+    def _on_message(self, peer: str, message: ControlMessage) -> None:
+        if not isinstance(message, Generate):
+            return
+        number = message.spec.seed or 0
+        if message.spec.max_tokens > 1:
+            self.open(number, (peer, message.request_id))
+        else:  # a short answer, at once
+            ids = self.script.token_ids(number, 0, 1)
+            output = self._end_output(message.request_id, ids, "length")
+            self._server.post(peer, TokenBatch(outputs=[output]))
+
+
+class EventSource(Source):
+    """Sends events that are ready: the bytes that the router has sent for such tokens."""
+
+    def set_template(self, template: Template) -> None:
+        """Choose the events' bytes."""
+        self._template = template
+        self._ready: dict[int, list[bytes]] = {}
+
+    def event(self, number: int, tokens: int) -> bytes:
+        """Return a stream's next event."""
+        cycle = len(self.script.ids)
+        if tokens not in self._ready:
+            texts = [self.script.content(start, 0, tokens) for start in range(cycle)]
+            self._ready[tokens] = [text.encode().join(self._template) for text in texts]
+        return self._ready[tokens][(number + self.position) % cycle]
+
+
+class RelaySource(EventSource, asyncio.Protocol):
+    """Sends the relay one message a step: of each stream a head and its event."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the connection to the relay."""
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Take streams: the relay sends their numbers, two bytes each."""
+        for number in array("H", data):
+            self.open(number, None)
+
+    def send(self, tokens: int, is_last: bool) -> float:
+        """Send a step's events."""
+        parts = []
+        for number in self.streams:
+            event = self.event(number, tokens)
+            parts += [ENTRY.pack(number, len(event)), event]
+            if is_last:
+                parts += [ENTRY.pack(number, len(DONE)), DONE, ENTRY.pack(number, 0)]
+        message = b"".join(parts)
+        now = time.monotonic()
+        self._transport.write(message)
+        return now
+
+
+class UpstreamSource(EventSource):
+    """The streams of an HTTP server, each a response."""
+
+    def send(self, tokens: int, is_last: bool) -> float:
+        """Write a step's events, each to its connection."""
+        now = time.monotonic()
+        for number, transport in self.streams.items():
+            transport.write(chunk(self.event(number, tokens)))
+            if is_last:
+                transport.write(chunk(DONE) + chunk(b""))
+        return now
+
+
+class Stubs:
+    """All sources, in one process, and how fast they send.
+
+    At full speed a source sends its next step when the client has seen all events of the last.
+
+    Args:
+        commands: from the bench: the name of a method without "do", and its arguments.
+        credits: file descriptor with the number of a stream for each event that the client has
+            seen; does not block.
+    """
+
+    def __init__(self, commands: Connection, credits: int, script: Script, workers: int) -> None:
+        self._commands, self._credits = commands, credits
+        numbers = range(workers)
+        self.workers = [StubWorker(script, self._on_open) for _ in numbers]
+        self._relays = [RelaySource(script, self._on_open) for _ in numbers]
+        self._upstreams = [UpstreamSource(script, self._on_open) for _ in numbers]
+        self._kinds: dict[str, Sequence[Source]] = {
+            "workers": self.workers,
+            "relay": self._relays,
+            "nginx": self._upstreams,
+        }
+        self._sources: Sequence[Source] = ()
+        self._owner: dict[int, Source] = {}
+        self._expected = self._tokens = 0
+        self._period: float | None = None
+        self._timers: dict[Source, asyncio.TimerHandle] = {}
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Serve until the bench closes the connection."""
+        commands: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
+        self._loop.add_reader(self._credits, self._on_credits)
+        self._loop.add_reader(self._commands.fileno(), self._on_command, commands)
+        while (command := await commands.get()) is not None:
+            name, *args = command
+            self._commands.send(await getattr(self, f"do_{name}")(*args))
+        self._loop.remove_reader(self._credits)
+
+    async def do_surround(self, relay_port: int) -> list[int]:
+        """Connect to the relay and be an upstream; returns the upstream's ports."""
+        for source in self._relays:
+            await self._connect(source, relay_port)
+        ports = []
+        for upstream in self._upstreams:
+            server, port = await listen(partial(HttpProtocol, upstream.open))
+            self._servers.append(server)
+            ports.append(port)
+        return ports
+
+    async def _connect(self, source: RelaySource, port: int) -> None:
+        await self._loop.create_connection(lambda: source, HOST, port)
+
+    async def do_expect(self, streams: int, kind: str, template: Template) -> None:
+        """Begin when streams are open at the sources of a kind."""
+        self._stop_timers()
+        with contextlib.suppress(BlockingIOError):  # what the ends of the last streams left
+            while os.read(self._credits, CREDIT_BYTES):
+                pass
+        self._sources = self._kinds[kind]
+        for source in self._sources:
+            source.reset()
+            if isinstance(source, EventSource):
+                source.set_template(template)
+        self._owner, self._expected, self._tokens, self._period = {}, streams, 1, None
+
+    async def do_pace(self, tokens: int, rate: float | None) -> None:
+        """Change the tokens a step, and the speed.
+
+        Args:
+            tokens: of a stream in a step.
+            rate: events a second of all streams; None is full speed.
+        """
+        self._stop_timers()
+        self._tokens = tokens
+        self._period = None if rate is None else len(self._owner) / rate
+        for index, source in enumerate(self._sources):
+            if self._period is None:
+                self._step_if_read(source)
+            else:
+                self._step_at(source, self._loop.time() + index * self._period / len(self._sources))
+
+    async def do_end(self) -> Sent:
+        """End all streams by a last step; returns what was sent."""
+        self._stop_timers()
+        self._period = 0.0
+        for source in self._sources:
+            source.step(self._tokens, is_last=True)
+        worker_of = {number: self._sources.index(source) for number, source in self._owner.items()}
+        return Sent(worker_of, [source.steps for source in self._sources])
+
+    def _on_open(self, source: Source, number: int) -> None:
+        self._owner[number] = source
+        if len(self._owner) == self._expected:
+            for each in self._sources:
+                each.step(self._tokens)
+
+    def _on_credits(self) -> None:
+        for number in array("H", os.read(self._credits, CREDIT_BYTES)):
+            source = self._owner.get(number)
+            if source is not None:  # no short answer's
+                source.unread -= 1
+                self._step_if_read(source)
+
+    def _step_if_read(self, source: Source) -> None:
+        if self._period is None and not source.unread:
+            source.step(self._tokens)
+
+    def _step_at(self, source: Source, when: float) -> None:
+        self._timers[source] = self._loop.call_at(when, self._on_time, source, when)
+
+    def _on_time(self, source: Source, when: float) -> None:
+        source.step(self._tokens)
+        if self._period:
+            self._step_at(source, max(when + self._period, self._loop.time()))
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _on_command(self, commands: asyncio.Queue[tuple[Any, ...] | None]) -> None:
+        try:
+            commands.put_nowait(self._commands.recv())
+        except EOFError:
+            self._loop.remove_reader(self._commands.fileno())
+            commands.put_nowait(None)
+
+
+def run_stubs(
+    commands: Connection,
+    credits: Connection,
+    script: Script,
+    names: Sequence[str],
+    secret: str,
+    redis_url: str,
+) -> None:
+    """Be the process of the stub workers."""
+    os.set_blocking(credits.fileno(), False)
+
+    async def main() -> None:
+        stubs = Stubs(commands, credits.fileno(), script, len(names))
+        async with AsyncExitStack() as stack:
+            for name, worker in zip(names, stubs.workers, strict=True):
+                await worker.start(name, secret, redis_url, stack)
+            await stubs.run()
+
+    asyncio.run(main())

@@ -1,0 +1,81 @@
+"""A process that reads large bodies, where that cannot stall the router's event loop.
+
+    python -P -m pagewire.services.router.http.body_process FILE_DESCRIPTOR
+
+It serves one socket, the router's, and ends when that is closed, as it is when the router dies. A
+bug ends it, too, with a traceback on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagewire.services.router.http.body_messages import (
+    BodyKind,
+    Job,
+    Refusal,
+    Reply,
+    receive_bytes,
+    receive_message,
+    send_message,
+)
+from pagewire.services.router.http.inputs import InputReader, read_chat, read_completion
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import ChannelError, InvalidRequestError
+
+READERS: dict[BodyKind, InputReader] = {"chat": read_chat, "completion": read_completion}
+NICENESS = 5  # where cores are few, streams go first
+
+
+def serve(connection: socket.socket) -> None:
+    """Read bodies.
+
+    Raises:
+        ChannelError: the router has closed the connection.
+    """
+    settings = RouterSettings(**receive_message(connection, dict[str, Any]))
+    model = ServedModel.load(settings)
+    while True:
+        job = receive_message(connection, Job)
+        raw = receive_bytes(connection, job.num_bytes)
+        try:
+            asked = READERS[job.kind](raw, model, job.max_model_len)
+        except InvalidRequestError as exc:
+            send_message(connection, Reply(Refusal.of(exc), _memory_bytes()))
+            continue
+        head = msgspec.structs.replace(asked, prompts=())
+        send_message(connection, Reply(head, _memory_bytes(), len(asked.prompts)))
+        for prompt in asked.prompts:
+            send_message(connection, prompt)
+
+
+def _memory_bytes() -> int:
+    """Return how much memory this process holds; 0 where the system does not say it."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    """Serve until the router closes the connection."""
+    os.nice(NICENESS)
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        contextlib.suppress(ChannelError, ConnectionError),
+    ):
+        serve(connection)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Reads bodies: small ones at once, larger ones in a thread, large ones in a process.
+
+Decoding, templates and lists of token ids need Python's interpreter, of which a process has one at
+a time: a thread with a body of 13 MB would stall the event loop, and all streams, for a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from pagewire.services.router.http.body_messages import (
+    BodyKind,
+    Job,
+    Refusal,
+    Reply,
+    receive_message,
+    send_message,
+)
+from pagewire.services.router.http.body_process import READERS
+from pagewire.services.router.http.inputs import GenerationInput, PromptInput
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import ChannelError, RequestFailedError
+
+INLINE_BODY_BYTES = 8 << 10
+THREAD_BODY_BYTES = 64 << 10  # holds the interpreter for a few milliseconds at most
+THREADS = 2
+PROCESSES = 2
+MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
+TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
+END_TIMEOUT_S = 5.0
+
+_PROGRAM = "pagewire.services.router.http.body_process"
+
+
+class BodyReader:
+    """Reads the bodies of one router. Processes start with the first body that needs them.
+
+    Close it with `close`.
+    """
+
+    def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
+        self._model = model
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="body")
+        self._processes = _Processes(settings, model)
+
+    def read_now(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+    ) -> GenerationInput:
+        """Check and tokenize a body of up to `INLINE_BODY_BYTES`.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field.
+        """
+        return READERS[kind](raw, self._model, max_model_len)
+
+    async def read_elsewhere(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+    ) -> GenerationInput:
+        """Check and tokenize a larger body, off the event loop. Cancelling it in line ends it.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field.
+            RequestFailedError: the process that reads it ended, or takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        if len(raw) <= THREAD_BODY_BYTES:
+            return await loop.run_in_executor(
+                self._threads, self.read_now, kind, raw, max_model_len
+            )
+        processes = self._processes
+        return await loop.run_in_executor(
+            processes.threads, processes.read, kind, raw, max_model_len
+        )
+
+    def close(self) -> None:
+        """End all threads and processes, whatever they read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+
+
+class _Processes:
+    """The processes, each used by one thread at a time.
+
+    Attributes:
+        threads: one for each process.
+    """
+
+    def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
+        self.threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="large-body")
+        own = settings.model_dump(mode="json", exclude={"cluster_secret", "redis_url"})
+        self._settings = own | {"model": str(model.path), "served_model_name": model.name}
+        self._lock = Lock()
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._is_closed = False
+
+    def read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
+        """Let a process read a body.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field.
+            RequestFailedError: the process ended, or takes too long.
+        """
+        process = self._take()
+        try:
+            reply, prompts = process.read(Job(kind, max_model_len, len(raw)), raw)
+        except (ChannelError, OSError, msgspec.DecodeError) as exc:
+            self._drop(process)
+            raise RequestFailedError(f"the process that reads large bodies failed: {exc}") from exc
+        if reply.memory_bytes > MAX_PROCESS_BYTES:
+            self._drop(process)
+        else:
+            with self._lock:
+                self._idle.append(process)
+        if isinstance(reply.result, Refusal):
+            raise reply.result.error()
+        return msgspec.structs.replace(reply.result, prompts=prompts)
+
+    def close(self) -> None:
+        """End all, also those that read: their threads then end as well."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            idle, busy = set(self._idle), self._all - set(self._idle)
+        for process in idle:
+            process.close()
+        for process in busy:
+            process.kill()
+
+    def _take(self) -> _Process:
+        with self._lock:
+            while self._idle:
+                if (process := self._idle.pop()).is_alive:
+                    return process
+                self._all.discard(process)
+                process.close()
+            if self._is_closed:
+                raise RequestFailedError("the router shuts down")
+            try:
+                process = _Process(self._settings)
+            except OSError as exc:
+                raise RequestFailedError(
+                    f"a process that reads large bodies cannot be started: {exc.strerror}"
+                ) from exc
+            self._all.add(process)
+            return process
+
+    def _drop(self, process: _Process) -> None:
+        with self._lock:
+            self._all.discard(process)
+        process.close()
+
+
+class _Process:
+    """One process, and the connection to it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as stack:
+            self._connection = stack.enter_context(ours)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is for the router
+            )
+            stack.pop_all()
+        self._connection.settimeout(TIMEOUT_S)
+        self._settings: dict[str, Any] | None = settings
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def read(self, job: Job, raw: bytes | bytearray) -> tuple[Reply, tuple[PromptInput, ...]]:
+        """Return what the process answers, and the request's prompts.
+
+        Raises:
+            ChannelError: the process has ended.
+            OSError: it has, or takes too long.
+            msgspec.DecodeError: its answer is not one.
+        """
+        if self._settings is not None:
+            send_message(self._connection, self._settings)
+            self._settings = None
+        send_message(self._connection, job)
+        self._connection.sendall(raw)
+        reply = receive_message(self._connection, Reply)
+        prompts = [receive_message(self._connection, PromptInput) for _ in range(reply.num_prompts)]
+        return reply, tuple(prompts)
+
+    def kill(self) -> None:
+        """End the process; a thread that waits for its answer then closes the rest."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process and the connection."""
+        self._process.kill()
+        self._process.wait(END_TIMEOUT_S)
+        self._connection.close()

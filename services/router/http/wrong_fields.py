@@ -1,0 +1,63 @@
+"""Says what is wrong with a request's body: which field, what is right, and what it has."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import inspect
+
+from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.field_rules import rule_at
+
+MAX_SHOWN_BYTES = 200  # a longer value is shown as it is encoded, without its end
+
+_PATH = re.compile(r"`\$([^`]*)`$")
+_PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+
+
+def describe_wrong_field(
+    kind: type[msgspec.Struct], raw: bytes | bytearray, error: msgspec.ValidationError
+) -> InvalidRequestError:
+    """Return what is wrong with the first wrong field.
+
+    Args:
+        kind: what the body was to be.
+        raw: the body.
+        error: of msgspec, which names the path.
+    """
+    found = _PATH.search(str(error))
+    path = [name or int(index) for name, index in _PART.findall(found[1])] if found else []
+    if missing := _MISSING.match(str(error)):
+        path.append(missing[1])
+    if not path:
+        return InvalidRequestError("the body must be a JSON object")
+    depth, rule = rule_at(inspect.type_info(kind), path)
+    field = _joined(path[:depth])
+    if missing and depth == len(path):
+        return InvalidRequestError(f"{field} is required", field)
+    return InvalidRequestError(f"{field} must be {rule}, not {_shown(raw, path[:depth])}", field)
+
+
+def _joined(path: Sequence[str | int]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    return "".join(parts).removeprefix(".")
+
+
+def _shown(raw: bytes | bytearray, path: Sequence[str | int]) -> str:
+    value = msgspec.Raw(raw)
+    for part in path:
+        if isinstance(part, int):
+            value = msgspec.json.decode(value, type=list[msgspec.Raw])[part]
+        else:
+            value = msgspec.json.decode(value, type=dict[str, msgspec.Raw])[part]
+    view = memoryview(value)
+    if len(view) > MAX_SHOWN_BYTES:
+        return bytes(view[:50]).decode(errors="replace") + "..."
+    try:
+        return reprlib.repr(msgspec.json.decode(view))
+    except UNDECODABLE:  # a number that no float can hold
+        return bytes(view[:50]).decode(errors="replace")

@@ -1,0 +1,52 @@
+"""Worker records bear the cluster's seal: whoever else writes to Redis adds no worker.
+
+A sealed record is its HMAC-SHA256, 32 bytes, and the record. The key derives from the cluster
+secret. The record has the worker's id and epoch; the name of its Redis key is sealed with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from pagewire.shared.errors import SealError
+
+_SEAL_BYTES = 32
+
+
+class RecordSeal:
+    """Seals and checks the records of one cluster.
+
+    Args:
+        cluster_secret: the same in all services.
+    """
+
+    def __init__(self, cluster_secret: str) -> None:
+        raw = hashlib.blake2b(cluster_secret.encode(), digest_size=32, person=b"pagewire-record")
+        self._key = raw.digest()
+
+    def seal(self, name: str, record: bytes) -> bytes:
+        """Return a record as it is stored.
+
+        Args:
+            name: of the Redis key.
+            record: in msgpack.
+        """
+        return self._seal_of(name, record) + record
+
+    def open(self, name: str, sealed: bytes) -> bytes:
+        """Return the record in what is stored.
+
+        Raises:
+            SealError: it was not sealed with this cluster's secret for this key.
+        """
+        seal, record = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal_of(name, record)):
+            raise SealError("it does not bear the cluster's seal")
+        return record
+
+    def _seal_of(self, name: str, record: bytes) -> bytes:
+        named = name.encode()
+        return hmac.digest(
+            self._key, len(named).to_bytes(4, "big") + named + record, hashlib.sha256
+        )

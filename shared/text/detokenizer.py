@@ -1,0 +1,152 @@
+"""From a stream of token ids to text, never cutting a character in two."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
+
+_REPLACEMENT_BYTES = REPLACEMENT.encode()
+
+CONTEXT_TOKENS = 8  # left context of a text: decides e.g. whether it begins with a space
+MAX_HELD_TOKENS = 64  # this many tokens without the end of a character: it is not UTF-8
+
+
+class Detokenizer(Protocol):
+    """The text of one answer."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that they finish, perhaps none."""
+        ...
+
+    def flush(self) -> str:
+        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
+        ...
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream: all at once, which is quicker than one by one."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Detokenizer:
+    """Return the quickest detokenizer that gives the tokenizer's own text."""
+    context, table = prompt_ids[-CONTEXT_TOKENS:], tokenizer.text_table
+    if table is None:
+        return ContextDetokenizer(tokenizer, context)
+    return TableDetokenizer(table, context)
+
+
+class TableDetokenizer:
+    """Looks each token's bytes up, and decodes them as they come.
+
+    A prompt may end inside a character. If the first tokens finish it, it is the answer's; if they
+    do not, the prompt has shown its U+FFFD.
+
+    Args:
+        table: see `TokenBytes.text_table`.
+        context: the last tokens of the prompt.
+    """
+
+    def __init__(self, table: list[bytes], context: Sequence[int]) -> None:
+        self._table, self._bytes_of = table, table.__getitem__
+        self._rest = b""  # of a character that has begun
+        self._is_prompts = False
+        self.push(context)
+        self._is_prompts = bool(self._rest)  # it has shown its U+FFFD
+
+    def flush(self) -> str:
+        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
+        return self.push((), final=True)
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream."""
+        return self.push(token_ids, final=True)
+
+    def push(self, token_ids: Sequence[int], final: bool = False) -> str:
+        """Add tokens; returns the text that they finish, perhaps none; all text if `final`."""
+        try:
+            raw = self._rest + b"".join(map(self._bytes_of, token_ids))
+        except IndexError:  # the model has more tokens than the vocabulary
+            known = [self._table[i] for i in token_ids if i < len(self._table)]
+            raw = self._rest + b"".join(known)
+        text, read = codecs.utf_8_decode(raw, "replace", final)
+        self._rest = raw[read:]
+        if self._is_prompts and text:
+            self._is_prompts = False
+            if text[0] == REPLACEMENT and not raw.startswith(_REPLACEMENT_BYTES):
+                return text[1:]
+        return text
+
+
+class ContextDetokenizer:
+    """Decodes each token after those before it, whatever the tokenizer's decoder does.
+
+    Text is held back while it ends in U+FFFD, which is what an unfinished character decodes to,
+    and given out with the token that finishes it.
+
+    Args:
+        context: the last tokens of the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(context)
+        self._held: list[int] = []
+        # A prompt may end inside a character, which the first generated tokens then finish.
+        prompt = tokenizer.decode(self._context)
+        for _ in range(min(3, len(self._context))):
+            if not tokenizer.decode(self._context).endswith(REPLACEMENT):
+                break
+            self._held.insert(0, self._context.pop())
+        self._context_chars = len(tokenizer.decode(self._context))
+        # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
+        rest = prompt[self._context_chars :]
+        self._prompt_text = rest.rstrip(REPLACEMENT)
+        self._prompt_rest = len(rest) - len(self._prompt_text)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that they finish, perhaps none."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
+        if not self._held:
+            return ""
+        return self._release(self._held, self._tokenizer.decode(self._context + self._held))
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream."""
+        self._held.extend(token_ids)
+        return self.flush()
+
+    def _push_one(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._tokenizer.decode(self._context + self._held)
+        if not text.endswith(REPLACEMENT):
+            return self._release(self._held, text)
+        if len(self._held) >= MAX_HELD_TOKENS:
+            head = self._held[: self._boundary()]
+            return self._release(head, self._tokenizer.decode(self._context + head))
+        return ""
+
+    def _release(self, head: list[int], text: str) -> str:
+        """Give out the held tokens `head`, given the text of the context and them."""
+        released = text[self._context_chars :].removeprefix(self._prompt_text)
+        unfinished = len(released) - len(released.lstrip(REPLACEMENT))
+        released = released[min(unfinished, self._prompt_rest) :]
+        self._prompt_text, self._prompt_rest = "", 0
+        self._held = self._held[len(head) :]
+        self._context = (self._context + head)[-CONTEXT_TOKENS:]
+        self._context_chars = len(self._tokenizer.decode(self._context))
+        return released
+
+    def _boundary(self) -> int:
+        """How many held tokens end where a character ends, or all, if that cannot be seen."""
+        whole = self._tokenizer.decode(self._held)
+        for count in range(len(self._held) - 1, len(self._held) - 5, -1):
+            head, tail = self._held[:count], self._held[count:]
+            if self._tokenizer.decode(head) + self._tokenizer.decode(tail) == whole:
+                return count
+        return len(self._held)

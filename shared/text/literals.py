@@ -1,0 +1,131 @@
+"""Special tokens that messages spell out stay text: no message ends itself or speaks as another.
+
+Hugging Face's `apply_chat_template` makes tokens of them. Here each is replaced by a mark before
+the template runs, so that those of the template can be distinguished. The rendered text
+is then encoded as a whole, by a copy of the tokenizer that takes special tokens for text and has
+stand-ins for those of the template: their ids are replaced afterwards. So text around a literal is
+tokenized as if no special token had that name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tokenizers
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.text.encoding import encode_text
+
+Messages = list[dict[str, Any]]
+
+_INDEX_DIGITS = 4
+
+
+class Literals:
+    """Finds and encodes special tokens that messages spell out.
+
+    Args:
+        backend: the model's tokenizer; copied, which takes as long as loading it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        specials = {
+            token_id: token
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._special = frozenset(specials)
+        texts = [token.content for token in specials.values()]
+        self._pattern = re.compile(_any_of(texts))
+        self._marks, self._stand_ins = _names(texts), _names(texts)
+        self._literals = {mark: literal for literal, mark in self._marks.items()}
+        self._mark_pattern = re.compile(_any_of(self._literals))
+        self._copy = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._copy.encode_special_tokens = True  # that is, as text
+        self._copy.add_tokens([self._stand_in(token) for token in specials.values()])
+        self._ids = {
+            self._copy.token_to_id(self._stand_ins[token.content]): token_id
+            for token_id, token in specials.items()
+        }
+
+    def are_in(self, messages: Messages) -> bool:
+        """Return whether any message spells out a special token."""
+        return any(
+            self._pattern.search(value) for message in messages for _, value in _texts(message)
+        )
+
+    def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
+        """Return the token ids of a conversation in which literals are text.
+
+        Raises:
+            InvalidRequestError: the template or the tokenizer cannot keep a literal as it is.
+        """
+        text = render(messages)
+        marked = render([self._with_marks(message) for message in messages])
+        if self._with_literals(marked) != text:
+            raise self._refusal("chat template", messages)
+        replaced, count = self._pattern.subn(lambda found: self._stand_ins[found[0]], marked)
+        ids = encode_text(self._copy, self._with_literals(replaced), add_special_tokens=False)
+        # A vocabulary's own words may have a special token's name, or a stand-in be overlooked.
+        if sum(each in self._ids for each in ids) != count or not self._special.isdisjoint(ids):
+            raise self._refusal("tokenizer", messages)
+        return [self._ids.get(each, each) for each in ids]
+
+    def _with_marks(self, message: dict[str, Any]) -> dict[str, Any]:
+        return message | {
+            key: self._pattern.sub(lambda found: self._marks[found[0]], value)
+            for key, value in _texts(message)
+        }
+
+    def _with_literals(self, text: str) -> str:
+        return self._mark_pattern.sub(lambda found: self._literals[found[0]], text)
+
+    def _stand_in(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+        """Return a token that is cut out of a text as the special one is."""
+        return tokenizers.AddedToken(
+            self._stand_ins[token.content],
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=False,
+        )
+
+    def _refusal(self, what: str, messages: Messages) -> InvalidRequestError:
+        everything = "\n".join(value for message in messages for _, value in _texts(message))
+        found = self._pattern.findall(everything)
+        return InvalidRequestError(
+            f"this model's {what} cannot keep {found[0]!r}, which a message spells out, as text: "
+            "leave it out",
+            param="messages",
+        )
+
+
+def _texts(message: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the sender of a message has written, by key; the role is one of a few."""
+    return [
+        (key, value) for key, value in message.items() if isinstance(value, str) and key != "role"
+    ]
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """Return a regular expression of texts, of which the longest counts.
+
+    What several begin with is in it once, so that looking for hundreds takes no longer than for
+    one.
+    """
+    branches = [
+        re.escape(first) + _any_of(text[1:] for text in group) if first else ""
+        for first, group in itertools.groupby(sorted(texts, reverse=True), key=lambda t: t[:1])
+    ]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches) or '(?!)'})"
+
+
+def _names(texts: Sequence[str]) -> dict[str, str]:
+    """Return a name for each text that occurs nowhere: letters and digits, of equal length."""
+    nonce = secrets.token_hex(16)
+    return {text: f"{nonce}{index:0{_INDEX_DIGITS}x}" for index, text in enumerate(texts)}

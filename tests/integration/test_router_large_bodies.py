@@ -1,0 +1,155 @@
+"""Large bodies: read in processes of their own, while everything else goes on."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pagewire.services.router.http import body_reader
+from pagewire.services.router.http.body_reader import (
+    INLINE_BODY_BYTES,
+    PROCESSES,
+    THREAD_BODY_BYTES,
+)
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.body_processes import LONG, body_processes, stopped_body_processes
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, TEXT, TOKENIZER, LiveRouter, with_worker
+from pagewire.tests.support.redis_server import RedisServer
+
+PART = {"type": "text", "text": "a"}
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+def mine() -> list[int]:
+    return body_processes(os.getpid())
+
+
+async def post(router: LiveRouter, path: str, body: bytes) -> httpx.Response:
+    return await router.http.post(path, content=body)
+
+
+def test_large_bodies_are_read_and_refused_as_small_ones_are(redis_url):
+    unknown = {f"unknown field number {number:6}": number for number in range(100_000)}
+    cases: list[tuple[str, dict[str, Any], str | None]] = [
+        ("/v1/completions", {"prompt": "Hi", **unknown}, None),
+        ("/v1/completions", {"prompt": "Hi", "stop_token_ids": [1] * 100_000}, "stop_token_ids"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [PART] * 10_000}]},
+            "messages[0].content",
+        ),
+        ("/v1/completions", {"prompt": LONG, "model": "another"}, "model"),
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+    ]
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        for path, fields, wrong in cases:
+            raw = json.dumps({"model": MODEL, "max_tokens": 99} | fields).encode()
+            assert len(raw) > THREAD_BODY_BYTES
+            response = await post(router, path, raw)
+            if wrong is None:
+                assert response.json()["choices"][0]["text"] == TEXT
+            else:
+                assert response.status_code in (400, 404)
+                assert response.json()["error"]["param"] == wrong
+                assert len(response.json()["error"]["message"]) < 400
+        assert len(mine()) == 1  # one after another, so one is enough
+        assert await router.metric("pagewire_request_unknown_fields_total") == len(unknown)
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize("size", [INLINE_BODY_BYTES // 2, INLINE_BODY_BYTES * 2, 1 << 20])
+def test_prompts_reach_the_worker_unchanged_wherever_they_are_read(redis_url, size):
+    text = "word " * 400
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        asked = {"prompt": [text, "Hi"], "seed": 5, "n": 2, "stop": ["zzz"], "max_tokens": 3}
+        response = await router.complete(**asked, user="x" * (size - len(text)))
+        assert response.status_code == 200
+        assert bool(mine()) == (size > THREAD_BODY_BYTES)
+        prompts = [TOKENIZER.encode(text), TOKENIZER.encode("Hi")]
+        assert [request.prompt_token_ids for request in worker.generated] == [
+            *(prompts[0], prompts[0], prompts[1], prompts[1])
+        ]
+        specs = [request.spec for request in worker.generated]
+        assert [spec.seed for spec in specs] == [spec.seed for spec in specs[:2]] * 2
+        assert specs[0].seed == 5 and specs[0].max_tokens == 3
+
+    with_worker(redis_url, scenario)
+
+
+def test_other_requests_are_answered_while_large_bodies_are_read(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async with stopped_body_processes(router, PROCESSES) as held:
+            for prompt in ("Hi", "Hi " * INLINE_BODY_BYTES):  # at once, and in a thread
+                response = await router.complete(prompt=prompt, max_tokens=2)
+                assert response.status_code == (200 if prompt == "Hi" else 400)
+            assert router.service.dispatcher.admission.num_reading == PROCESSES
+        assert [response.status_code for response in await held()] == [400] * PROCESSES
+        assert len(mine()) <= PROCESSES
+
+    with_worker(redis_url, scenario)
+
+
+def test_a_process_that_is_killed_fails_its_request_and_no_other(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async with stopped_body_processes(router, 1) as held:
+            (pid,) = mine()
+            os.kill(pid, signal.SIGKILL)
+            (response,) = await held()
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "internal_error"
+            asked = {"prompt": "Hi", "max_tokens": 2, "user": LONG}
+            assert (await router.complete(**asked)).status_code == 200
+        (pid,) = mine()
+        os.kill(pid, signal.SIGKILL)  # an idle one is replaced, and nobody notices
+        await eventually(lambda: not mine())
+        assert (await router.complete(**asked)).status_code == 200
+
+    with_worker(redis_url, scenario)
+
+
+def test_a_process_that_stands_still_fails_its_request_in_time(redis_url, monkeypatch):
+    monkeypatch.setattr(body_reader, "TIMEOUT_S", 1.0)
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async with stopped_body_processes(router, 1) as held:
+            (response,) = await held()
+            assert response.status_code == 500
+            assert mine() == []
+        monkeypatch.undo()
+        assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+
+    with_worker(redis_url, scenario)
+
+
+def test_a_process_ends_when_it_holds_much_memory(redis_url, monkeypatch):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        for most, processes in ((body_reader.MAX_PROCESS_BYTES, 1), (1 << 20, 0)):
+            monkeypatch.setattr(body_reader, "MAX_PROCESS_BYTES", most)
+            assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+            assert len(mine()) == processes
+
+    with_worker(redis_url, scenario)
+
+
+def test_processes_end_with_their_router(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async with stopped_body_processes(router, 1) as held:
+            assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+        assert (await held())[0].status_code == 400
+        assert len(mine()) == 2
+
+    with_worker(redis_url, scenario)
+    assert mine() == []

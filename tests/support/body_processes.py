@@ -1,0 +1,57 @@
+"""The processes in which routers read large bodies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from pagewire.services.router.http.body_reader import THREAD_BODY_BYTES
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.live_router import LiveRouter
+
+LONG = "Hi " * THREAD_BODY_BYTES
+
+
+def body_processes(parent: int) -> list[int]:
+    """Return the ids of a process's children that read bodies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes()
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if b"body_process" in command and int(status[1]) == parent and status[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+@asynccontextmanager
+async def stopped_body_processes(
+    router: LiveRouter, count: int
+) -> AsyncIterator[Callable[[], Awaitable[list[httpx.Response]]]]:
+    """Keep all body processes of this process busy: each has a body, and is stopped.
+
+    Yields:
+        what waits for the answers to these bodies; call it after the block, when they run again.
+    """
+    tasks: list[asyncio.Task[httpx.Response]] = []
+    reading = router.service.dispatcher.admission
+    for _ in range(count):
+        tasks.append(asyncio.create_task(router.complete(prompt=LONG, n=17)))
+    await eventually(lambda: len(body_processes(os.getpid())) == count)
+    stopped = body_processes(os.getpid())
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        assert reading.num_reading == count
+        yield lambda: asyncio.gather(*tasks)
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,39 @@
+"""`pagewire` whose router changes or loses tokens, for the test that the router's bench sees it.
+
+    python -P -m pagewire.tests.support.wrong_router router ...
+
+The environment variable WRONG_ROUTER says which: "change" or "lose".
+"""
+
+import os
+
+import msgspec
+
+from pagewire.services.cli.main import app
+from pagewire.services.router.workers.decode_links import DecodeLink
+from pagewire.shared.control.protocol import ControlMessage, TokenBatch, TokenOutput
+
+WRONG_AT = 20  # the message of each worker after which one stream's tokens are wrong
+
+_on_message = DecodeLink.on_message
+_counts: dict[DecodeLink, int] = {}
+
+
+def _wrong(first: TokenOutput, others: list[TokenOutput]) -> TokenBatch:
+    if os.environ["WRONG_ROUTER"] == "lose":
+        return TokenBatch(outputs=others)
+    tokens = [first.token_ids[0] + 1, *first.token_ids[1:]]
+    return TokenBatch(outputs=[msgspec.structs.replace(first, token_ids=tokens), *others])
+
+
+def on_message(self: DecodeLink, message: ControlMessage) -> None:
+    if isinstance(message, TokenBatch):
+        _counts[self] = _counts.get(self, 0) + 1
+        if _counts[self] == WRONG_AT:
+            message = _wrong(message.outputs[0], message.outputs[1:])
+    _on_message(self, message)
+
+
+if __name__ == "__main__":
+    DecodeLink.on_message = on_message
+    app()

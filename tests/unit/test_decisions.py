@@ -1,0 +1,97 @@
+"""docs/decisions.md names files that exist, and what is defined in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from pagewire.shared.config import RouterSettings, WorkerSettings
+from pagewire.shared.setting_names import PREFIX
+from pagewire.tests.support.documents import ROOT
+
+PAGE = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+HEAD = ["question", "decided in"]
+# A file in backticks, and perhaps names in backticks, of which some are in parentheses.
+PLACE = re.compile(r"`([\w./]+)`(?:: (`[\w.-]+`(?: \(`\w+`(?:, `\w+`)*\))?(?:, (?=`)|$))+)?")
+SETTINGS = {
+    f"{PREFIX}{name.upper()}"
+    for kind in (RouterSettings, WorkerSettings)
+    for name in kind.model_fields
+}
+
+
+def rows() -> list[tuple[str, str]]:
+    """Return question and answer of each row of the page's tables."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [(row[0], row[1]) for row in cells if row not in (HEAD, ["---", "---"])]
+
+
+def names_of(place: str) -> tuple[str, list[str]]:
+    """Return the file and the names in one part of an answer."""
+    file, *names = re.findall(r"`([^`]+)`", place)
+    return file, names
+
+
+@cache
+def defined(file: str) -> frozenset[str]:
+    """Return what a module defines: `name` at its top level, `Class.name` in its classes."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return frozenset(_names(tree.body))
+
+
+def _names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield prefix + node.name
+            case ast.ClassDef():
+                yield prefix + node.name
+                yield from _names(node.body, f"{prefix}{node.name}.")
+            case ast.Assign():
+                targets = (each for target in node.targets for each in ast.walk(target))
+                for each in targets:
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                        yield prefix + each.id
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield prefix + name
+
+
+def missing(file: str, names: list[str]) -> list[str]:
+    """Return what of a file's names does not exist; a file that is not there lacks itself."""
+    if not (ROOT / file).is_file():
+        return [file]
+    if file.endswith(".py"):
+        return [name for name in names if name not in defined(file) | SETTINGS]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
+
+
+@pytest.mark.parametrize(("question", "answer"), rows(), ids=[question for question, _ in rows()])
+def test_a_decision_is_where_the_page_says(question: str, answer: str) -> None:
+    places = answer.split("; ")
+    assert [place for place in places if not PLACE.fullmatch(place)] == []
+    assert {place: missing(*names_of(place)) for place in places if missing(*names_of(place))} == {}
+
+
+def test_each_question_is_asked_once() -> None:
+    questions = [question for question, _ in rows()]
+    assert len(questions) == len(set(questions)) > 90
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("`shared/gone.py`: `anything`", ["shared/gone.py"]),
+        ("`shared/engine/scheduler.py`: `Scheduler._admit`, `_admit`", ["_admit"]),
+        ("`shared/engine/core.py`: `MAX_FAILED_STEPS`, `BOTH`", ["BOTH"]),
+        ("`shared/config.py`: `PAGEWIRE_MAX_QUEUE`, `PAGEWIRE_QUEUE`", ["PAGEWIRE_QUEUE"]),
+        ("`Makefile`: `test-gpu`, `test-cpu`", ["test-cpu"]),
+    ],
+)
+def test_what_does_not_exist_is_found(place: str, found: list[str]) -> None:
+    assert missing(*names_of(place)) == found

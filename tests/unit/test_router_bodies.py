@@ -1,0 +1,191 @@
+"""The bodies of requests: bounds of lists, what errors say, fields that nobody knows."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.services.router.http.errors import describe
+from pagewire.services.router.http.inputs import read_chat, read_completion
+from pagewire.services.router.http.schemas import (
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_PARTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+    parse_body,
+)
+from pagewire.services.router.http.unsupported import refused_fields
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.sampling import MAX_STOP_TOKEN_IDS
+from pagewire.tests.support.request_bodies import (
+    CONTEXT,
+    MODEL,
+    chat,
+    completion,
+    encoded,
+    refusal,
+)
+
+PART = {"type": "text", "text": "a"}
+MESSAGE = {"role": "user", "content": "a"}
+
+
+def parts(count):
+    return [{"role": "user", "content": [PART] * count}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "most", "too_many"),
+    [
+        (ChatBody, "messages", [MESSAGE] * MAX_MESSAGES, [MESSAGE] * (MAX_MESSAGES + 1)),
+        (ChatBody, "messages", parts(MAX_PARTS), parts(MAX_PARTS + 1)),
+        (ChatBody, "stop", ["x"] * MAX_STOPS, ["x"] * (MAX_STOPS + 1)),
+        (ChatBody, "stop", "x" * MAX_STOP_CHARS, "x" * (MAX_STOP_CHARS + 1)),
+        (
+            ChatBody,
+            "stop_token_ids",
+            [1] * MAX_STOP_TOKEN_IDS,
+            [1] * (MAX_STOP_TOKEN_IDS + 1),
+        ),
+        (
+            CompletionBody,
+            "metadata",
+            {str(i): "" for i in range(MAX_METADATA)},
+            {str(i): "" for i in range(MAX_METADATA + 1)},
+        ),
+    ],
+    ids=["messages", "parts", "stop strings", "stop string", "stop tokens", "metadata"],
+)
+def test_lists_are_bounded(kind, field, most, too_many):
+    base = {"model": "m", "prompt": "Hi", "messages": [MESSAGE]}
+    assert parse_body(kind, encoded(base | {field: most}))
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(kind, encoded(base | {field: too_many}))
+    assert caught.value.param is not None and caught.value.param.startswith(field)
+    assert len(caught.value.message) < 300
+
+
+def test_a_list_of_token_ids_is_bounded_by_the_context():
+    assert completion(prompt=[5] * (CONTEXT - 1), max_tokens=1)
+    for prompt in ([5] * 1_000_000, [[5], [5] * 1_000_000]):
+        assert describe(refusal(completion, prompt=prompt)).code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("call", "asked", "message"),
+    [
+        (chat, {"n": 17}, "n must be an integer from 1 to 16, not 17"),
+        (chat, {"n": "2"}, "n must be an integer from 1 to 16, not '2'"),
+        (chat, {"stream": "yes"}, "stream must be a boolean, not 'yes'"),
+        (
+            chat,
+            {"stop": 5},
+            "stop must be a string of 1 to 256 characters or a list of at most 16 such strings, "
+            "not 5",
+        ),
+        (chat, {"stop": ["a", ""]}, "stop[1] must be a string of 1 to 256 characters, not ''"),
+        (
+            chat,
+            {"temperature": 10**400},
+            f"temperature must be a number between 0 and 100, not 1{'0' * 49}...",
+        ),
+        (
+            chat,
+            {"stop_token_ids": [1] * 3_000},
+            f"stop_token_ids must be a list of at most 64 token ids, not [{'1, ' * 16}1...",
+        ),
+        (chat, {"messages": []}, "messages must be a list of 1 to 4096 messages, not []"),
+        (
+            chat,
+            {"messages": [MESSAGE, {"role": "tool", "content": "x"}]},
+            "messages[1].role must be one of assistant, developer, system, user, not 'tool'",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [PART, {"type": "image_url"}]}]},
+            'messages[0].content must be text that is not empty, or a list of at most 4096 parts; '
+            "only parts of type \"text\" are supported, not [{'text': 'a', 'type': 'text'}, "
+            "{'type': 'image_url'}]",
+        ),
+        (
+            chat,
+            {"messages": [MESSAGE | {"tool_calls": [{}]}]},
+            "messages[0].tool_calls must be null, tools are not supported, not [{}]",
+        ),
+        (chat, {"stream": True, "stream_options": 1}, "stream_options must be an object, not 1"),
+        (
+            completion,
+            {"prompt": [5.0]},
+            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids, none of them empty, not [5.0]",
+        ),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_what_is_right_and_what_is_wrong(call, asked, message):
+    assert refusal(call, **asked).message == message
+
+
+def test_fields_that_nobody_knows_are_counted_and_known_ones_are_not():
+    assert completion().unknown_fields == chat().unknown_fields == 0
+    for call in (completion, chat):
+        unknown = {f"x{number}": [{"a": number}] for number in range(300)}
+        assert call(**unknown, user="somebody", min_p=0, best_of=1).unknown_fields == (
+            300 if call is completion else 301  # a chat has no best_of
+        )
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_a_field_is_declared_once(kind):
+    refused = refused_fields(chat=kind is ChatBody).keys()
+    assert refused & set(kind.__struct_fields__) <= {"best_of"}
+
+
+@pytest.mark.parametrize(
+    "value", ["[1e999]", '"\\ud800"', "1e999", "{" + '"a":{' * 20 + "}" * 21, "-" + "9" * 200]
+)
+def test_a_value_that_cannot_be_shown_or_compared_is_refused_by_its_field(value):
+    for field in ("logit_bias", "temperature", "n", "prompt"):
+        raw = b'{"model": "m", "prompt": "Hi", "%s": %s}' % (field.encode(), value.encode())
+        with pytest.raises(InvalidRequestError):
+            read_completion(raw, MODEL, CONTEXT)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *refused_fields(chat=True)}
+)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4))
+def test_any_value_of_any_field_is_read_or_refused_with_its_name(fields):
+    base = {"model": "m", "prompt": "Hi", "messages": [MESSAGE]}
+    for read in (read_completion, read_chat):
+        try:
+            asked = read(encoded(base | fields), MODEL, CONTEXT)
+        except InvalidRequestError as exc:
+            assert describe(exc).status in (400, 404)
+            assert exc.param is not None or "not valid JSON" in exc.message
+        else:
+            assert 1 <= asked.num_answers <= 64 * 16
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_bytes_are_read_or_refused(data):
+    whole = encoded({"model": "m", "prompt": "Hi", "messages": [MESSAGE], "stop": ["a", "b"]})
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
+    junk = data.draw(st.binary(max_size=6) | JSON.map(lambda value: json.dumps(value).encode()))
+    for read in (read_completion, read_chat):
+        try:
+            read(whole[:start] + junk + whole[end:], MODEL, CONTEXT)
+        except InvalidRequestError as exc:
+            assert describe(exc).status in (400, 404)
