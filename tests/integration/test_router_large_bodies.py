@@ -1,9 +1,11 @@
 """Large bodies: read in processes of their own, while everything else goes on."""
 
+import asyncio
 import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,6 +34,11 @@ def redis_url() -> Iterator[str]:
 
 def mine() -> list[int]:
     return body_processes(os.getpid())
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def post(router: LiveRouter, path: str, body: bytes) -> httpx.Response:
@@ -140,6 +147,26 @@ def test_a_process_ends_when_it_holds_much_memory(redis_url, monkeypatch):
             monkeypatch.setattr(body_reader, "MAX_PROCESS_BYTES", most)
             assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
             assert len(mine()) == processes
+
+    with_worker(redis_url, scenario)
+
+
+def test_bodies_whose_clients_left_take_no_memory(redis_url):
+    """They are in line for a process until one is free, but without their bytes."""
+    large, count = b"x" * (8 << 20), 24
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        reading = router.service.dispatcher.admission
+        async with stopped_body_processes(router, PROCESSES) as held:
+            before = resident_bytes()
+            for _ in range(count):
+                task = asyncio.create_task(post(router, "/v1/completions", large))
+                await eventually(lambda: reading.num_reading == PROCESSES + 1)
+                task.cancel()
+                await eventually(lambda: reading.num_reading == PROCESSES)
+            assert router.service.bodies.held < len(large)
+            assert resident_bytes() - before < count * len(large) / 3
+        await held()
 
     with_worker(redis_url, scenario)
 

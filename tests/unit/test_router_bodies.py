@@ -1,6 +1,7 @@
 """The bodies of requests: bounds of lists, what errors say, fields that nobody knows."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -152,6 +153,23 @@ def test_a_value_that_cannot_be_shown_or_compared_is_refused_by_its_field(value)
         raw = b'{"model": "m", "prompt": "Hi", "%s": %s}' % (field.encode(), value.encode())
         with pytest.raises(InvalidRequestError):
             read_completion(raw, MODEL, CONTEXT)
+
+
+@pytest.mark.parametrize("last", ["[]", "[3]", "[{}]", "7", "null"])
+def test_a_wrong_field_that_comes_twice_is_refused(last):
+    raw = f'{{"model": "m", "messages": [{{"role": "x"}}], "messages": {last}}}'
+    with pytest.raises(InvalidRequestError) as caught:
+        read_chat(raw.encode(), MODEL, CONTEXT)
+    assert caught.value.param == "messages[0].role"
+
+
+@pytest.mark.parametrize("field", ["x", "stop", "prompt"])
+def test_a_body_nested_to_any_depth_is_refused(field):
+    """Also where a wrong field is within the decoder's reach and its value is not."""
+    for depth in range(sys.getrecursionlimit()):
+        raw = f'{{"model": 5, "{field}": {"[" * depth + "]" * depth}}}'
+        with pytest.raises(InvalidRequestError):
+            read_completion(raw.encode(), MODEL, CONTEXT)
 
 
 JSON = st.recursive(

@@ -72,15 +72,18 @@ class BodyReader:
             InvalidRequestError: the client's fault; names the field.
             RequestFailedError: the process that reads it ended, or takes too long.
         """
-        loop = asyncio.get_running_loop()
-        if len(raw) <= THREAD_BODY_BYTES:
-            return await loop.run_in_executor(
-                self._threads, self.read_now, kind, raw, max_model_len
-            )
-        processes = self._processes
-        return await loop.run_in_executor(
-            processes.threads, processes.read, kind, raw, max_model_len
-        )
+        threads, read = self._threads, self.read_now
+        if len(raw) > THREAD_BODY_BYTES:
+            threads, read = self._processes.threads, self._processes.read
+        bodies = [raw]
+
+        def read_body() -> GenerationInput:
+            return read(kind, bodies.pop(), max_model_len)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, read_body)
+        finally:
+            bodies.clear()  # what is cancelled stays in line: then without its bytes
 
     def close(self) -> None:
         """End all threads and processes, whatever they read."""

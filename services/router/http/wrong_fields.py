@@ -39,7 +39,11 @@ def describe_wrong_field(
     field = _joined(path[:depth])
     if missing and depth == len(path):
         return InvalidRequestError(f"{field} is required", field)
-    return InvalidRequestError(f"{field} must be {rule}, not {_shown(raw, path[:depth])}", field)
+    try:
+        shown = f", not {_shown(raw, path[:depth])}"
+    except (*UNDECODABLE, LookupError):  # nested too deeply, or the field is there twice
+        shown = ""
+    return InvalidRequestError(f"{field} must be {rule}{shown}", field)
 
 
 def _joined(path: Sequence[str | int]) -> str:
@@ -48,6 +52,11 @@ def _joined(path: Sequence[str | int]) -> str:
 
 
 def _shown(raw: bytes | bytearray, path: Sequence[str | int]) -> str:
+    """Return the value at a path, shortened.
+
+    Raises:
+        one of UNDECODABLE, LookupError: the body cannot be read up to there.
+    """
     value = msgspec.Raw(raw)
     for part in path:
         if isinstance(part, int):
