@@ -45,6 +45,7 @@ from pagewire.shared.kv.endpoint.sockets import KvSockets
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
+from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import POLL_INTERVAL_S, EngineWatch
@@ -52,7 +53,7 @@ from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector
-from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, load_of
+from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
 

@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.worker.metrics import MetricsServer, local_prefill_counter
+from pagewire.shared.metrics.server import MetricsServer
+from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.tests.support.aio import run_async
 
 
