@@ -16,7 +16,7 @@ import uvloop
 from pagewire.services.router.http.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.listener import bound_socket, inherited_socket
 from pagewire.shared.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def run(settings: RouterSettings) -> int:
 
 
 async def _serve(settings: RouterSettings) -> int:
-    with _bind(settings.host, settings.port) as listener:
+    with _listener(settings) as listener:
         service = await RouterService.connect(settings)
         config = uvicorn.Config(
             create_app(service),
@@ -87,26 +87,12 @@ class _Server(uvicorn.Server):
         self._service.is_draining = True
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket, not listening yet: nobody connects before there is an answer.
+def _listener(settings: RouterSettings) -> socket.socket:
+    """Return the socket to accept from, of this router alone or of several.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: it cannot be had.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as exc:
-        raise ConfigError(
-            f"the router cannot listen on {host} port {port}: {exc.strerror}; choose another "
-            "--port or --host, or stop what uses it"
-        ) from exc
-    return listener
+    if settings.fd is None:
+        return bound_socket(settings.host, settings.port)
+    return inherited_socket(settings.fd)

@@ -109,8 +109,14 @@ class LocalCluster:
         return body
 
     def metrics(self) -> dict[str, float]:
-        """Return the router's metrics: the sample's name with its labels -> value."""
+        """Return the routers' metrics: the sample's name with its labels -> value."""
         return metrics(self.url)
+
+    def total(self, name: str) -> float:
+        """Return a metric's sum over all routers and workers."""
+        found = [each for each in self.metrics().items() if each[0].partition("{")[0] == name]
+        assert found, name
+        return sum(value for _, value in found)
 
     def used_blocks(self) -> dict[str, float]:
         """Return how many KV blocks each worker's sequences hold."""

@@ -1,7 +1,7 @@
-"""What the router shows to Prometheus: requests, its own state, and the workers' metrics.
+"""What the router shows to Prometheus: requests, its own state, other routers' and the workers'.
 
 Read first: `requests.py` (names that vLLM's dashboards know, and Pagewire's own), `state.py`,
-`workers.py`.
+`routers.py`, `workers.py`.
 
 May import: `placement` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
 `shared.metrics`. No HTTP.

@@ -1,0 +1,138 @@
+"""Several routers of one cluster: they find one another, and show one page of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord
+from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S, FakeDecodeWorker
+from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, live_router
+from pagewire.tests.support.redis_server import RedisServer
+
+OTHER = "another cluster's secret"
+
+
+def key_of(secret: str) -> str:
+    return f"pagewire:{cluster_tag(secret)}:routers"
+
+
+KEY = key_of(SECRET)
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+def test_each_shows_the_metrics_of_all(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        url = redis_server.url
+        async with (
+            FakeDecodeWorker(url, SECRET, answer=ANSWER),
+            live_router(url, router_id="router-0") as first,
+            live_router(url, router_id="router-1") as second,
+        ):
+            await first.ready()
+            await second.ready()
+            await eventually(lambda: first.service.routers.others())
+            assert (await first.complete(prompt="Hi", max_tokens=3)).status_code == 200
+            assert (await second.complete(prompt="Hi", max_tokens=5)).status_code == 200
+            for router in (first, second):
+                page = (await router.http.get("/metrics")).text
+                for name, tokens in (("router-0", 3.0), ("router-1", 5.0)):
+                    labels = f'model_name="{MODEL}",router="{name}"'
+                    assert f"vllm:generation_tokens_total{{{labels}}} {tokens}" in page
+                assert len(re.findall(r"^pagewire_kv_blocks\{.*free", page, re.MULTILINE)) == 1
+            routers = (await first.http.get("/health")).json()["routers"]
+            assert [each["id"] for each in routers] == ["router-0", "router-1"]
+            epochs = {each["id"]: each["epoch"] for each in routers}
+            assert epochs["router-1"] == second.service.routers.epoch
+
+    run_async(main())
+
+
+def test_one_that_ends_is_known_to_have_gone(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        async with live_router(redis_server.url, router_id="router-0") as first:
+            async with live_router(redis_server.url, router_id="router-1"):
+                await eventually(lambda: first.service.routers.others())
+            await eventually(lambda: not first.service.routers.others(), timeout=LEASE_S)
+            assert 'router="router-1"' not in (await first.http.get("/metrics")).text
+
+    run_async(main())
+
+
+def test_one_that_does_not_answer_costs_a_scrape_its_timeout_at_most(
+    redis_server: RedisServer,
+) -> None:
+    async def main() -> None:
+        redis = await connect_redis(redis_server.url)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            directory = RouterDirectory(redis, SECRET, "frozen", HEARTBEAT_S, LEASE_S)
+            await directory.start(f"http://127.0.0.1:{silent.getsockname()[1]}")
+            async with live_router(redis_server.url) as router:
+                await eventually(lambda: router.service.routers.others())
+                async with asyncio.timeout(4):
+                    page = await router.metrics_page()
+            assert 'pagewire_router_scrape_failures_total{peer="frozen"} 1.0' in page
+            await directory.close()
+        await redis.aclose()
+
+    run_async(main())
+
+
+def test_records_of_the_dead_and_of_strangers_are_not_taken_and_swept(
+    redis_server: RedisServer,
+) -> None:
+    async def main() -> None:
+        redis = await connect_redis(redis_server.url)
+        record = RouterRecord(
+            router_id="evil", epoch=1, metrics_endpoint="http://127.0.0.1:9", expires_ms=2**62
+        )
+        raw = msgspec.msgpack.encode(record)
+        dead = RouterDirectory(redis, SECRET, "dead", HEARTBEAT_S, lease_s=0.001)
+        await dead.start("http://127.0.0.1:9")
+        sealed = await redis.hget(KEY, "dead")
+        others = RouterDirectory(redis, SECRET, "sound", HEARTBEAT_S, LEASE_S)
+        stranger = RouterDirectory(redis, OTHER, "evil-3", HEARTBEAT_S, LEASE_S)
+        await stranger.start("http://127.0.0.1:9")
+        for field, value in {
+            "evil": raw,
+            "evil-2": b"\0" * 16 + raw,
+            "evil-3": await redis.hget(key_of(OTHER), "evil-3"),
+            "copied": sealed,
+            "short": b"",
+        }.items():
+            await redis.hset(KEY, field, value)
+        await others.start("http://127.0.0.1:9")
+        assert others.others() == []
+        assert await redis.hkeys(KEY) == [b"sound"]
+        for directory in (dead, stranger, others):
+            await directory.close()
+        assert await redis.hkeys(KEY) == []
+        await redis.aclose()
+
+    run_async(main())
+
+
+def test_without_redis_they_serve_on_and_find_one_another_again(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        url = redis_server.url
+        async with live_router(url, router_id="a") as first, live_router(url, router_id="b"):
+            await eventually(lambda: first.service.routers.others())
+            redis_server.kill()
+            await eventually(lambda: not first.service.routers.others(), timeout=10)
+            assert (await first.http.get("/health")).json()["routers"][0]["id"] == "a"
+            redis_server.start()
+            await eventually(lambda: first.service.routers.others(), timeout=10)
+
+    run_async(main())
