@@ -321,7 +321,9 @@ class RouterSettings(ClusterSettings):
     policy: Policy = described(
         "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
     )
-    max_queue: Positive = described(1024, "Requests in one router at once; more are answered 429.")
+    max_queue: Positive = described(
+        1024, "Requests in one router process at once; more are answered 429."
+    )
     request_timeout_s: Seconds = described(
         300.0, "A request without any token for this many seconds fails."
     )

@@ -13,6 +13,7 @@ import prometheus_client
 import uvicorn
 import uvloop
 
+from pagewire.services.router.http.acceptor import Acceptor
 from pagewire.services.router.http.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
@@ -55,7 +56,7 @@ async def _serve(settings: RouterSettings) -> int:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
         )
-        server = _Server(config, service)
+        server = _Server(config, service, listener if settings.fd is not None else None)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, server.stop)
@@ -70,11 +71,30 @@ async def _serve(settings: RouterSettings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`: uvicorn would raise them again once it has shut down."""
+    """Leaves signals to `_serve`: uvicorn would raise them again once it has shut down.
 
-    def __init__(self, config: uvicorn.Config, service: RouterService) -> None:
+    Args:
+        shared: the socket, if other routers accept from it, too.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, service: RouterService, shared: socket.socket | None
+    ) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._shared = service, shared
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the service, then accept."""
+        if self._shared is None:
+            return await super().startup(sockets)
+        await super().startup(sockets=[])
+        acceptor = Acceptor(self._shared, self.config.backlog, self._make_protocol)
+        self.servers = [acceptor]  # type: ignore[list-item]  # it only closes them
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import httpx
 from redis.asyncio import Redis
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
-from pagewire.services.router.http.health import describe_services
+from pagewire.services.router.http.health import describe_routers, describe_services
 from pagewire.services.router.http.http_io import BodyMemory
 from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.metrics.pages import render
@@ -32,7 +32,7 @@ from pagewire.services.router.workers.decode_links import DecodeLinks
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import Registry, WorkerDirectory
-from pagewire.shared.cluster.routers import RouterDirectory
+from pagewire.shared.cluster.routers import RouterDirectory, RouterState
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
@@ -75,7 +75,12 @@ class RouterService:
             on_leave=self._links.leave,
         )
         self.routers = RouterDirectory(
-            redis, secret, settings.router_id, settings.heartbeat_s, settings.lease_s
+            redis,
+            secret,
+            settings.router_id,
+            settings.heartbeat_s / 2,
+            settings.lease_s,
+            lambda: self._state,
         )
         self._index = PrefixIndex(redis, tag)
         # A worker's record is renewed each heartbeat and read each half.
@@ -210,10 +215,20 @@ class RouterService:
             self._threads, reader, raw, self.model, self.max_model_len
         )
 
+    @property
+    def _state(self) -> RouterState:
+        """What the others are to know. The start ends even if nobody asks for `/health`."""
+        if self.is_draining:
+            return "draining"
+        return "starting" if self._startup.waiting_for(self._services()) else "ready"
+
+    def _services(self) -> list[dict[str, Any]]:
+        reachable = {link.worker_id for link in self._links}
+        return describe_services(self.directory.workers(), self.directory.others, reachable)
+
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`; the cluster is ready where its status is "ok"."""
-        reachable = {link.worker_id for link in self._links}
-        services = describe_services(self.directory.workers(), self.directory.others, reachable)
+        services = self._services()
         waiting_for = self._startup.waiting_for(services)
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
         return {
@@ -222,7 +237,7 @@ class RouterService:
             "redis": "up" if self.directory.redis_ok else "down",
             "protocol": PROTOCOL_VERSION,
             "waiting_for": waiting_for,
-            "routers": [{"id": each, "epoch": epoch} for each, epoch in self.routers.all()],
+            "routers": describe_routers([self.routers.own(), *self.routers.others()]),
             "services": services,
         }
 

@@ -14,7 +14,8 @@ import hmac
 import itertools
 import logging
 import time
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +27,8 @@ from pagewire.shared.control.protocol import Epoch, Id
 from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError
 
 logger = logging.getLogger(__name__)
+
+RouterState = Literal["starting", "ready", "draining"]
 
 MAX_ROUTERS = 256
 _TIMEOUT_S = 1.0
@@ -39,6 +42,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         epoch: of this run of the router; a later run under the same id has a greater one.
         metrics_endpoint: base URL of its own `/metrics`.
+        state: a starting one still waits for the workers that it expects.
         expires_ms: the time after which it is dead unless it has renewed the record.
     """
 
@@ -46,6 +50,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Epoch
     metrics_endpoint: Annotated[str, Meta(max_length=512)]
     expires_ms: Epoch
+    state: RouterState = "ready"
 
 
 class RouterDirectory:
@@ -55,19 +60,22 @@ class RouterDirectory:
         redis: shared with others; not closed here.
         cluster_secret: seals the records.
         router_id: of this router.
-        heartbeat_s: how often the record is renewed and the others' are read.
+        interval_s: how often the record is renewed and the others' are read.
         lease_s: how long a record counts.
-
-    Attributes:
-        epoch: of this run.
+        state: called before each renewal.
     """
 
     def __init__(
-        self, redis: Redis, cluster_secret: str, router_id: str, heartbeat_s: float, lease_s: float
+        self,
+        redis: Redis,
+        cluster_secret: str,
+        router_id: str,
+        interval_s: float,
+        lease_s: float,
+        state: Callable[[], RouterState],
     ) -> None:
-        self.epoch = time.time_ns()
-        self._redis, self._router_id = redis, router_id
-        self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
+        self._redis, self._router_id, self._epoch = redis, router_id, time.time_ns()
+        self._interval_s, self._lease_s, self._state = interval_s, lease_s, state
         self._key = f"pagewire:{cluster_tag(cluster_secret)}:routers"
         self._seal_key = hashlib.blake2b(
             cluster_secret.encode(), digest_size=32, person=b"pagewire-router"
@@ -76,10 +84,15 @@ class RouterDirectory:
         self._others: dict[str, RouterRecord] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def all(self) -> list[tuple[str, int]]:
-        """Return id and epoch of each router that is alive, this one included, by id."""
-        found = {other.router_id: other.epoch for other in self.others()}
-        return sorted({**found, self._router_id: self.epoch}.items())
+    def own(self) -> RouterRecord:
+        """Return this router's record as it is now."""
+        return RouterRecord(
+            router_id=self._router_id,
+            epoch=self._epoch,
+            metrics_endpoint=self._metrics_endpoint,
+            expires_ms=_now_ms() + int(self._lease_s * 1000),
+            state=self._state(),
+        )
 
     def others(self) -> list[RouterRecord]:
         """Return the records of the other routers that are alive, by id."""
@@ -105,18 +118,12 @@ class RouterDirectory:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._interval_s)
             await self._renew()
 
     async def _renew(self) -> None:
         """Write the own record and read the others', in one round trip."""
-        record = RouterRecord(
-            router_id=self._router_id,
-            epoch=self.epoch,
-            metrics_endpoint=self._metrics_endpoint,
-            expires_ms=_now_ms() + int(self._lease_s * 1000),
-        )
-        raw = msgspec.msgpack.encode(record)
+        raw = msgspec.msgpack.encode(self.own())
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.hset(self._key, self._router_id, self._seal(raw) + raw)
         pipeline.pexpire(self._key, _KEY_TTL_MS)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
-from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord
+from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord, RouterState
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S, FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, live_router
@@ -25,6 +25,10 @@ def key_of(secret: str) -> str:
 
 
 KEY = key_of(SECRET)
+
+
+def ready() -> RouterState:
+    return "ready"
 
 
 @pytest.fixture
@@ -54,8 +58,28 @@ def test_each_shows_the_metrics_of_all(redis_server: RedisServer) -> None:
                 assert len(re.findall(r"^pagewire_kv_blocks\{.*free", page, re.MULTILINE)) == 1
             routers = (await first.http.get("/health")).json()["routers"]
             assert [each["id"] for each in routers] == ["router-0", "router-1"]
-            epochs = {each["id"]: each["epoch"] for each in routers}
-            assert epochs["router-1"] == second.service.routers.epoch
+            assert [each["state"] for each in routers] == ["ready", "ready"]
+            assert routers[1]["epoch"] == second.service.routers.own().epoch
+
+    run_async(main())
+
+
+def test_the_start_of_one_ends_whoever_is_asked(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        url = redis_server.url
+
+        def states() -> list[str]:
+            return [each["state"] for each in first.service.health()["routers"]]
+
+        async with (
+            live_router(url, router_id="router-0") as first,
+            live_router(url, router_id="router-1", expected_workers=("decode-0",)),
+        ):
+            await eventually(lambda: states() == ["ready", "starting"])
+            async with FakeDecodeWorker(url, SECRET, answer=ANSWER):
+                await eventually(lambda: states() == ["ready", "ready"])
+            await eventually(lambda: not first.service.directory.workers())
+            assert states() == ["ready", "ready"]
 
     run_async(main())
 
@@ -77,7 +101,7 @@ def test_one_that_does_not_answer_costs_a_scrape_its_timeout_at_most(
     async def main() -> None:
         redis = await connect_redis(redis_server.url)
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            directory = RouterDirectory(redis, SECRET, "frozen", HEARTBEAT_S, LEASE_S)
+            directory = RouterDirectory(redis, SECRET, "frozen", HEARTBEAT_S, LEASE_S, ready)
             await directory.start(f"http://127.0.0.1:{silent.getsockname()[1]}")
             async with live_router(redis_server.url) as router:
                 await eventually(lambda: router.service.routers.others())
@@ -99,11 +123,11 @@ def test_records_of_the_dead_and_of_strangers_are_not_taken_and_swept(
             router_id="evil", epoch=1, metrics_endpoint="http://127.0.0.1:9", expires_ms=2**62
         )
         raw = msgspec.msgpack.encode(record)
-        dead = RouterDirectory(redis, SECRET, "dead", HEARTBEAT_S, lease_s=0.001)
+        dead = RouterDirectory(redis, SECRET, "dead", HEARTBEAT_S, 0.001, ready)
         await dead.start("http://127.0.0.1:9")
         sealed = await redis.hget(KEY, "dead")
-        others = RouterDirectory(redis, SECRET, "sound", HEARTBEAT_S, LEASE_S)
-        stranger = RouterDirectory(redis, OTHER, "evil-3", HEARTBEAT_S, LEASE_S)
+        others = RouterDirectory(redis, SECRET, "sound", HEARTBEAT_S, LEASE_S, ready)
+        stranger = RouterDirectory(redis, OTHER, "evil-3", HEARTBEAT_S, LEASE_S, ready)
         await stranger.start("http://127.0.0.1:9")
         for field, value in {
             "evil": raw,

@@ -25,12 +25,15 @@ from pagewire.shared.model.source import resolve_model
 ROUTER_ONLY = ("served_model_name", "generation_config", "policy", "max_queue")
 BOTH = ("model", "log_level")
 ADDRESS = ("host", "port", "redis_url")
-NOT_SETTINGS = ("prefill", "decode", *ADDRESS, "log_dir", "ready_file", "verbose")
+NOT_SETTINGS = ("prefill", "decode", "routers", *ADDRESS, "log_dir", "ready_file", "verbose")
 
 Prefill = Annotated[
     int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
 ]
 Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
+Routers = Annotated[
+    int, typer.Option(min=1, max=64, help="Router processes, which accept from one socket.")
+]
 LogDir = Annotated[
     Path | None,
     typer.Option(help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]"),
@@ -49,6 +52,7 @@ def up(
     ctx: typer.Context,
     prefill: Prefill = 1,
     decode: Decode = 1,
+    routers: Routers = 2,
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
@@ -112,6 +116,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         options=ClusterOptions(
             prefill=params["prefill"],
             decode=params["decode"],
+            routers=params["routers"],
             host=router.host,
             port=port,
             device=worker.device,
