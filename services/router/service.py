@@ -82,7 +82,7 @@ class RouterService:
             settings.lease_s,
             lambda: self._state,
         )
-        self._index = PrefixIndex(redis, tag)
+        self._index = PrefixIndex(redis, tag, settings.router_id)
         # A worker's record is renewed each heartbeat and read each half.
         in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self.selector = WorkerSelector(

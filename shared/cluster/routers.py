@@ -141,6 +141,7 @@ class RouterDirectory:
             RedisUnavailableError: Redis does not answer.
         """
         now = _now_ms()
+        entries.pop(self._router_id.encode(), None)
         found = {field: self._open(raw) for field, raw in entries.items()}
         alive = {
             each.router_id: each
@@ -149,7 +150,6 @@ class RouterDirectory:
         }
         if dead := [field for field in found if field.decode(errors="replace") not in alive]:
             await redis_call(self._redis.hdel(self._key, *dead), _TIMEOUT_S)
-        alive.pop(self._router_id, None)
         self._others = dict(itertools.islice(alive.items(), MAX_ROUTERS))
 
     def _seal(self, raw: bytes) -> bytes:

@@ -37,7 +37,8 @@ from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, R
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.index.prefix_index import IndexPublisher, PrefixIndex
+from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender

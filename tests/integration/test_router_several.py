@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -82,6 +83,72 @@ def test_the_start_of_one_ends_whoever_is_asked(redis_server: RedisServer) -> No
             assert states() == ["ready", "ready"]
 
     run_async(main())
+
+
+PATIENT = {"heartbeat_s": 2.5, "lease_s": 5.0}  # what was placed counts for long
+
+
+async def counts_by_worker(url: str, routers: int, workers: int, requests: int) -> list[int]:
+    """Have requests placed by routers in turn; returns how many each worker got."""
+    async with AsyncExitStack() as stack:
+        fakes = [
+            await stack.enter_async_context(
+                FakeDecodeWorker(url, SECRET, f"d{number}", answer=ANSWER, lease_s=10)
+            )
+            for number in range(workers)
+        ]
+        lives = [
+            await stack.enter_async_context(live_router(url, **PATIENT)) for _ in range(routers)
+        ]
+        for fake in fakes:
+            fake.hold.clear()
+        for live in lives:
+            await live.ready(workers)
+        asked = []
+        for number in range(requests):
+            prompt = [1000 + number] * 64
+            request = lives[number % routers].complete(prompt=prompt, max_tokens=2)
+            asked.append(asyncio.create_task(request))
+            await eventually(lambda: sum(len(fake.generated) for fake in fakes) > number)  # noqa: B023
+            await asyncio.sleep(0.01)  # for the write to arrive
+        for fake in fakes:
+            fake.hold.set()
+        assert {each.status_code for each in await asyncio.gather(*asked)} == {200}
+        return [len(fake.generated) for fake in fakes]
+
+
+@pytest.mark.parametrize(("routers", "workers", "requests"), [(2, 8, 8), (4, 8, 8), (2, 2, 16)])
+def test_they_spread_requests_as_evenly_as_one(
+    redis_server: RedisServer, routers: int, workers: int, requests: int
+) -> None:
+    counts = run_async(counts_by_worker(redis_server.url, routers, workers, requests))
+    assert counts == [requests // workers] * workers
+
+
+def test_a_burst_of_64_through_two_is_about_as_even_as_through_one(
+    redis_server: RedisServer,
+) -> None:
+    async def main() -> list[int]:
+        url = redis_server.url
+        async with (
+            FakeDecodeWorker(url, SECRET, "d0", answer=ANSWER, lease_s=10) as one,
+            FakeDecodeWorker(url, SECRET, "d1", answer=ANSWER, lease_s=10) as two,
+            live_router(url, **PATIENT) as first,
+            live_router(url, **PATIENT) as second,
+        ):
+            await first.ready(2)
+            await second.ready(2)
+            prompts = [[1000 + number] * 64 for number in range(64)]
+            asked = [
+                (first, second)[number % 2].complete(prompt=prompt, max_tokens=2)
+                for number, prompt in enumerate(prompts)
+            ]
+            assert {each.status_code for each in await asyncio.gather(*asked)} == {200}
+            return [len(one.generated), len(two.generated)]
+
+    counts = run_async(main())
+    assert sum(counts) == 64
+    assert max(counts) - min(counts) <= 8, counts
 
 
 def test_one_that_ends_is_known_to_have_gone(redis_server: RedisServer) -> None:
