@@ -40,7 +40,7 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-WorkerId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
+ServiceId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
 
 
 def _number_from_text(value: Any) -> Any:
@@ -55,6 +55,7 @@ def _ids_from_text(value: Any) -> Any:
     return [each.strip() for each in value.split(",") if each.strip()]
 
 
+ServiceIds = Annotated[tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)]
 HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -105,6 +106,7 @@ GENERATION_CONFIG: Any = described(
     "auto: supported sampling parameters and max_tokens that a request does not give are those of "
     "the model's generation_config.json; none turns that off.",
 )
+METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
 
 SPECIAL_TOKENS: Any = described(
     "text",
@@ -257,13 +259,13 @@ class LLMSettings(EngineSettings):
 class WorkerSettings(ClusterSettings, EngineSettings):
     """A prefill or decode service."""
 
-    worker_id: WorkerId = described(
+    worker_id: ServiceId = described(
         lambda: f"worker-{secrets.token_hex(4)}",
         "Stable name of this worker; a restart under the same name has a new epoch.",
         unset="a random one",
     )
     control_port: Port = described(0, "Port of the control socket; 0 takes a free one.")
-    metrics_port: Port = described(0, "Port of /metrics and /health; 0 takes a free one.")
+    metrics_port: Port = METRICS_PORT
     kv_transport: KvTransport = described(
         "auto",
         "How KV blocks are sent. auto: between GPUs ipc (CUDA IPC, one host), then ucx if the KV "
@@ -313,11 +315,27 @@ class RouterSettings(ClusterSettings):
     )
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    router_id: ServiceId = described(
+        lambda: f"router-{secrets.token_hex(4)}",
+        "Name of this router, and the label `router` of its metrics; no two have the same.",
+        unset="a random one",
+    )
     port: Port = described(8000, "Port of the HTTP endpoint.")
+    fd: Annotated[int, Field(ge=3)] | None = described(
+        None,
+        "File descriptor of a bound TCP socket to accept connections from, instead of host and "
+        "port. Several routers can have the same socket.",
+        unset="none",
+    )
+    # The HTTP endpoint has /metrics and /health, too. This port is for the other routers, since one
+    # socket may be that of several.
+    metrics_port: Port = METRICS_PORT
     policy: Policy = described(
         "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
     )
-    max_queue: Positive = described(1024, "Requests in one router at once; more are answered 429.")
+    max_queue: Positive = described(
+        1024, "Requests in one router process at once; more are answered 429."
+    )
     max_connections: Positive | None = described(
         None,
         "Open connections of one router. Those that wait for their clients make room for new "
@@ -332,12 +350,12 @@ class RouterSettings(ClusterSettings):
     request_timeout_s: Seconds = described(
         300.0, "A request without any token for this many seconds fails."
     )
-    expected_workers: Annotated[tuple[WorkerId, ...], NoDecode, BeforeValidator(_ids_from_text)] = (
-        described(
-            (),
-            "Ids, separated by commas, of the workers that /health waits for after the start "
-            "before it says ok; requests are served meanwhile.",
-        )
+    expected_workers: Annotated[
+        tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)
+    ] = described(
+        (),
+        "Ids, separated by commas, of the workers that /health waits for after the start "
+        "before it says ok; requests are served meanwhile.",
     )
 
 

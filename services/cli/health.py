@@ -41,6 +41,14 @@ class Service(msgspec.Struct, frozen=True):
     missing_links: list[str] = []
 
 
+class Router(msgspec.Struct, frozen=True):
+    """One of the routers that share the work."""
+
+    id: str
+    epoch: int | None = None
+    state: str = "ready"
+
+
 class Health(msgspec.Struct, frozen=True):
     """The router's view of its cluster.
 
@@ -55,11 +63,13 @@ class Health(msgspec.Struct, frozen=True):
     status: str = ""
     waiting_for: list[str] = []
     services: list[Service] = []
+    routers: list[Router] = []
 
     @property
     def ready_epochs(self) -> dict[str, int | None]:
-        """The epochs of the workers that take requests, by id."""
-        return {each.id: each.epoch for each in self.services if each.state == "ready"}
+        """The epochs of the workers and routers that take requests, by id."""
+        everyone: list[Service | Router] = [*self.services, *self.routers]
+        return {each.id: each.epoch for each in everyone if each.state == "ready"}
 
     @property
     def problem(self) -> str:

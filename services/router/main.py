@@ -13,13 +13,14 @@ import prometheus_client
 import uvicorn
 import uvloop
 
+from pagewire.services.router.http.acceptor import Acceptor
 from pagewire.services.router.http.app import create_app
 from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.service import KEEP_ALIVE_S, RouterService
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.listener import bound_socket, inherited_socket
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.open_files import raise_open_file_limit
 
@@ -47,7 +48,7 @@ def run(settings: RouterSettings) -> int:
 
 
 async def _serve(settings: RouterSettings) -> int:
-    with _bind(settings.host, settings.port) as listener:
+    with _listener(settings) as listener:
         service = await RouterService.connect(settings)
         config = uvicorn.Config(
             create_app(service),
@@ -63,7 +64,7 @@ async def _serve(settings: RouterSettings) -> int:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
         )
-        server = _Server(config, service)
+        server = _Server(config, service, listener if settings.fd is not None else None)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, server.stop)
@@ -78,12 +79,31 @@ async def _serve(settings: RouterSettings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`: uvicorn would raise them again once it has shut down."""
+    """Leaves signals to `_serve`: uvicorn would raise them again once it has shut down.
 
-    def __init__(self, config: uvicorn.Config, service: RouterService) -> None:
+    Args:
+        shared: the socket, if other routers accept from it, too.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, service: RouterService, shared: socket.socket | None
+    ) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._shared = service, shared
         self._must_cut = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the service, then accept."""
+        if self._shared is None:
+            return await super().startup(sockets)
+        await super().startup(sockets=[])
+        acceptor = Acceptor(self._shared, self.config.backlog, self._make_protocol)
+        self.servers = [acceptor]  # type: ignore[list-item]  # it only closes them
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -122,26 +142,12 @@ class _Server(uvicorn.Server):
         self.force_exit = True
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket, not listening yet: nobody connects before there is an answer.
+def _listener(settings: RouterSettings) -> socket.socket:
+    """Return the socket to accept from, of this router alone or of several.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: it cannot be had.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as exc:
-        raise ConfigError(
-            f"the router cannot listen on {host} port {port}: {exc.strerror}; choose another "
-            "--port or --host, or stop what uses it"
-        ) from exc
-    return listener
+    if settings.fd is None:
+        return bound_socket(settings.host, settings.port)
+    return inherited_socket(settings.fd)

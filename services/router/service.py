@@ -14,25 +14,30 @@ from redis.asyncio import Redis
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.http.body_reader import BodyReader
-from pagewire.services.router.http.health import describe_services
+from pagewire.services.router.http.health import describe_routers, describe_services
 from pagewire.services.router.http.http_io import BodyMemory
+from pagewire.services.router.metrics.pages import render
 from pagewire.services.router.metrics.requests import RouterMetrics
+from pagewire.services.router.metrics.routers import RouterScraper, merge_routers
 from pagewire.services.router.metrics.state import StateCollector
-from pagewire.services.router.metrics.workers import WorkerScraper, render
+from pagewire.services.router.metrics.workers import WorkerScraper
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.startup import Startup
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.services.router.workers.decode_links import DecodeLinks
+from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import Registry, WorkerDirectory
+from pagewire.shared.cluster.routers import RouterDirectory, RouterState
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.open_files import connection_bound
 
 KEEP_ALIVE_S = 75
@@ -67,7 +72,15 @@ class RouterService:
             on_join=self._links.join,
             on_leave=self._links.leave,
         )
-        self._index = PrefixIndex(redis, tag)
+        self.routers = RouterDirectory(
+            redis,
+            secret,
+            settings.router_id,
+            settings.heartbeat_s / 2,
+            settings.lease_s,
+            lambda: self._state,
+        )
+        self._index = PrefixIndex(redis, tag, settings.router_id)
         # A worker's record is renewed each heartbeat and read each half.
         in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self.selector = WorkerSelector(
@@ -94,19 +107,32 @@ class RouterService:
         registry.register(ConnectionCollector("pagewire_router", self.connections))
         self.body_reader = BodyReader(settings, model)
         self._http = httpx.AsyncClient(trust_env=False)
-        self._scraper = WorkerScraper(model.name, self._http, registry)
+        self._worker_scraper = WorkerScraper(model.name, self._http, registry)
+        self._router_scraper = RouterScraper(self._http, registry)
+        self._metrics_server = MetricsServer(
+            registry, lambda: self.can_serve, "pagewire_router_metrics"
+        )
+        self._metrics_endpoint = ""
         self._stack = AsyncExitStack()
 
     @classmethod
     async def connect(cls, settings: RouterSettings) -> RouterService:
-        """Read the model's tokenizer and reach Redis.
+        """Read the model's tokenizer, reach Redis, and listen for those who want the metrics.
 
         Raises:
             ModelLoadError: the model cannot be found or read.
             RedisSetupError: Redis refuses or does not answer.
+            ConfigError: the metrics port is in use, or there is no address to announce.
         """
         model = await asyncio.to_thread(ServedModel.load, settings)
-        return cls(settings, model, await connect_redis(settings.redis_url))
+        redis = await connect_redis(settings.redis_url)
+        try:
+            service = cls(settings, model, redis)
+            await service._serve_metrics()
+        except BaseException:
+            await redis.aclose()
+            raise
+        return service
 
     async def __aenter__(self) -> RouterService:
         """Begin to look for workers. There may be none."""
@@ -118,12 +144,26 @@ class RouterService:
             stack.push_async_callback(self._links.close)
             stack.push_async_callback(self.directory.close)
             await self.directory.start()
+            stack.push_async_callback(self._metrics_server.close)
+            stack.push_async_callback(self.routers.close)
+            await self.routers.start(self._metrics_endpoint)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """End all connections."""
         await self._stack.aclose()
+
+    async def _serve_metrics(self) -> None:
+        """Show this router's own metrics on a port of its own.
+
+        Raises:
+            ConfigError: the port is in use, or there is no address to announce.
+        """
+        settings = self.settings
+        host = await advertised_host(settings.host, settings.advertise_host, settings.redis_url)
+        bound = await self._metrics_server.start(settings.host, settings.metrics_port)
+        self._metrics_endpoint = with_host(bound, host)
 
     @property
     def max_model_len(self) -> int:
@@ -159,10 +199,20 @@ class RouterService:
         if self.is_draining:
             raise NoWorkerError("the router shuts down")
 
+    @property
+    def _state(self) -> RouterState:
+        """What the others are to know. The start ends even if nobody asks for `/health`."""
+        if self.is_draining:
+            return "draining"
+        return "starting" if self._startup.waiting_for(self._services()) else "ready"
+
+    def _services(self) -> list[dict[str, Any]]:
+        reachable = {link.worker_id for link in self._links}
+        return describe_services(self.directory.workers(), self.directory.others, reachable)
+
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`; the cluster is ready where its status is "ok"."""
-        reachable = {link.worker_id for link in self._links}
-        services = describe_services(self.directory.workers(), self.directory.others, reachable)
+        services = self._services()
         waiting_for = self._startup.waiting_for(services)
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
         return {
@@ -171,13 +221,18 @@ class RouterService:
             "redis": "up" if self.directory.redis_ok else "down",
             "protocol": PROTOCOL_VERSION,
             "waiting_for": waiting_for,
+            "routers": describe_routers([self.routers.own(), *self.routers.others()]),
             "services": services,
         }
 
     async def metrics_text(self) -> bytes:
-        """Return the body of `/metrics`."""
-        relayed = await self._scraper.scrape(self.directory.workers())
-        return render(self.metrics.registry, relayed)
+        """Return the body of `/metrics`: of all routers and workers."""
+        relayed, others = await asyncio.gather(
+            self._worker_scraper.scrape(self.directory.workers()),
+            self._router_scraper.scrape(self.routers.others()),
+        )
+        own = (self.settings.router_id, self.metrics.registry.collect())
+        return render(merge_routers(own, others), relayed)
 
 
 def _policy(settings: RouterSettings) -> Policy:

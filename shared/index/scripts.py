@@ -5,12 +5,22 @@ optimistic entry. Several 16-byte block hashes come as one string. Lua cannot ho
 2^53, so epochs stay strings. Entries of a wrong type are garbage: read as none, overwritten.
 """
 
-# Leading blocks that each worker has. ARGV: key prefix, hashes, now in ms, then id, epoch pairs.
+# Leading blocks that each worker has, then what other routers have reserved on each.
+# ARGV: key prefix, hashes, now in ms, load prefix, own router id, then id, epoch pairs.
 LOOKUP = """
 local prefix, hashes, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local counts, ids, epochs, places = {}, {}, {}, {}
-for i = 4, #ARGV, 2 do
+local load_prefix, own = ARGV[4], ARGV[5]
+local counts, ids, epochs, places, reserved = {}, {}, {}, {}, {}
+for i = 6, #ARGV, 2 do
   counts[#counts + 1] = 0
+  local loads, sum = redis.pcall('HGETALL', load_prefix .. ARGV[i]), 0
+  for at = 1, #loads, 2 do
+    local amount, expires = string.match(loads[at + 1], '^(%d+):(%d+)$')
+    if loads[at] ~= own and amount and tonumber(expires) > now then
+      sum = sum + tonumber(amount)
+    end
+  end
+  reserved[#reserved + 1] = sum
   ids[#ids + 1], epochs[#epochs + 1], places[#places + 1] = ARGV[i], ARGV[i + 1], #counts
 end
 for block = 0, #hashes / 16 - 1 do
@@ -37,6 +47,7 @@ for block = 0, #hashes / 16 - 1 do
   if #next_ids == 0 then break end
   ids, epochs, places = next_ids, next_epochs, next_places
 end
+for _, sum in ipairs(reserved) do counts[#counts + 1] = sum end
 return counts
 """
 
@@ -75,16 +86,31 @@ end
 return known and 1 or 0
 """
 
-# Note blocks that a worker will soon have, where it has none yet.
-# ARGV: key prefix, worker id, epoch, expires in ms, TTL in ms, hashes.
+# Note blocks that workers will soon have, where they have none yet, and what a router has reserved.
+# ARGV: key prefix, hashes, now in ms, TTL in ms, load prefix, router id, number of workers, then
+# id, epoch of each, then worker id, amount, TTL in ms of each reservation.
 ASSUME = """
-local prefix, id, epoch, ttl, hashes = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[6]
-for at = 1, #hashes, 16 do
-  local key = prefix .. string.sub(hashes, at, at + 15)
-  local value = redis.pcall('HGET', key, id)
-  if type(value) ~= 'table' and value ~= epoch then
-    redis.call('HSET', key, id, epoch .. ':' .. ARGV[4])
-    if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
+local prefix, hashes, now, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local load_prefix, own, first_load = ARGV[5], ARGV[6], 8 + 2 * tonumber(ARGV[7])
+local expires = string.format(':%.0f', now + ttl)
+for i = 8, first_load - 1, 2 do
+  local id, epoch = ARGV[i], ARGV[i + 1]
+  for at = 1, #hashes, 16 do
+    local key = prefix .. string.sub(hashes, at, at + 15)
+    local value = redis.pcall('HGET', key, id)
+    if type(value) ~= 'table' and value ~= epoch then
+      redis.call('HSET', key, id, epoch .. expires)
+      if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
+    end
+  end
+end
+for i = first_load, #ARGV, 3 do
+  local key, amount, load_ttl = load_prefix .. ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
+  if amount == '0' then
+    redis.pcall('HDEL', key, own)
+  elseif type(redis.pcall('HSET', key, own, amount .. string.format(':%.0f', now + load_ttl)))
+      ~= 'table' and redis.call('PTTL', key) < load_ttl then
+    redis.call('PEXPIRE', key, load_ttl)
   end
 end
 return 1

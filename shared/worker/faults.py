@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from pagewire.shared.cluster.registry import RecordPublisher, Registry
 from pagewire.shared.control.channel import ControlServer
-from pagewire.shared.index.prefix_index import IndexPublisher
+from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.metrics.faults import ignored_records, labelled
 
 

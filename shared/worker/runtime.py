@@ -37,7 +37,8 @@ from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, R
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.index.prefix_index import IndexPublisher, PrefixIndex
+from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
@@ -45,6 +46,7 @@ from pagewire.shared.kv.endpoint.sockets import KvSockets
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
+from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.open_files import raise_open_file_limit
 from pagewire.shared.worker.engine_handle import EngineHandle
@@ -53,7 +55,7 @@ from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector
-from pagewire.shared.worker.metrics import EngineCollector, MetricsServer, load_of
+from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
 
@@ -266,7 +268,7 @@ class WorkerRuntime:
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        metrics = MetricsServer(self.metrics_registry, self.is_healthy)
+        metrics = MetricsServer(self.metrics_registry, self.is_healthy, "pagewire_worker")
         bound = await metrics.start(settings.host, settings.metrics_port)
         self._metrics_endpoint = with_host(bound, self._advertised)
         stack.push_async_callback(metrics.close)

@@ -112,7 +112,7 @@ def test_stop_string_ends_one_answer_and_not_the_others(cluster: LocalCluster) -
 def test_answers_whose_worker_dies_go_on_as_requests_of_their_own(cluster: LocalCluster) -> None:
     prompt = TOKENIZER.encode(TEXT * 6)
     alone = each_alone(cluster, prompt, max_tokens=400)
-    before = cluster.metrics()["pagewire_request_migrations_total"]
+    before = cluster.total("pagewire_request_migrations_total")
     with ThreadPoolExecutor() as pool:
         answered = pool.submit(complete, cluster, prompt, n=4, max_tokens=400)
         deadline = time.monotonic() + 20
@@ -121,7 +121,7 @@ def test_answers_whose_worker_dies_go_on_as_requests_of_their_own(cluster: Local
         os.kill(cluster.worker_pid(used[0]), signal.SIGKILL)
         together = [choice["token_ids"] for choice in answered.result()]
     assert together == alone
-    assert cluster.metrics()["pagewire_request_migrations_total"] - before == 4
+    assert cluster.total("pagewire_request_migrations_total") - before == 4
 
 
 def busy_decodes(cluster: LocalCluster) -> list[str]:

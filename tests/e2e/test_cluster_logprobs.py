@@ -238,7 +238,7 @@ def test_an_answer_whose_worker_dies_goes_on_with_its_log_probabilities(
 
     asked = {"max_tokens": 400, "logprobs": 2, "echo": True}
     moved = streamed(cluster, kill_the_busy, **asked)
-    assert cluster.metrics()["pagewire_request_migrations_total"] == 1
+    assert cluster.total("pagewire_request_migrations_total") == 1
     assert len(moved["token_ids"]) == 400
     assert len(moved["logprobs"]["tokens"]) == len(PROMPT) + 400
     check_columns(truth, PROMPT, moved["token_ids"], moved["logprobs"])

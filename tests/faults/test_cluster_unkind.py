@@ -143,10 +143,11 @@ def test_a_killed_router_comes_back_and_its_requests_are_cancelled(asked: Expect
     ) as response:
         lines = response.iter_lines()
         next(lines)
-        os.kill(cluster.pid_of("router"), signal.SIGKILL)
+        [name] = cluster.busy_routers()
+        os.kill(cluster.router_pid(name), signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             list(lines)
-    wait_until(cluster, lambda: "router is ready again" in cluster.output)
+    wait_until(cluster, lambda: f"{name} is ready again" in cluster.output)
     cluster.wait_idle(WORKERS)
     asked.answers_rightly()
 

@@ -5,12 +5,8 @@ import threading
 import pytest
 
 from pagewire.shared.errors import RedisUnavailableError
-from pagewire.shared.index import prefix_index
-from pagewire.shared.index.prefix_index import (
-    BATCH_BLOCKS,
-    MAX_PENDING,
-    IndexPublisher,
-)
+from pagewire.shared.index import prefix_index, publisher
+from pagewire.shared.index.publisher import BATCH_BLOCKS, MAX_PENDING, IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.prefix import (
@@ -40,7 +36,7 @@ def test_changes_of_a_worker_reach_the_index(any_redis_url: str) -> None:
             publisher.removed(prompt[8:12])
             await eventually(lambda: publisher.pending == 0)
             await asyncio.sleep(0.05)
-            assert await index.lookup(prompt, {"w": EPOCH}) == {"w": 8}
+            assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 8}
             assert publisher.failed_flushes == 0
 
     run_async(scenario())
@@ -76,7 +72,7 @@ def test_changes_from_the_engines_thread_end_in_the_right_state(redis_server: Re
             publisher.resync()
             await eventually(lambda: publisher.resyncs >= 2 and publisher.pending == 0)
             await asyncio.sleep(0.1)
-            in_index = {h for h in pool if await index.lookup([h], {"w": EPOCH})}
+            in_index = {h for h in pool if (await index.lookup([h], {"w": EPOCH})).hits}
             assert in_index == set(cached)
 
     run_async(scenario())
@@ -138,7 +134,8 @@ def test_memory_is_bounded_while_redis_is_away_and_the_snapshot_makes_up(
 def test_entries_are_renewed_before_they_expire(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_index, "_ENTRY_TTL_S", 2)
+    for module in (prefix_index, publisher):
+        monkeypatch.setattr(module, "ENTRY_TTL_S", 2)
 
     async def scenario() -> None:
         async with (
@@ -146,7 +143,7 @@ def test_entries_are_renewed_before_they_expire(
             publishing(index, snapshot=lambda: blocks(3), touch_interval_s=0.1),
         ):
             await asyncio.sleep(2.5)
-            assert await index.lookup(blocks(3), {"w": EPOCH}) == {"w": 3}
+            assert (await index.lookup(blocks(3), {"w": EPOCH})).hits == {"w": 3}
 
     run_async(scenario())
 

@@ -18,6 +18,7 @@ from pagewire.tests.support.prefix import (
     entry_key,
     index_at,
     until_found,
+    until_reserved,
 )
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -34,12 +35,12 @@ def test_leading_blocks_of_each_live_worker_are_counted(any_redis_url: str) -> N
             await index.publish("tail", 4, prompt[1:], [])
             await index.publish("restarted", 6, prompt, [])
             await index.publish("unknown", 9, prompt, [])
-            found = await index.lookup(prompt, epochs)
+            found = (await index.lookup(prompt, epochs)).hits
             assert found == {"all": 6, "four": 4, "hole": 2}
-            assert await index.lookup(prompt[:3], epochs) == {"all": 3, "four": 3, "hole": 2}
-            assert await index.lookup(blocks(6, start=1), epochs) == {}
-            assert await index.lookup([], epochs) == {}
-            assert await index.lookup(prompt, {}) == {}
+            assert (await index.lookup(prompt[:3], epochs)).hits == {"all": 3, "four": 3, "hole": 2}
+            assert (await index.lookup(blocks(6, start=1), epochs)).hits == {}
+            assert (await index.lookup([], epochs)).hits == {}
+            assert (await index.lookup(prompt, {})).hits == {}
             assert index.failed_lookups == 0
 
     run_async(scenario())
@@ -63,7 +64,7 @@ def test_lookups_agree_with_a_model_of_the_index(redis_server: RedisServer) -> N
                     for name, has in cached.items()
                     if (count := next((n for n, b in enumerate(prompt) if b not in has), 12))
                 }
-                assert await index.lookup(prompt, dict.fromkeys(cached, EPOCH)) == expected
+                assert (await index.lookup(prompt, dict.fromkeys(cached, EPOCH))).hits == expected
 
     run_async(scenario())
 
@@ -74,7 +75,7 @@ def test_a_lookup_is_one_round_trip(redis_server: RedisServer) -> None:
             await index.publish("w", EPOCH, blocks(512), [])
             with redis_server.client() as probe:
                 before = probe.info("commandstats")["cmdstat_eval"]["calls"]
-                assert await index.lookup(blocks(512), {"w": EPOCH}) == {"w": 512}
+                assert (await index.lookup(blocks(512), {"w": EPOCH})).hits == {"w": 512}
                 assert probe.info("commandstats")["cmdstat_eval"]["calls"] == before + 1
 
     run_async(scenario())
@@ -86,7 +87,7 @@ def test_very_long_prompts_are_looked_up_to_a_bound(redis_server: RedisServer) -
     async def scenario() -> None:
         async with index_at(redis_server.url) as index:
             await index.publish("w", EPOCH, prompt, [])
-            assert await index.lookup(prompt, {"w": EPOCH}) == {"w": MAX_LOOKUP_BLOCKS}
+            assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": MAX_LOOKUP_BLOCKS}
 
     run_async(scenario())
 
@@ -128,16 +129,16 @@ def test_garbage_in_the_index_is_no_hit_and_is_overwritten(redis_server: RedisSe
             with redis_server.client() as probe:
                 for value in values:
                     probe.hset(entry_key(prompt[0]), "w", value)
-                    assert await index.lookup(prompt, {"w": EPOCH}) == {}
+                    assert (await index.lookup(prompt, {"w": EPOCH})).hits == {}
                 probe.delete(entry_key(prompt[0]))
                 probe.set(entry_key(prompt[0]), "not a hash")
                 probe.rpush(entry_key(prompt[1]), "not a hash")
                 probe.rpush(f"pagewire:{TAG}:w:w", "not a string")
-            assert await index.lookup(prompt, {"w": EPOCH}) == {}
-            index.assume(prompt, "v", 1, ttl_s=0.01)
+            assert (await index.lookup(prompt, {"w": EPOCH})).hits == {}
+            index.assume(prompt, {"v": 1}, ttl_s=0.01)
             await index.publish("w", EPOCH, prompt, [])
             await index.publish("w", EPOCH, [], prompt[7:])
-            assert await index.lookup(prompt, {"w": EPOCH}) == {"w": 7}
+            assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 7}
             assert index.failed_lookups == 0
 
     run_async(scenario())
@@ -149,13 +150,56 @@ def test_an_optimistic_entry_counts_here_at_once_and_elsewhere_soon(any_redis_ur
     async def scenario() -> None:
         async with index_at(any_redis_url) as here, index_at(any_redis_url) as elsewhere:
             await here.publish("w", EPOCH, prompt[:2], [])
-            here.assume(prompt, "w", EPOCH, ttl_s=1.0)
-            assert await here.lookup(prompt, {"w": EPOCH}) == {"w": 5}
+            here.assume(prompt, {"w": EPOCH}, ttl_s=1.0)
+            assert (await here.lookup(prompt, {"w": EPOCH})).hits == {"w": 5}
             await until_found(elsewhere, prompt, {"w": 5})
-            assert await here.lookup(prompt, {"w": EPOCH + 1}) == {}
-            assert await elsewhere.lookup(prompt, {"w": EPOCH + 1}) == {}
+            assert (await here.lookup(prompt, {"w": EPOCH + 1})).hits == {}
+            assert (await elsewhere.lookup(prompt, {"w": EPOCH + 1})).hits == {}
             await until_found(here, prompt, {"w": 2})
             await until_found(elsewhere, prompt, {"w": 2})
+
+    run_async(scenario())
+
+
+def test_what_other_routers_reserve_comes_with_the_lookup(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        url = redis_server.url
+        epochs = {"v": 1, "w": 2}
+        async with (
+            index_at(url, router_id="a") as first,
+            index_at(url, router_id="b") as second,
+            index_at(url, router_id="c") as third,
+        ):
+            first.assume(blocks(2), {"w": 2}, {"w": (10, 60.0)})
+            second.assume([], {"w": 2, "v": 1}, {"w": (5, 60.0), "v": (7, 0.5)})
+            await until_reserved(third, epochs, {"v": 7, "w": 15})
+            assert (await first.lookup(blocks(2), epochs)).reserved == {"v": 7, "w": 5}
+            assert (await third.lookup(blocks(2), epochs)).hits == {"w": 2}
+            first.assume([], {}, {"w": (0, 60.0)})
+            await until_reserved(third, epochs, {"w": 5})  # v's is over by itself
+            redis_server.freeze()
+            assert (await third.lookup(blocks(2), epochs)).reserved == {}
+            redis_server.thaw()
+
+    run_async(scenario())
+
+
+def test_garbage_in_a_workers_reservations_is_none(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        redis = await connect_redis(redis_server.url)
+        async with index_at(redis_server.url, router_id="a") as index:
+            index.assume([], {}, {"w": (3, 60.0)})
+            async with index_at(redis_server.url, router_id="b") as other:
+                await until_reserved(other, {"w": 1}, {"w": 3})
+                [key] = await redis.keys("pagewire:*:l:w")
+                await redis.hset(key, "c", "much")
+                assert (await other.lookup([], {"w": 1})).reserved == {"w": 3}
+                await redis.set(key, "no hash")
+                assert (await other.lookup([], {"w": 1})).reserved == {}
+                index.assume([], {}, {"w": (4, 60.0)})
+                await asyncio.sleep(0.1)
+                assert (await other.lookup([], {"w": 1})).reserved == {}
+        await redis.aclose()
 
     run_async(scenario())
 
@@ -166,10 +210,10 @@ def test_a_burst_of_equal_prompts_sees_the_first_placement(redis_server: RedisSe
     async def scenario() -> None:
         async with index_at(redis_server.url) as index:
 
-            async def place() -> dict[str, int]:
-                found = await index.lookup(prompt, {"a": 1, "b": 1})
+            async def place():
+                found = (await index.lookup(prompt, {"a": 1, "b": 1})).hits
                 if not found:
-                    index.assume(prompt, "a", 1)
+                    index.assume(prompt, {"a": 1})
                 return found
 
             found = await asyncio.gather(*(place() for _ in range(16)))
@@ -186,12 +230,12 @@ def test_a_real_entry_outlives_an_optimistic_one_which_does_not_replace_it(
 
     async def scenario() -> None:
         async with index_at(redis_server.url) as index, index_at(redis_server.url) as fresh:
-            index.assume(prompt, "w", EPOCH, ttl_s=0.3)
+            index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
             await until_found(fresh, prompt, {"w": 2})
             await index.publish("w", EPOCH, prompt, [])
-            index.assume(prompt, "w", EPOCH, ttl_s=0.3)
+            index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
             await asyncio.sleep(0.5)
-            assert await fresh.lookup(prompt, {"w": EPOCH}) == {"w": 2}
+            assert (await fresh.lookup(prompt, {"w": EPOCH})).hits == {"w": 2}
 
     run_async(scenario())
 
@@ -201,9 +245,9 @@ def test_optimistic_memory_is_bounded() -> None:
         async with index_at(url) as index:
             for number in range(300):
                 hashes = [BlockHash(b"%012d%04d" % (number, n)) for n in range(500)]
-                index.assume(hashes, "w", 1, ttl_s=100)
+                index.assume(hashes, {"w": 1}, ttl_s=100)
             assert len(index._recent._entries) <= 1 << 16
-            assert await index.lookup(hashes, {"w": 1}) == {"w": 500}
+            assert (await index.lookup(hashes, {"w": 1})).hits == {"w": 500}
 
     with RedisServer() as server:
         run_async(scenario(server.url))
@@ -218,16 +262,16 @@ def test_lookups_without_redis_are_empty_and_quick_then_recover(
     async def scenario() -> None:
         async with index_at(redis_server.url, lookup_timeout_s=0.1) as index:
             await index.publish("w", EPOCH, prompt, [])
-            assert await index.lookup(prompt, {"w": EPOCH}) == {"w": 4}
+            assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 4}
             redis_server.freeze() if fault == "frozen" else redis_server.kill()
             start = time.monotonic()
             answers = await asyncio.gather(*(index.lookup(prompt, {"w": EPOCH}) for _ in range(50)))
-            assert answers == [{}] * 50
+            assert [answer.hits for answer in answers] == [{}] * 50
             for _ in range(200):
-                assert await index.lookup(prompt, {"w": EPOCH}) == {}
+                assert (await index.lookup(prompt, {"w": EPOCH})).hits == {}
             assert time.monotonic() - start < 1
-            index.assume(prompt, "w", EPOCH, ttl_s=0.3)
-            assert await index.lookup(prompt, {"w": EPOCH}) == {"w": 4}
+            index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
+            assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 4}
             redis_server.thaw() if fault == "frozen" else redis_server.start()
             if fault == "killed":
                 await index.publish("w", EPOCH, prompt, [])
@@ -245,8 +289,8 @@ def test_one_slow_answer_does_not_pause_lookups(redis_server: RedisServer) -> No
         async with index_at(redis_server.url, lookup_timeout_s=0.2) as index:
             await index.publish("w", EPOCH, blocks(1), [])
             redis_server.freeze()
-            assert await index.lookup(blocks(1), {"w": EPOCH}) == {}
+            assert (await index.lookup(blocks(1), {"w": EPOCH})).hits == {}
             redis_server.thaw()
-            assert await index.lookup(blocks(1), {"w": EPOCH}) == {"w": 1}
+            assert (await index.lookup(blocks(1), {"w": EPOCH})).hits == {"w": 1}
 
     run_async(scenario())

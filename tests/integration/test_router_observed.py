@@ -203,7 +203,7 @@ def test_metrics_relay_the_workers_own(redis_url):
             labels = f'{own},role="decode",worker="decode-0"'
             assert await router.metric(f"{family}{{{labels}}}") == 4096
         # The server is gone: the router's own metrics come all the same.
-        text = (await router.http.get("/metrics")).text
+        text = await router.metrics_page()
         assert family not in text
         assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
 
@@ -270,7 +270,7 @@ def test_of_a_worker_that_shows_nonsense_the_record_is_shown(redis_url, page):
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         async with metrics_by(router, worker, page_of(page)):
-            text = (await router.http.get("/metrics")).text
+            text = await router.metrics_page()
         assert f"{free} 64.0" in text
         assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
 

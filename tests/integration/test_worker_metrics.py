@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.http import connections
-from pagewire.shared.worker.metrics import MAX_CONNECTIONS, MetricsServer, local_prefill_counter
+from pagewire.shared.metrics.server import MAX_CONNECTIONS, MetricsServer
+from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.silent_crowd import silent_crowd
 
@@ -46,7 +47,7 @@ def test_metrics_are_served_on(host: str, shown: str | None, reached: list[str])
     async def scenario() -> None:
         registry = CollectorRegistry()
         local_prefill_counter(registry)
-        server = MetricsServer(registry, lambda: True)
+        server = MetricsServer(registry, lambda: True, "pagewire_worker")
         url = await server.start(host, 0)
         try:
             name, _, port = url.removeprefix("http://").rpartition(":")
@@ -63,7 +64,7 @@ def test_metrics_are_served_on(host: str, shown: str | None, reached: list[str])
 
 def test_a_thousand_silent_connections_keep_no_scraper_out() -> None:
     async def scenario() -> None:
-        server = MetricsServer(CollectorRegistry(), lambda: True)
+        server = MetricsServer(CollectorRegistry(), lambda: True, "pagewire_worker")
         url = await server.start("127.0.0.1", 0)
         before = len(os.listdir("/proc/self/fd"))
         port = int(url.rpartition(":")[2])
@@ -94,7 +95,7 @@ def test_a_client_that_takes_no_response_is_given_up_and_a_slow_one_is_not(
         gauge = Gauge("large", "A page of 2 MB", ["label"], registry=registry)
         for label in range(20_000):
             gauge.labels(f"{label:080}")
-        server = MetricsServer(registry, lambda: True)
+        server = MetricsServer(registry, lambda: True, "pagewire_worker")
         url = await server.start("127.0.0.1", 0)
         loop, asked = asyncio.get_running_loop(), b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
         clients = [socket.socket() for _ in range(2)]
@@ -120,7 +121,9 @@ def test_a_client_that_takes_no_response_is_given_up_and_a_slow_one_is_not(
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_a_port_in_use_is_named(host: str) -> None:
     async def scenario() -> None:
-        servers = [MetricsServer(CollectorRegistry(), lambda: True) for _ in range(2)]
+        servers = [
+            MetricsServer(CollectorRegistry(), lambda: True, "pagewire_worker") for _ in range(2)
+        ]
         port = int((await servers[0].start(host, 0)).rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"port {port} for metrics: Address already in use"):
             await servers[1].start(host, port)
@@ -133,7 +136,9 @@ def test_a_port_in_use_is_named(host: str) -> None:
 def test_a_host_without_an_address_is_named() -> None:
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="cannot listen on no-such-host"):
-            await MetricsServer(CollectorRegistry(), lambda: True).start("no-such-host.invalid", 0)
+            await MetricsServer(CollectorRegistry(), lambda: True, "pagewire_worker").start(
+                "no-such-host.invalid", 0
+            )
 
     run_async(scenario())
 
@@ -147,7 +152,7 @@ def test_a_server_that_dies_is_named_in_the_log(
     monkeypatch.setattr("uvicorn.Server.serve", serve)
 
     async def scenario() -> None:
-        server = MetricsServer(CollectorRegistry(), lambda: True)
+        server = MetricsServer(CollectorRegistry(), lambda: True, "pagewire_worker")
         await server.start("127.0.0.1", 0)
         await asyncio.sleep(0)
         await server.close()

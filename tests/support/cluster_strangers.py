@@ -29,7 +29,9 @@ from pagewire.tests.support.tcp_relay import (
 )
 
 WORKERS = 2
-PORTS = 1 + 2 * WORKERS + 1  # the router's; control and metrics of each; the decode worker's for KV
+ROUTERS = 2
+# HTTP; metrics of each router; control and metrics of each worker; the decode worker's for KV
+PORTS = 1 + ROUTERS + 2 * WORKERS + 1
 SEED = 20
 IN_FLIGHT = 4
 MIN_VISITS = 10  # of each stranger
@@ -101,7 +103,10 @@ def let_strangers_in(
     """
     run_async(expected.ask(cluster.url.replace(REAL_HOST, RELAY_HOST), timeout=60), 90)
     run_async(expected.ask(cluster.url, IN_FLIGHT, timeout=60), 90)
-    cluster.wait_idle(WORKERS)  # asks for the workers' metrics
+    cluster.wait_idle(WORKERS)
+    ports, deadline = {port for _, port in listening(cluster)}, time.monotonic() + 20
+    while set(recorder.recorded()) != ports and time.monotonic() < deadline:
+        cluster.metrics()  # a router asks the workers and the others, each over its own port
     left = directory / "unpickled"
     strangers = make_strangers(cluster, recorder, pickle.dumps(Marker(left)))
     before = usage(cluster)

@@ -1,13 +1,13 @@
 """A cluster of tiny services under the real supervisor, for tests that kill things.
 
     python fake_cluster.py up STATE_DIR PORT [REDIS_URL]    the real `run_cluster`
-    python fake_cluster.py router STATE_DIR PORT            answers /health
+    python fake_cluster.py router STATE_DIR NAME FD         answers /health
     python fake_cluster.py worker STATE_DIR NAME            a file says that it is alive
 
-Workers write their pid to `NAME.alive` in the state directory, the router to `router.pid`. They do
+Workers write their pid to `NAME.alive` in the state directory, routers to `NAME.pid`. They do
 what `NAME.orders` says when they start: "exit CODE", or, a worker, "late" (waits for `NAME.go`) or
-"stubborn" (ignores SIGTERM and has a child of its own). With "drain", the router waits after
-SIGTERM until there is `router.go`, or for a second one.
+"stubborn" (ignores SIGTERM and has a child of its own). With "drain", a router waits
+after SIGTERM until there is `NAME.go`, or for a second one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,8 +39,11 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
     from pagewire.services.cli.up.ready_file import ReadyFile
 
     def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-        role, name = ("router", port) if command == "router" else ("worker", options["worker_id"])
-        return (sys.executable, "-I", "-S", __file__, role, str(state), str(name))
+        if command == "router":
+            arguments = ("router", str(state), options["router_id"], str(options["fd"]))
+        else:
+            arguments = ("worker", str(state), options["worker_id"])
+        return (sys.executable, "-I", "-S", __file__, *arguments)
 
     cluster_plan.service_argv = service_argv
     logs = state / "logs"
@@ -59,8 +63,8 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         asyncio.run(run_cluster(context))
 
 
-def router(state: Path, port: int) -> None:
-    """Answer /health with the workers that have said they are alive."""
+def router(state: Path, name: str, fd: int) -> None:
+    """Answer /health with the workers and routers that have said they are alive."""
     expected = set(filter(None, os.environ.get("PAGEWIRE_EXPECTED_WORKERS", "").split(",")))
 
     class Handler(BaseHTTPRequestHandler):
@@ -68,27 +72,35 @@ def router(state: Path, port: int) -> None:
             services = [_service(path) for path in sorted(state.glob("*.alive"))]
             missing = sorted(expected - {service["id"] for service in services})
             status = "starting" if missing else "ok"
-            body = {"status": status, "waiting_for": missing, "model": "fake", "services": services}
+            routers = [
+                {"id": path.stem, "epoch": int(path.read_text())} for path in state.glob("r*.pid")
+            ]
+            body: dict[str, Any] = {"status": status, "waiting_for": missing, "model": "fake"}
+            body |= {"services": services, "routers": routers}
             self.send_response(503 if missing else 200)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-    if _obey_exit(state, "router") == ["drain"]:
-        signal.signal(signal.SIGTERM, lambda *_: _drain(state))
-    (state / "router.pid").write_text(str(os.getpid()))
-    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    if _obey_exit(state, name) == ["drain"]:
+        signal.signal(signal.SIGTERM, lambda *_: _drain(state, name))
+    server = HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=fd)
+    server.server_activate()
+    _write_pid(state / f"{name}.pid")
+    server.serve_forever()
 
 
-def _drain(state: Path) -> None:
+def _drain(state: Path, name: str) -> None:
     """Wait as a router does whose streams go on; a second signal ends that with a line."""
 
     def cut(*_: object) -> None:
-        (state / "router.cut").touch()
+        (state / f"{name}.cut").touch()
         os._exit(0)
 
     signal.signal(signal.SIGTERM, cut)
     print("INFO a.router: draining: 3 requests run, 20 s left", flush=True)
-    while not (state / "router.go").exists():
+    while not (state / f"{name}.go").exists():
         time.sleep(0.05)
     os._exit(0)
 
@@ -103,10 +115,14 @@ def worker(state: Path, name: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (state / f"{name}.child").write_text(str(child.pid))
-    written = state / f"{name}.new"
-    written.write_text(str(os.getpid()))
-    written.replace(state / f"{name}.alive")
+    _write_pid(state / f"{name}.alive")
     time.sleep(600)
+
+
+def _write_pid(path: Path) -> None:
+    written = path.with_suffix(".new")
+    written.write_text(str(os.getpid()))
+    written.replace(path)
 
 
 def _obey_exit(state: Path, name: str) -> list[str]:
@@ -130,6 +146,6 @@ if __name__ == "__main__":
         case "up":
             up(Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
         case "router":
-            router(Path(sys.argv[2]), int(sys.argv[3]))
+            router(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
         case "worker":
             worker(Path(sys.argv[2]), sys.argv[3])

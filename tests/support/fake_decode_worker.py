@@ -68,6 +68,7 @@ class FakeDecodeWorker:
         step_s: float = 0.0,
         epoch: int = 1,
         role: Role = "decode",
+        lease_s: float = LEASE_S,
         **record: Any,
     ) -> None:
         self.answer = answer or list(range(100, 116))
@@ -92,7 +93,7 @@ class FakeDecodeWorker:
             epoch,
             self._on_message,
             self._on_peer_lost,
-            lease_s=LEASE_S,
+            lease_s=lease_s,
             heartbeat_s=HEARTBEAT_S,
         )
         fields: dict[str, Any] = {

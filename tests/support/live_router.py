@@ -1,6 +1,7 @@
 """A router in the test's own event loop, on a real port."""
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -49,9 +50,14 @@ class LiveRouter:
             "/v1/chat/completions", json={"model": MODEL, "messages": messages, **body}
         )
 
-    async def metric(self, sample: str) -> float:
-        """The value of a sample in /metrics, named as there."""
+    async def metrics_page(self) -> str:
+        """All of /metrics, without the label `router`."""
         text = (await self.http.get("/metrics")).text
+        return re.sub(r'router="[^"]*",|,?router="[^"]*"', "", text).replace("{}", "")
+
+    async def metric(self, sample: str) -> float:
+        """The value of a sample in /metrics, named as there but for the label `router`."""
+        text = await self.metrics_page()
         lines = [line for line in text.splitlines() if line.startswith(sample + " ")]
         assert len(lines) == 1, (sample, text)
         return float(lines[0].rpartition(" ")[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import tempfile
 import time
@@ -82,13 +83,25 @@ class LocalCluster:
 
     def worker_pid(self, name: str) -> int:
         """Return the process id of a worker: our descendant with its name on the command line."""
-        words = f"--worker-id\0{name}\0".encode()
+        return self._pid_by(f"--worker-id\0{name}\0".encode())
+
+    def router_pid(self, name: str) -> int:
+        """Return the process id of a router."""
+        return self._pid_by(f"--router-id\0{name}\0".encode())
+
+    def busy_routers(self) -> list[str]:
+        """Return the names of the routers that have requests whose tokens come."""
+        pattern = r'vllm:num_requests_running\{.*router="(.*?)"'
+        found = [(re.match(pattern, name), value) for name, value in self.metrics().items()]
+        return [match[1] for match, value in found if match is not None and value]
+
+    def _pid_by(self, words: bytes) -> int:
         pids = [
             pid
             for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
             if words in _command_line(pid) and self.process.pid in _ancestors(pid)
         ]
-        assert len(pids) == 1, f"{name}: {pids}"
+        assert len(pids) == 1, f"{words!r}: {pids}"
         return pids[0]
 
     def processes(self) -> dict[int, list[str]]:
@@ -109,8 +122,14 @@ class LocalCluster:
         return body
 
     def metrics(self) -> dict[str, float]:
-        """Return the router's metrics: the sample's name with its labels -> value."""
+        """Return the routers' metrics: the sample's name with its labels -> value."""
         return metrics(self.url)
+
+    def total(self, name: str) -> float:
+        """Return a metric's sum over all routers and workers."""
+        found = [each for each in self.metrics().items() if each[0].partition("{")[0] == name]
+        assert found, name
+        return sum(value for _, value in found)
 
     def used_blocks(self) -> dict[str, float]:
         """Return how many KV blocks each worker's sequences hold."""

@@ -7,10 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pagewire.shared.cluster.redis_client import connect_redis
-from pagewire.shared.index.prefix_index import (
-    IndexPublisher,
-    PrefixIndex,
-)
+from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 
 TAG = "0123abcd"
@@ -28,9 +26,11 @@ def entry_key(block_hash: BlockHash) -> bytes:
 
 
 @asynccontextmanager
-async def index_at(url: str, lookup_timeout_s: float = 1.0) -> AsyncIterator[PrefixIndex]:
+async def index_at(
+    url: str, lookup_timeout_s: float = 1.0, router_id: str = ""
+) -> AsyncIterator[PrefixIndex]:
     client = await connect_redis(url)
-    index = PrefixIndex(client, TAG, lookup_timeout_s)
+    index = PrefixIndex(client, TAG, router_id, lookup_timeout_s)
     try:
         yield index
     finally:
@@ -59,6 +59,16 @@ async def until_found(
 ) -> None:
     """Wait until a lookup answers so."""
     deadline = time.monotonic() + 8
-    while (found := await index.lookup(hashes, epochs or {"w": EPOCH})) != expected:
+    while (found := (await index.lookup(hashes, epochs or {"w": EPOCH})).hits) != expected:
         assert time.monotonic() < deadline, f"{found} instead of {expected}"
         await asyncio.sleep(0.02)
+
+
+async def until_reserved(
+    index: PrefixIndex, epochs: dict[str, int], expected: dict[str, int]
+) -> None:
+    """Wait until a lookup finds this load that other routers have reserved."""
+    deadline = time.monotonic() + 5
+    while (found := (await index.lookup([], epochs)).reserved) != expected:
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.01)

@@ -33,11 +33,12 @@ from pagewire.shared.errors import ConfigError
 
 SHARED = {"PAGEWIRE_CLUSTER_SECRET": "s", "PAGEWIRE_REDIS_URL": "unix:///x"}
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - what a user may ask for
+LISTENER = 17
 CPU_ONLY = Machine(cores=8, gpus=())
 
 
 def plan(machine: Machine = CPU_ONLY, **options: object) -> dict[str, ChildSpec]:
-    specs = plan_services(ClusterOptions(**options), machine, SHARED)
+    specs = plan_services(ClusterOptions(**options), machine, SHARED, LISTENER)
     return {spec.name: spec for spec in specs}
 
 
@@ -47,12 +48,12 @@ def flag(spec: ChildSpec, name: str) -> str | None:
 
 def test_workers_and_router_in_order() -> None:
     assert list(plan(prefill=2, decode=2)) == [
-        "prefill-0", "prefill-1", "decode-0", "decode-1", "router",
+        "prefill-0", "prefill-1", "decode-0", "decode-1", "router-0", "router-1",
     ]  # fmt: skip
 
 
 def test_no_prefill_workers_is_an_aggregated_cluster() -> None:
-    assert list(plan(prefill=0)) == ["decode-0", "router"]
+    assert list(plan(prefill=0)) == ["decode-0", "router-0", "router-1"]
 
 
 def test_every_service_gets_secret_and_redis_by_environment_alone() -> None:
@@ -61,12 +62,22 @@ def test_every_service_gets_secret_and_redis_by_environment_alone() -> None:
         assert not any("secret" in part for part in spec.argv)
 
 
-def test_workers_keep_their_ids_and_stay_on_loopback() -> None:
+def test_routers_have_one_socket_and_names() -> None:
+    specs = plan(routers=3)
+    routers = [spec for name, spec in specs.items() if name.startswith("router-")]
+    assert [flag(spec, "--router-id") for spec in routers] == ["router-0", "router-1", "router-2"]
+    for spec in routers:
+        assert (flag(spec, "--fd"), spec.fds) == (str(LISTENER), (LISTENER,))
+        assert spec.is_front
+    assert all(spec.fds == () for spec in specs.values() if spec not in routers)
+
+
+def test_services_keep_their_ids_and_stay_on_loopback() -> None:
+    """Clients come through the socket that the routers inherit."""
     specs = plan(host=ALL_ADDRESSES, port=9)
     assert flag(specs["prefill-0"], "--worker-id") == "prefill-0"
     assert flag(specs["prefill-0"], "--host") == "127.0.0.1"
-    assert flag(specs["router"], "--host") == ALL_ADDRESSES
-    assert flag(specs["router"], "--port") == "9"
+    assert flag(specs["router-0"], "--host") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("decode", "threads"), [(1, "4"), (3, "2"), (15, "1")])
@@ -96,7 +107,8 @@ def test_each_worker_has_its_own_gpu_first() -> None:
         "prefill-0": "0,1,2",
         "decode-0": "1,2,0",
         "decode-1": "2,0,1",
-        "router": None,
+        "router-0": None,
+        "router-1": None,
     }
     assert flag(specs["decode-1"], "--gpu-memory-utilization") == "0.85"
     assert "OMP_NUM_THREADS" not in specs["decode-0"].env
@@ -119,7 +131,7 @@ def test_workers_of_one_gpu_share_its_memory(gpus: int, workers: int, share: str
 def test_workers_share_what_others_leave_of_a_gpu(free: tuple[float, float], share: str) -> None:
     machine = Machine(cores=8, gpus=("0", "1"), free=free)
     options = ClusterOptions(decode=2)  # two of the three workers are on the first GPU
-    specs = {spec.name: spec for spec in plan_services(options, machine, {})}
+    specs = {spec.name: spec for spec in plan_services(options, machine, {}, LISTENER)}
     assert flag(specs["prefill-0"], "--gpu-memory-utilization") == share
     note = crowded_gpus(options, machine)
     assert bool(note) == (share != "0.425")

@@ -8,12 +8,10 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
+from pagewire.services.router.metrics.pages import render
 from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
-from pagewire.services.router.metrics.workers import (
-    merge_families,
-    render,
-    used_share,
-)
+from pagewire.services.router.metrics.routers import merge_routers
+from pagewire.services.router.metrics.workers import merge_families, used_share
 from pagewire.shared.cluster.registry import WorkerLoad, WorkerRecord
 from pagewire.shared.control.protocol import Timings, TokenOutput
 from pagewire.shared.metrics.load import load_families
@@ -121,7 +119,7 @@ def test_workers_families_are_relayed_with_their_names():
     merged: dict = {}
     for worker_id, received in (("decode-0", 10), ("decode-1", 20)):
         merge_families(merged, record(worker_id), worker_page(received))
-    text = render(RouterMetrics("m").registry, merged.values()).decode()
+    text = render(list(RouterMetrics("m").registry.collect()), merged.values()).decode()
     family = "pagewire_kv_transfer_bytes_total"
     assert text.count(f"# TYPE {family} counter") == 1
     for worker_id, received in (("decode-0", 10.0), ("decode-1", 20.0)):
@@ -145,9 +143,36 @@ def test_the_routers_own_families_win():
     Counter("pagewire_request_migrations", "of a worker", registry=registry).inc(7)
     merged: dict = {}
     merge_families(merged, record("w"), registry.collect())
-    text = render(RouterMetrics("m").registry, merged.values()).decode()
+    text = render(list(RouterMetrics("m").registry.collect()), merged.values()).decode()
     assert "pagewire_request_migrations_total 0.0" in text
     assert "pagewire_request_migrations_total{" not in text
+
+
+def page_of(generated: int) -> list[Metric]:
+    metrics = RouterMetrics("m")
+    metrics.generation_tokens.value += generated
+    metrics.time_to_first_token.observe(0.5)
+    return list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
+
+
+def test_the_routers_are_on_one_page_each_under_its_name():
+    own = RouterMetrics("m")
+    own.generation_tokens.value += 5
+    unknown = Metric("pagewire_later", "of a later release", "gauge")
+    other = Metric("vllm:generation_tokens", "of another kind", "gauge")
+    other.add_sample("vllm:generation_tokens", {"model_name": "m"}, 1)
+    pages = [("router-1", [*page_of(7), unknown]), ("router-2", [other])]
+    text = render(merge_routers(("router-0", own.registry.collect()), pages), []).decode()
+    family = "vllm:generation_tokens"
+    assert text.count(f"# TYPE {family}_total counter") == 1
+    found = [line for line in text.splitlines() if line.startswith(family + "_total{")]
+    assert found == [
+        f'{family}_total{{model_name="m",router="router-{number}"}} {value}'
+        for number, value in ((0, 5.0), (1, 7.0))
+    ]
+    labels = 'le="0.5",model_name="m",router="router-1"'
+    assert f"vllm:time_to_first_token_seconds_bucket{{{labels}}} 1.0" in text
+    assert "pagewire_later" not in text
 
 
 def test_the_used_share_is_of_the_decode_workers_alone():

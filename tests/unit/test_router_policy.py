@@ -162,6 +162,46 @@ def test_recent_placements_count_until_a_record_must_show_them():
     assert in_flight.pending("w0", records_arrive=False) == 12
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "remove", "write", "wait"]),
+            st.sampled_from(["w0", "w1"]),
+            st.integers(1, 50),
+        ),
+        max_size=40,
+    )
+)
+def test_other_routers_never_know_of_less_than_there_is_and_of_nothing_in_the_end(steps):
+    """Each placement is followed by a write; what ends may be known later."""
+    clock, known_elsewhere, entries = Clock(), {}, []
+    in_flight = InFlightLoad(settle_s=2, clock=clock)
+
+    def known(worker_id: str) -> int:
+        amount, until = known_elsewhere.get(worker_id, (0, 0.0))
+        return amount if until >= clock.now else 0
+
+    def write() -> None:
+        for worker_id, (amount, seconds) in in_flight.take_changes().items():
+            known_elsewhere[worker_id] = (amount, clock.now + seconds)
+            assert amount == in_flight.pending(worker_id)
+        assert in_flight.take_changes() == {}
+
+    for action, worker_id, amount in steps:
+        if action == "add":
+            entries.append(in_flight.add(worker_id, amount))
+        elif action == "remove" and entries:
+            in_flight.remove(entries.pop(amount % len(entries)))
+        elif action == "wait":
+            clock.now += amount % 4
+        if action in ("add", "write"):
+            write()
+        for each in ("w0", "w1"):
+            assert known(each) >= in_flight.pending(each)
+    clock.now += 3
+    assert known("w0") == known("w1") == 0
+
+
 def test_finished_placements_count_no_more():
     in_flight = InFlightLoad(settle_s=2, clock=Clock())
     entries = [in_flight.add("w0", amount) for amount in (1, 2, 4)]

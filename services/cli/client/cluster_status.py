@@ -26,6 +26,7 @@ _WORKER_SAMPLES = {
     "pagewire_requests_waiting": "waiting",
     "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
 }
+_REDIS_UP = "pagewire_redis_up"
 _TOTALS = {
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generation_tokens",
@@ -33,7 +34,6 @@ _TOTALS = {
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
-    "pagewire_redis_up": "redis_up",
 }
 
 
@@ -74,7 +74,7 @@ class ClusterStatus:
         ok: whether the cluster is ready.
         problem: why it is not; empty if it is.
         at: when, on the monotonic clock.
-        totals: of the router, by short name; empty if it shows no metrics.
+        totals: over all routers, by short name; empty if there are no metrics.
     """
 
     url: str
@@ -87,7 +87,7 @@ class ClusterStatus:
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """Share of the prompt tokens that were cached, since the router started."""
+        """Share of the prompt tokens that were cached, since the routers started."""
         queries = self.totals.get("prefix_queries", 0.0)
         return self.totals.get("prefix_hits", 0.0) / queries if queries else None
 
@@ -171,7 +171,9 @@ def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterSt
     for name, labels, value in _samples(metrics):
         worker = workers.get(labels.get("worker", ""))
         if name in _TOTALS:
-            totals[_TOTALS[name]] = value
+            totals[_TOTALS[name]] = totals.get(_TOTALS[name], 0.0) + value
+        elif name == _REDIS_UP:
+            totals["redis_up"] = min(totals.get("redis_up", value), value)
         elif worker is not None and name in _WORKER_SAMPLES:
             setattr(worker, _WORKER_SAMPLES[name], value)
         elif worker is not None and name == KV_BLOCKS:

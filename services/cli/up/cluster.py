@@ -20,7 +20,6 @@ from pagewire import __version__
 from pagewire.services.cli.health import Health, fetch_health
 from pagewire.services.cli.up import redis_process
 from pagewire.services.cli.up.cluster_plan import (
-    ROUTER,
     ClusterOptions,
     crowded_gpus,
     plan_services,
@@ -34,6 +33,7 @@ from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.services.cli.up.run_dir import private_dir
 from pagewire.services.cli.up.supervisor import Supervisor
 from pagewire.shared.cluster.redis_client import without_password
+from pagewire.shared.listener import bound_socket
 
 OWN_REDIS_START_S = 15.0
 FOREIGN_REDIS_ANSWER_S = 3.0
@@ -88,7 +88,7 @@ class ClusterContext:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine finds the router."""
+        """Where a client on this machine finds the routers."""
         return local_url(self.options.host, self.options.port)
 
 
@@ -99,7 +99,8 @@ async def run_cluster(context: ClusterContext) -> None:
         ConfigError: a service refuses its configuration, or Redis does not answer.
         ClusterStartError: a service keeps dying before the cluster was ready.
     """
-    with private_dir() as private:
+    host, port = context.options.host, context.options.port
+    with bound_socket(host, port) as listener, private_dir() as private:
         store = choose_store(context, private)
         grace_s = context.drain_timeout_s + LEAVE_S
         async with Supervisor(
@@ -107,7 +108,8 @@ async def run_cluster(context: ClusterContext) -> None:
         ) as supervisor:
             stop = asyncio.Event()
             with _stop_on_signals(stop, supervisor, context):
-                await _run_until(stop, supervisor, context, store)
+                await _run_until(stop, supervisor, context, store, listener.fileno())
+                listener.close()  # new clients are refused; routers close theirs as they drain
                 await supervisor.stop()
 
 
@@ -129,9 +131,13 @@ def choose_store(context: ClusterContext, private: Path) -> Store:
 
 
 async def _run_until(
-    stop: asyncio.Event, supervisor: Supervisor, context: ClusterContext, store: Store
+    stop: asyncio.Event,
+    supervisor: Supervisor,
+    context: ClusterContext,
+    store: Store,
+    listener: int,
 ) -> None:
-    life = asyncio.create_task(_live(supervisor, context, store))
+    life = asyncio.create_task(_live(supervisor, context, store, listener))
     stopping = asyncio.create_task(stop.wait())
     try:
         watched: set[asyncio.Future[Any]] = {life, stopping, supervisor.failure}
@@ -146,14 +152,17 @@ async def _run_until(
         await asyncio.wait({life, stopping})
 
 
-async def _live(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
+async def _live(
+    supervisor: Supervisor, context: ClusterContext, store: Store, listener: int
+) -> None:
     """Start everything in order, show the ready box, then keep an eye on it."""
     async with httpx.AsyncClient(trust_env=False) as client:
         with ProgressDisplay(context.console, lambda: supervisor.statuses) as progress:
-            await _start_all(supervisor, context, store)
+            await _start_all(supervisor, context, store, listener)
             health = await _wait_until_ready(supervisor, context, store, client, progress)
         supervisor.mark_cluster_ready()
-        supervisor.replace(restarted_router(supervisor.spec(ROUTER)))
+        for name in context.options.router_names:
+            supervisor.replace(restarted_router(supervisor.spec(name)))
         show_ready_box(context.console, health, context.url, store.description, context.log_dir)
         with _announced(context, health):
             while True:
@@ -176,7 +185,9 @@ def _announced(context: ClusterContext, health: Health) -> AbstractContextManage
     return context.ready_file.present(content)
 
 
-async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Store) -> None:
+async def _start_all(
+    supervisor: Supervisor, context: ClusterContext, store: Store, listener: int
+) -> None:
     if store.spec is None:
         await redis_process.wait_until_answering(store.url, FOREIGN_REDIS_ANSWER_S)
     else:
@@ -185,7 +196,7 @@ async def _start_all(supervisor: Supervisor, context: ClusterContext, store: Sto
     env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
     if note := crowded_gpus(context.options, context.machine):
         context.say(note)
-    for spec in plan_services(context.options, context.machine, env):
+    for spec in plan_services(context.options, context.machine, env, listener):
         supervisor.start(spec)
 
 
@@ -196,11 +207,11 @@ async def _wait_until_ready(
     client: httpx.AsyncClient,
     progress: ProgressDisplay,
 ) -> Health:
-    """Wait until the router, which knows which workers to expect, says that all are ready."""
+    """Wait until all routers, which know which workers to expect, say that all are ready."""
     while True:
         health = await _poll(supervisor, context, store, client)
         progress.update([] if health is None else health.waiting_for)
-        if health is not None and health.ok:
+        if health is not None and health.ok and supervisor.all_ready:
             return health
         await asyncio.sleep(STARTING_POLL_S)
 
@@ -208,11 +219,11 @@ async def _wait_until_ready(
 async def _poll(
     supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
 ) -> Health | None:
-    """Ask the router which workers are there, and notify the supervisor."""
+    """Ask a router which workers and routers are there, and notify the supervisor."""
     health = await fetch_health(client, context.url)
     epochs: dict[str, int | None] = {}
     if health is not None:
-        epochs = {**health.ready_epochs, "router": None}
+        epochs = dict(health.ready_epochs)
     if store.spec is not None and await redis_process.is_answering(store.url):
         epochs[store.spec.name] = None
     supervisor.mark_ready(epochs)

@@ -15,7 +15,6 @@ from pagewire.shared.errors import ConfigError
 
 MAX_GPU_SHARE = 0.98
 DECODE_ONLY = ("local_prefill_tokens",)
-ROUTER = "router"
 EXPECTED = "PAGEWIRE_EXPECTED_WORKERS"
 
 
@@ -30,6 +29,7 @@ class ClusterOptions:
 
     prefill: int = 1
     decode: int = 1
+    routers: int = 2
     host: str = LOOPBACK
     port: int = 8000
     device: str = "auto"
@@ -43,24 +43,33 @@ class ClusterOptions:
             f"decode-{index}" for index in range(self.decode)
         ]
 
+    @property
+    def router_names(self) -> list[str]:
+        """All accept connections from the same socket."""
+        return [f"router-{index}" for index in range(self.routers)]
+
 
 def plan_services(
-    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str]
+    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str], listener: int
 ) -> list[ChildSpec]:
-    """Return the workers and the router, in the order of their start.
+    """Return the workers and the routers, in the order of their start.
 
     Args:
         options: of the command line.
         machine: whose cores and GPUs the workers share.
         shared_env: variables that every service gets: secret and Redis URL.
+        listener: file descriptor of the bound socket that the routers accept from.
 
     Raises:
         ConfigError: the workers of one GPU would take more memory than it has.
     """
-    workers = list(_plan_workers(options, machine, shared_env))
-    router = {**options.router_options, "host": options.host, "port": options.port}
+    specs = list(_plan_workers(options, machine, shared_env))
     env = {**shared_env, EXPECTED: ",".join(options.worker_names)}
-    return [*workers, ChildSpec(ROUTER, service_argv("router", router), env, is_front=True)]
+    for name in options.router_names:
+        settings = {"router_id": name, **options.router_options, "host": LOOPBACK, "fd": listener}
+        argv = service_argv("router", settings)
+        specs.append(ChildSpec(name, argv, env, is_front=True, fds=(listener,)))
+    return specs
 
 
 def restarted_router(spec: ChildSpec) -> ChildSpec:

@@ -33,12 +33,15 @@ ROUTER_ONLY = (
 BOTH = ("model", "log_level")
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
 OWN = ("host", "port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
-NOT_SETTINGS = ("prefill", "decode", *OWN, "log_dir", "ready_file", "verbose")
+NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
 
 Prefill = Annotated[
     int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
 ]
 Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
+Routers = Annotated[
+    int, typer.Option(min=1, max=64, help="Router processes, which accept from one socket.")
+]
 LogDir = Annotated[
     Path | None,
     typer.Option(help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]"),
@@ -57,6 +60,7 @@ def up(
     ctx: typer.Context,
     prefill: Prefill = 1,
     decode: Decode = 1,
+    routers: Routers = 2,
     model: options.Model = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
@@ -127,6 +131,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         options=ClusterOptions(
             prefill=params["prefill"],
             decode=params["decode"],
+            routers=params["routers"],
             host=router.host,
             port=port,
             device=worker.device,

@@ -33,6 +33,7 @@ class ChildSpec:
         env: variables on top of the supervisor's own.
         is_store: the others depend on it, so it starts first and stops last.
         is_front: all requests come through it, so it is never left down for long and stops first.
+        fds: file descriptors of this process that it inherits, under the same numbers.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     is_store: bool = False
     is_front: bool = False
+    fds: tuple[int, ...] = ()
 
     @property
     def stop_phase(self) -> int:
@@ -162,6 +164,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
+                pass_fds=spec.fds,
                 start_new_session=True,
             )
         except OSError:

@@ -39,7 +39,7 @@ class RestartPolicy:
     Attributes:
         first_delay_s: before the first restart; doubles with each failure in a row.
         max_delay_s: upper bound of the delay.
-        front_max_delay_s: likewise, for a child that all requests come through. Without it no
+        front_max_delay_s: likewise, for a child that requests come through. Without any no
             request is answered, and it starts in a second or two, so that it is tried more often.
             A worker's requests continue elsewhere or wait, and its start costs much more.
         front_served_delay_s: likewise, if it was ready before it died, so that it can start.
@@ -59,7 +59,7 @@ class RestartPolicy:
 
         Args:
             failures: at least one.
-            is_front: all requests come through the child.
+            is_front: requests come through the child.
             served: it was ready before it died.
         """
         longest = self.max_delay_s

@@ -275,6 +275,7 @@ class TokenStream:
             prompt.missing_blocks(link.worker_id),
             prompt.uncached_tokens(prefills[0]) if prefills else 0,
         )
+        self._dispatcher.selector.note_sent(prompt, (link.worker_id, *prefills[:1]))
         self._others = []
         for other, fork in zip(others, forks, strict=True):
             fork.start_with(attempt)

@@ -6,8 +6,17 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pagewire.shared.cluster.registry import LinkInfo, OtherVersion, WorkerRecord
+from pagewire.shared.cluster.routers import RouterRecord
 
 OTHER_VERSION = "another version"
+
+
+def describe_routers(records: Sequence[RouterRecord]) -> list[dict[str, Any]]:
+    """Return an object for each router, by id."""
+    return [
+        {"id": record.router_id, "epoch": record.epoch, "state": record.state}
+        for record in sorted(records, key=lambda r: r.router_id)
+    ]
 
 
 def describe_services(

@@ -10,19 +10,16 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import httpx
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
+from pagewire.services.router.metrics.pages import PAGE_ERRORS, fetch_page
 from pagewire.services.router.metrics.state import of_model
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.metrics.load import KV_BLOCKS, load_families
 
 logger = logging.getLogger(__name__)
 
-SCRAPE_TIMEOUT_S = 1.0
-MAX_SCRAPE_BYTES = 4 << 20
-MAX_PORT = 65535
 RELAYED_PREFIX = "pagewire_"
 
 
@@ -62,62 +59,11 @@ class WorkerScraper:
 
     async def _fetch(self, record: WorkerRecord) -> list[Metric] | None:
         try:
-            async with (
-                asyncio.timeout(SCRAPE_TIMEOUT_S),
-                self._client.stream("GET", _page_url(record)) as response,
-            ):
-                response.raise_for_status()
-                return _parsed(await _read_bounded(response))
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
-            self._failed(record, exc)
+            return await fetch_page(self._client, record.metrics_endpoint)
+        except PAGE_ERRORS as exc:
+            self._failures.labels(record.worker_id).inc()
+            logger.info("no metrics of %s: %s", record.worker_id, exc or type(exc).__name__)
             return None
-
-    def _failed(self, record: WorkerRecord, exc: Exception) -> None:
-        self._failures.labels(record.worker_id).inc()
-        logger.info("no metrics of %s: %s", record.worker_id, exc or type(exc).__name__)
-
-
-def render(registry: CollectorRegistry, relayed: Iterable[Metric]) -> bytes:
-    """Return Prometheus' text of the router's own families and the workers'.
-
-    A family that the router itself has wins.
-    """
-    own = list(registry.collect())
-    names = {metric.name for metric in own}
-    page = CollectorRegistry(auto_describe=False)
-    page.register(_Families([*own, *(m for m in relayed if m.name not in names)]))
-    return generate_latest(page)
-
-
-class _Families:
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
-def _page_url(record: WorkerRecord) -> httpx.URL:
-    url = httpx.URL(f"{record.metrics_endpoint}/metrics")
-    if (url.port or 0) > MAX_PORT:  # connecting would raise an ExceptionGroup
-        raise ValueError(f"{record.metrics_endpoint} has a port above {MAX_PORT}")
-    return url
-
-
-def _parsed(text: str) -> list[Metric]:
-    try:
-        return list(text_string_to_metric_families(text))
-    except Exception as exc:  # of some nonsense the parser makes an IndexError
-        raise ValueError("it is not Prometheus' text format") from exc
-
-
-async def _read_bounded(response: httpx.Response) -> str:
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > MAX_SCRAPE_BYTES:
-            raise ValueError(f"more than {MAX_SCRAPE_BYTES} bytes")
-    return body.decode()
 
 
 def used_share(blocks: Metric | None) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.kv.block_hash import BlockHash
 
 MAX_PREFILL_WORKERS = 4  # named to a decode worker: one, and alternates
 UNCACHED_WEIGHT = 1.25
@@ -40,11 +41,13 @@ class Prompt:
     Attributes:
         num_tokens: at least 1.
         hits: leading blocks of the prompt that a worker has cached, by worker id.
+        hashes: of its full blocks; None if the index was not asked.
     """
 
     num_tokens: int
     block_size: int
     hits: Mapping[str, int]
+    hashes: Sequence[BlockHash] | None = None
 
     @property
     def num_blocks(self) -> int:

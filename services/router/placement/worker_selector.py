@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
@@ -12,13 +12,12 @@ from pagewire.services.router.workers.decode_links import DecodeLinks
 from pagewire.shared.cluster.registry import WorkerDirectory, WorkerRecord
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.errors import NoWorkerError
-from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.logs import Complaints
 
 logger = logging.getLogger(__name__)
 
-_NO_HITS: Mapping[str, int] = {}
 _MAX_HASHERS = 16
 
 
@@ -87,43 +86,36 @@ class WorkerSelector:
             for record in self._directory.workers("prefill")
             if record.state == "ready" and record.layout == layout
         ]
-        hashes, hits = await self._hits(token_ids, layout, decodes, prefills)
-        prompt = Prompt(len(token_ids), layout.block_size, hits)
+        hashes: Sequence[BlockHash] | None = None
+        found = Found({}, {})
+        if self._policy.uses_hits and (len(decodes) > 1 or len(prefills) > 1):
+            hashes = self._hasher(layout).hash_prompt(token_ids)
+            epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
+            found = await self._index.lookup(hashes, epochs)
+        prompt = Prompt(len(token_ids), layout.block_size, found.hits, hashes)
+
+        def candidate(record: WorkerRecord, on_record: int) -> Candidate:
+            own = self._in_flight.pending(record.worker_id, self._directory.redis_ok)
+            others = found.reserved.get(record.worker_id, 0)
+            return Candidate(record.worker_id, on_record + own + others)
+
         placement = self._policy.place(
             prompt,
-            [Candidate(c.worker_id, self._load(c, c.load.used_blocks)) for c in decodes],
-            [Candidate(c.worker_id, self._load(c, c.load.queued_prefill_tokens)) for c in prefills],
+            [candidate(c, c.load.used_blocks) for c in decodes],
+            [candidate(c, c.load.queued_prefill_tokens) for c in prefills],
         )
-        self._assume(placement, hashes)
         return placement, prompt
 
-    def _load(self, record: WorkerRecord, on_record: int) -> int:
-        return on_record + self._in_flight.pending(record.worker_id, self._directory.redis_ok)
+    def note_sent(self, prompt: Prompt, worker_ids: Sequence[str]) -> None:
+        """Report to this and other routers which workers compute a prompt, and all their load.
 
-    async def _hits(
-        self,
-        token_ids: Sequence[int],
-        layout: BlockLayout,
-        decodes: Sequence[WorkerRecord],
-        prefills: Sequence[WorkerRecord],
-    ) -> tuple[Sequence[BlockHash], Mapping[str, int]]:
-        """Ask the index, unless there is nothing to choose or nothing to find."""
-        has_choice = len(decodes) > 1 or len(prefills) > 1
-        if not self._policy.uses_hits or not has_choice:
-            return [], _NO_HITS
-        hashes = self._hasher(layout).hash_prompt(token_ids)
-        if not hashes:
-            return [], _NO_HITS
-        epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
-        return hashes, await self._index.lookup(hashes, epochs)
-
-    def _assume(self, placement: Placement, hashes: Sequence[BlockHash]) -> None:
-        """A burst of equal prefixes goes where the first of them is being computed."""
-        chosen = (*placement.prefill_workers[:1], placement.decode_workers[0])
-        for worker_id in chosen if hashes else ():
-            record = self._directory.get(worker_id)
-            if record is not None:
-                self._index.assume(hashes, worker_id, record.epoch)
+        A burst of equal prefixes goes where the first of them is being computed.
+        """
+        if prompt.hashes is None:  # there was no choice
+            return
+        records = [self._directory.get(worker_id) for worker_id in worker_ids]
+        epochs = {record.worker_id: record.epoch for record in records if record is not None}
+        self._index.assume(prompt.hashes, epochs, self._in_flight.take_changes())
 
     def _hasher(self, layout: BlockLayout) -> BlockHasher:
         key = (layout.fingerprint, layout.dtype, layout.block_size)

@@ -1,0 +1,170 @@
+"""The routers of a cluster, which find one another through Redis.
+
+    pagewire:<tag>:routers    hash: router id -> seal and record, with the time when it expires
+
+A record names a URL that the others read, so it is sealed with a key from the cluster secret:
+nobody else who can write to Redis makes a router read a URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from redis.asyncio import Redis
+
+from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
+from pagewire.shared.control.protocol import Epoch, Id
+from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError
+
+logger = logging.getLogger(__name__)
+
+RouterState = Literal["starting", "ready", "draining"]
+
+MAX_ROUTERS = 256
+_TIMEOUT_S = 1.0
+_KEY_TTL_MS = 3600 * 1000  # a cluster that has gone leaves nothing
+_SEAL_BYTES = 16
+
+
+class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router publishes about itself.
+
+    Attributes:
+        epoch: of this run of the router; a later run under the same id has a greater one.
+        metrics_endpoint: base URL of its own `/metrics`.
+        state: a starting one still waits for the workers that it expects.
+        expires_ms: the time after which it is dead unless it has renewed the record.
+    """
+
+    router_id: Id
+    epoch: Epoch
+    metrics_endpoint: Annotated[str, Meta(max_length=512)]
+    expires_ms: Epoch
+    state: RouterState = "ready"
+
+
+class RouterDirectory:
+    """Announces this router, and knows the others.
+
+    Args:
+        redis: shared with others; not closed here.
+        cluster_secret: seals the records.
+        router_id: of this router.
+        interval_s: how often the record is renewed and the others' are read.
+        lease_s: how long a record counts.
+        state: called before each renewal.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        cluster_secret: str,
+        router_id: str,
+        interval_s: float,
+        lease_s: float,
+        state: Callable[[], RouterState],
+    ) -> None:
+        self._redis, self._router_id, self._epoch = redis, router_id, time.time_ns()
+        self._interval_s, self._lease_s, self._state = interval_s, lease_s, state
+        self._key = f"pagewire:{cluster_tag(cluster_secret)}:routers"
+        self._seal_key = hashlib.blake2b(
+            cluster_secret.encode(), digest_size=32, person=b"pagewire-router"
+        ).digest()
+        self._metrics_endpoint = ""
+        self._others: dict[str, RouterRecord] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def own(self) -> RouterRecord:
+        """Return this router's record as it is now."""
+        return RouterRecord(
+            router_id=self._router_id,
+            epoch=self._epoch,
+            metrics_endpoint=self._metrics_endpoint,
+            expires_ms=_now_ms() + int(self._lease_s * 1000),
+            state=self._state(),
+        )
+
+    def others(self) -> list[RouterRecord]:
+        """Return the records of the other routers that are alive, by id."""
+        now = _now_ms()
+        return [each for _, each in sorted(self._others.items()) if each.expires_ms > now]
+
+    async def start(self, metrics_endpoint: str) -> None:
+        """Announce this router, then go on in the background. Redis may be away."""
+        self._metrics_endpoint = metrics_endpoint
+        await self._renew()
+        self._task = start_task(self._run(), "router-directory")
+
+    async def close(self) -> None:
+        """Take the record back if Redis is there. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        await end_task(task)
+        try:
+            await redis_call(self._redis.hdel(self._key, self._router_id), _TIMEOUT_S)
+        except RedisUnavailableError as exc:
+            logger.info("the record of %s stays until its lease ends: %s", self._router_id, exc)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self._renew()
+
+    async def _renew(self) -> None:
+        """Write the own record and read the others', in one round trip."""
+        raw = msgspec.msgpack.encode(self.own())
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hset(self._key, self._router_id, self._seal(raw) + raw)
+        pipeline.pexpire(self._key, _KEY_TTL_MS)
+        pipeline.hgetall(self._key)
+        try:
+            *_, entries = await redis_call(pipeline.execute(), _TIMEOUT_S)
+            await self._take(entries)
+        except RedisUnavailableError as exc:  # the worker directory warns of it
+            logger.debug("the routers' records cannot be renewed: %s", exc)
+
+    async def _take(self, entries: dict[bytes, bytes]) -> None:
+        """Keep the records of others that are alive, and sweep the rest out of Redis.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        now = _now_ms()
+        entries.pop(self._router_id.encode(), None)
+        found = {field: self._open(raw) for field, raw in entries.items()}
+        alive = {
+            each.router_id: each
+            for field, each in found.items()
+            if each is not None and each.router_id.encode() == field and each.expires_ms > now
+        }
+        if dead := [field for field in found if field.decode(errors="replace") not in alive]:
+            await redis_call(self._redis.hdel(self._key, *dead), _TIMEOUT_S)
+        self._others = dict(itertools.islice(alive.items(), MAX_ROUTERS))
+
+    def _seal(self, raw: bytes) -> bytes:
+        return hashlib.blake2b(raw, key=self._seal_key, digest_size=_SEAL_BYTES).digest()
+
+    def _open(self, sealed: bytes) -> RouterRecord | None:
+        """Return a record that a holder of the cluster secret has written, else None."""
+        seal, raw = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(raw)):
+            return None
+        try:
+            return msgspec.msgpack.decode(raw, type=RouterRecord)
+        except UNDECODABLE:  # of another release
+            return None
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

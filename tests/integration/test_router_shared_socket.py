@@ -1,0 +1,117 @@
+"""Real router processes that accept from one socket which another process has bound."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from pagewire.shared.listener import bound_socket
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET
+from pagewire.tests.support.redis_server import RedisServer
+
+CONNECTIONS = 32
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def router(redis_url: str, fd: int, name: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "router", "--fd", str(fd)]
+    process = subprocess.Popen(
+        [*command, "--redis-url", redis_url, "--router-id", name, "--served-model-name", MODEL],
+        env={**os.environ, "PAGEWIRE_CLUSTER_SECRET": SECRET},
+        pass_fds=[fd],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def until_healthy(url: str, routers: int) -> None:
+    """Wait until so many routers are there, and the one that answers has a decode worker."""
+    async with httpx.AsyncClient(timeout=20) as http:
+        for _ in range(200):
+            with contextlib.suppress(httpx.TransportError):
+                response = await http.get(f"{url}/health")
+                if response.status_code == 200 and len(response.json()["routers"]) == routers:
+                    return
+            await asyncio.sleep(0.05)
+    pytest.fail(f"{url} is not healthy")
+
+
+async def ask_all(url: str) -> int:
+    """Ask over new connections, all at once; returns how many were answered."""
+
+    async def ask() -> bool:
+        async with httpx.AsyncClient(timeout=20) as http:
+            asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 4}
+            return (await http.post(f"{url}/v1/completions", json=asked)).is_success
+
+    return sum(await asyncio.gather(*(ask() for _ in range(CONNECTIONS))))
+
+
+def test_one_that_is_stopped_killed_or_frozen_leaves_the_socket_to_the_other(
+    redis_url: str,
+) -> None:
+    async def scenario(url: str, processes: list[subprocess.Popen[str]]) -> None:
+        async with FakeDecodeWorker(redis_url, SECRET, answer=ANSWER):
+            await until_healthy(url, 2)
+            assert await ask_all(url) == CONNECTIONS
+            os.kill(processes[0].pid, signal.SIGSTOP)
+            assert await ask_all(url) == CONNECTIONS
+            os.kill(processes[0].pid, signal.SIGCONT)
+            processes[0].send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(processes[0].wait, 10) == 0
+            assert await ask_all(url) == CONNECTIONS
+
+    with bound_socket("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        fd = listener.fileno()
+        with router(redis_url, fd, "router-0") as one, router(redis_url, fd, "router-1") as two:
+            run_async(scenario(url, [one, two]), 60)
+            # With nobody left a connection waits, for a router to come.
+            two.kill()
+            two.wait(10)
+        with socket.create_connection(listener.getsockname(), timeout=5) as waiting:
+            waiting.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            with router(redis_url, fd, "router-0"):
+                waiting.settimeout(20)
+                assert waiting.recv(15) == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "udp", "unbound"])
+def test_what_is_not_a_bound_tcp_socket_is_refused_with_one_line(redis_url: str, kind: str) -> None:
+    with contextlib.ExitStack() as stack:
+        if kind == "file":
+            fd = stack.enter_context(open(os.devnull)).fileno()
+        elif kind == "pipe":
+            fd, other = os.pipe()
+            stack.callback(os.close, fd)
+            stack.callback(os.close, other)
+        else:
+            family = socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM
+            fd = stack.enter_context(socket.socket(socket.AF_INET, family)).fileno()
+        with router(redis_url, fd, "router-0") as process:
+            _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 2, stderr
+    [line] = stderr.strip().splitlines()
+    assert f"--fd {fd}" in line
