@@ -41,6 +41,7 @@ class Literals:
         self._special = frozenset(specials)
         texts = [token.content for token in specials.values()]
         self._pattern = re.compile(_any_of(texts))
+        self._normalized = _NormalizedTexts(backend, specials.values())
         self._marks, self._stand_ins = _names(texts), _names(texts)
         self._literals = {mark: literal for literal, mark in self._marks.items()}
         self._mark_pattern = re.compile(_any_of(self._literals))
@@ -53,10 +54,9 @@ class Literals:
         }
 
     def are_in(self, messages: Messages) -> bool:
-        """Return whether any message spells out a special token."""
-        return any(
-            self._pattern.search(value) for message in messages for _, value in _texts(message)
-        )
+        """Return whether any message spells out a special token, perhaps once it is normalized."""
+        values = [value for message in messages for _, value in _texts(message)]
+        return any(self._pattern.search(value) or self._normalized.in_(value) for value in values)
 
     def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
         """Return the token ids of a conversation in which literals are text.
@@ -103,6 +103,30 @@ class Literals:
             "leave it out",
             param="messages",
         )
+
+
+class _NormalizedTexts:
+    """Special tokens that a tokenizer looks for in a text once that is normalized, if it has any.
+
+    With one that makes letters small, `[CLS]` is a special token that `[cls]` spells, too.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, specials: Iterable[tokenizers.AddedToken]
+    ) -> None:
+        contents = [token.content for token in specials if token.normalized]
+        self._normalizer = backend.normalizer if contents else None
+        if self._normalizer is not None:
+            self._pattern = re.compile(_any_of(map(self._normalizer.normalize_str, contents)))
+
+    def in_(self, text: str) -> bool:
+        """Return whether a text has any of them."""
+        if self._normalizer is None:
+            return False
+        try:
+            return bool(self._pattern.search(self._normalizer.normalize_str(text)))
+        except UnicodeEncodeError:  # a lone surrogate, which encoding the text refuses
+            return False
 
 
 def _texts(message: dict[str, Any]) -> list[tuple[str, str]]:

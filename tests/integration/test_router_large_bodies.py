@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,45 @@ def test_other_requests_are_answered_while_large_bodies_are_read(redis_url):
             assert router.service.dispatcher.admission.num_reading == PROCESSES
         assert [response.status_code for response in await held()] == [400] * PROCESSES
         assert len(mine()) <= PROCESSES
+
+    with_worker(redis_url, scenario)
+
+
+def test_many_small_bodies_at_once_do_not_stop_the_event_loop(redis_url):
+    """Here each takes milliseconds: the special tokens that its message spells out are many."""
+    literals, count = "<|end|>" * 1100, 32
+    message = {"role": "user", "content": literals}
+    body = json.dumps({"model": MODEL, "messages": [message]}).encode()
+    assert len(body) < INLINE_BODY_BYTES
+    gaps: list[float] = []
+
+    async def watch() -> None:
+        before = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            gaps.append(time.perf_counter() - before)
+            before += gaps[-1]
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        url = httpx.URL(router.url)
+        start = time.perf_counter()
+        TOKENIZER.encode_chat([message])
+        one_s = time.perf_counter() - start
+        clients = []
+        for _ in range(count):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}"
+            writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode())
+            await writer.drain()
+            clients.append((reader, writer))
+        watcher = asyncio.create_task(watch())
+        for _, writer in clients:
+            writer.write(body)
+        for reader, writer in clients:
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+        watcher.cancel()
+        assert max(gaps) < count * one_s / 4
 
     with_worker(redis_url, scenario)
 

@@ -194,6 +194,33 @@ def test_a_vocabulary_whose_own_word_is_a_special_token_refuses_it() -> None:
         tokenizer.encode_chat([{"role": "user", "content": "a</s>a"}])
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "spelled"),
+    [
+        (normalizers.Lowercase(), "<END>"),
+        (normalizers.Lowercase(), "<end>"),
+        (normalizers.NFKC(), "\uff1cEnd\uff1e"),
+    ],
+    ids=["large", "small", "wide"],
+)
+def test_what_only_the_normalizer_makes_a_special_token_is_text(
+    normalizer: normalizers.Normalizer, spelled: str
+) -> None:
+    alphabet = "<>abdefnE"
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.normalizer = normalizer
+    backend.add_special_tokens([AddedToken("<End>", special=True, normalized=True)])
+    template = ChatTemplate("{{ messages[0].content }}<End>", {})
+    tokenizer = Tokenizer(backend, template, None, frozenset())
+    end = backend.token_to_id("<End>")
+    for content in (spelled, f"a{spelled}b", f"<End>{spelled}"):
+        chat = [{"role": "user", "content": content}]
+        text = normalizer.normalize_str(content)
+        assert tokenizer.encode_chat(chat) == [*(alphabet.index(c) for c in text), end]
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        tokenizer.encode_chat([{"role": "user", "content": "\ud800"}])
+
+
 def test_a_lone_surrogate_next_to_a_literal_is_the_clients_fault() -> None:
     with pytest.raises(InvalidRequestError, match="not valid Unicode"):
         DEMO.encode_chat([{"role": "user", "content": "<|end|>\ud800"}])

@@ -124,7 +124,7 @@ async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> Gen
     service = _service(request)
     reader, max_model_len = service.body_reader, service.max_model_len
     if len(raw) <= INLINE_BODY_BYTES:
-        return reader.read_now(kind, raw, max_model_len)
+        return await reader.read_here(kind, raw, max_model_len)
     return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
 
 

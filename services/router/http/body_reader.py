@@ -52,16 +52,21 @@ class BodyReader:
         self._model = model
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="body")
         self._processes = _Processes(settings, model)
+        self._turn = asyncio.Lock()
 
-    def read_now(
+    async def read_here(
         self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
     ) -> GenerationInput:
-        """Check and tokenize a body of up to `INLINE_BODY_BYTES`.
+        """Check and tokenize a body of up to `INLINE_BODY_BYTES`, one in each pass of the loop.
+
+        It takes up to 6 ms, and there may be many at once: tokens are passed on in between.
 
         Raises:
             InvalidRequestError: the client's fault; names the field.
         """
-        return READERS[kind](raw, self._model, max_model_len)
+        async with self._turn:
+            await asyncio.sleep(0)
+            return self._read(kind, raw, max_model_len)
 
     async def read_elsewhere(
         self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
@@ -72,7 +77,7 @@ class BodyReader:
             InvalidRequestError: the client's fault; names the field.
             RequestFailedError: the process that reads it ended, or takes too long.
         """
-        threads, read = self._threads, self.read_now
+        threads, read = self._threads, self._read
         if len(raw) > THREAD_BODY_BYTES:
             threads, read = self._processes.threads, self._processes.read
         bodies = [raw]
@@ -84,6 +89,9 @@ class BodyReader:
             return await asyncio.get_running_loop().run_in_executor(threads, read_body)
         finally:
             bodies.clear()  # what is cancelled stays in line: then without its bytes
+
+    def _read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
+        return READERS[kind](raw, self._model, max_model_len)
 
     def close(self) -> None:
         """End all threads and processes, whatever they read."""
