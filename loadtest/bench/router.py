@@ -17,17 +17,18 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pagewire.loadtest import cluster
 from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
-from pagewire.loadtest.bench.router_run import CONNECTIONS, Bench, Case
+from pagewire.loadtest.bench.router_client import MAX_STREAMS
+from pagewire.loadtest.bench.router_run import CONNECTIONS, CYCLE, Bench, Case
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.stats import percentile
 
@@ -45,8 +46,8 @@ def case_row(cases: dict[str, list[Case]]) -> Row:
     """
     ours = cases["router"]
     rates = [case.events_per_cpu_s for case in ours]
-    row: Row = {
-        "events_per_cpu_s": median(rates),
+    row = {
+        **target_row("", ours),
         "low": min(rates),
         "high": max(rates),
         "tokens_per_cpu_s": of(ours, lambda case: case.full[1].tokens / case.full[0].cpu_s),
@@ -54,38 +55,45 @@ def case_row(cases: dict[str, list[Case]]) -> Row:
         "cores": of(ours, lambda case: case.full[0].cpu_s / case.full[0].seconds),
         "loop_cores": of(ours, lambda case: case.full[0].loop_s / case.full[0].seconds),
         "half_load_events_per_s": of(ours, lambda case: case.rate),
-        **added(ours, ""),
-        "joined": of(ours, lambda case: case.half[1].joined / case.half[1].events),
+        "half_load_joined": of(ours, lambda case: case.half[1].joined / case.half[1].events),
     }
     for name in ("relay", "nginx"):
-        theirs = cases.get(name)
-        peer = None if theirs is None else of(theirs, lambda case: case.events_per_cpu_s)
-        row[f"{name}_events_per_cpu_s"] = peer
-        row[f"of_{name}"] = None if peer is None else row["events_per_cpu_s"] / peer
-        row |= {} if theirs is None else added(theirs, f"{name}_")
+        theirs = target_row(f"{name}_", cases.get(name, ()))
+        for rate in ("events_per_cpu_s", "half_load_events_per_cpu_s"):
+            peer = theirs[f"{name}_{rate}"]
+            place = "" if rate == "events_per_cpu_s" else "half_load_"
+            row[f"{place}of_{name}"] = None if peer is None else row[rate] / peer
+        row |= theirs
     return row
 
 
-def added(cases: Sequence[Case], prefix: str) -> Row:
-    """Return what is added to a token at the router's half load, in ms."""
+def target_row(prefix: str, cases: Sequence[Case]) -> Row:
+    """Return the figures that all targets have; without cases there are none.
 
-    def at(percent: float) -> list[float]:
-        return [percentile(case.half[1].added, percent) * 1e3 for case in cases]
+    "added" is of all events at the router's half load.
+    """
 
-    p99 = at(99)
-    row = {"added_p50_ms": median(at(50)), "added_p99_ms": median(p99)}
-    row |= {"added_p99_low_ms": min(p99), "added_p99_high_ms": max(p99)} if not prefix else {}
+    def added(percent: float) -> float:
+        return of(cases, lambda case: percentile(case.half[1].added, percent) * 1e3)
+
+    row: Row = dict.fromkeys(
+        ("events_per_cpu_s", "half_load_events_per_cpu_s", "added_p50_ms", "added_p99_ms")
+    )
+    if cases:
+        row = {
+            "events_per_cpu_s": of(cases, lambda case: case.events_per_cpu_s),
+            "half_load_events_per_cpu_s": of(
+                cases, lambda case: case.half[1].events / case.half[0].cpu_s
+            ),
+            "added_p50_ms": added(50),
+            "added_p99_ms": added(99),
+        }
     return {prefix + name: value for name, value in row.items()}
 
 
 def of(cases: Sequence[Case], value: Callable[[Case], float]) -> float:
     """Return the median of a value of the cases."""
     return median([value(case) for case in cases])
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median."""
-    return statistics.median(values)
 
 
 def print_row(what: str, options: argparse.Namespace, row: Row) -> None:
@@ -131,15 +139,28 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     print_row("router_requests", options, row)
 
 
+def number_up_to(most: int) -> Callable[[str], int]:
+    """Return the type of an option that is a number from 1 on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {most}")
+        return int(text)
+
+    return parse
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
-    parser.add_argument("--tokens-per-event", type=int, nargs="+", default=TOKENS_PER_EVENT)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--routers", type=int, default=1, help="processes, each with its own port")
-    parser.add_argument("--workers", type=int, default=2, help="stub decode workers")
+    streams, tokens = number_up_to(MAX_STREAMS), number_up_to(CYCLE)
+    number = number_up_to(64)
+    parser.add_argument("--streams", type=streams, nargs="+", default=STREAMS)
+    parser.add_argument("--tokens-per-event", type=tokens, nargs="+", default=TOKENS_PER_EVENT)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement, at least")
+    parser.add_argument("--repeats", type=number, default=3)
+    parser.add_argument("--routers", type=number, default=1, help="processes, a port each")
+    parser.add_argument("--workers", type=number, default=2, help="stub decode workers")
     parser.add_argument("--program", default=cluster.PROGRAM, help="the module that is `pagewire`")
     options = parser.parse_args()
     stop_servers_on_sigterm()

@@ -39,6 +39,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 
 CYCLE = 64  # tokens of the script
 SETTLE_S = 0.3
+LEAST_STEPS = 4  # of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # of the seconds that the router is measured
 CONNECTIONS = 64  # of the client that asks for short answers
 START_TIMEOUT_S = 60.0
@@ -253,7 +254,8 @@ class Bench:
         half = {}
         for tokens in self._options.tokens_per_event:
             self._stubs.ask("pace", tokens, rates[tokens])
-            half[tokens] = self._measure(target, seconds)
+            period = streams / rates[tokens]
+            half[tokens] = self._measure(target, max(seconds, LEAST_STEPS * period))
         arrivals = iter(self._check([*full.values(), *half.values()]))
         found = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
         return {tokens: Case(found[0][tokens], found[1][tokens], rates[tokens]) for tokens in full}
