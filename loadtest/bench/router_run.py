@@ -196,8 +196,9 @@ class Bench:
         self.targets = {"router": self._routers, "relay": Target("relay", [port], [relay.pid])}
         if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
             self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
-        # The last to start is the first to end: routers do not wait for streams without a client.
         self._clients = [self._child(run_client, write_credits, script) for _ in self._routers.pids]
+        # What ends first leaves nobody who sends or waits: tokens, clients, then the servers.
+        stack.callback(self._stubs.close)
 
     def _child(self, run: Callable[..., None], *args: Any) -> Child:
         child = Child(run, *args)
