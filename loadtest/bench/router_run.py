@@ -115,19 +115,32 @@ class Target:
     def cpu_s(self) -> tuple[float, float]:
         """Return the CPU time so far, in seconds: of all threads, and of the main threads.
 
+        Processes that these have started count, while they live.
+
         Raises:
-            BenchError: a process has ended.
+            BenchError: one has ended.
         """
         every = main = 0.0
-        for pid in self.pids:
-            try:
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    used = int((task / "schedstat").read_text().split()[0]) / 1e9
-                    every += used
-                    main += used if task.name == str(pid) else 0.0
-            except OSError as exc:
-                raise BenchError(f"process {pid} of the {self.kind} case has ended") from exc
+        try:
+            for pid in self.pids:
+                every += _used_s(pid)
+                main += _thread_s(Path(f"/proc/{pid}/task/{pid}"))
+        except OSError as exc:
+            raise BenchError(f"a process of the {self.kind} case has ended: {exc}") from exc
         return every, main
+
+
+def _used_s(pid: int) -> float:
+    """Return the CPU time of a process and of its children."""
+    used = 0.0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        used += _thread_s(thread)
+        used += sum(_used_s(int(child)) for child in (thread / "children").read_text().split())
+    return used
+
+
+def _thread_s(thread: Path) -> float:
+    return int((thread / "schedstat").read_text().split()[0]) / 1e9
 
 
 @dataclass(frozen=True, slots=True)

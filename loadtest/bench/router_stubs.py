@@ -260,7 +260,9 @@ class Stubs:
         self._loop.add_reader(self._commands.fileno(), self._on_command, commands)
         while (command := await commands.get()) is not None:
             name, *args = command
-            self._commands.send(await getattr(self, f"do_{name}")(*args))
+            result = await getattr(self, f"do_{name}")(*args)
+            with contextlib.suppress(BrokenPipeError):  # the bench has been interrupted meanwhile
+                self._commands.send(result)
         self._loop.remove_reader(self._credits)
 
     async def do_surround(self, relay_port: int) -> list[int]:
