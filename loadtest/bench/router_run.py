@@ -210,7 +210,7 @@ class Bench:
         if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
             self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
         self._clients = [self._child(run_client, write_credits, script) for _ in self._routers.pids]
-        # What ends first leaves nobody who sends or waits: tokens, clients, then the servers.
+        # In this order no process waits for another one: tokens, then clients, then servers.
         stack.callback(self._stubs.close)
 
     def _child(self, run: Callable[..., None], *args: Any) -> Child:
