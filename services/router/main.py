@@ -27,7 +27,7 @@ from pagewire.shared.open_files import raise_open_file_limit
 logger = logging.getLogger(__name__)
 
 DRAIN_REPORT_S = 5.0
-CUT_S = 5.0  # for the clients of requests that are cut to take the error
+CUT_S = 5.0  # for the clients of requests that are cut to take the error; then they are dropped
 BACKLOG = 2048
 
 
@@ -139,7 +139,8 @@ class _Server(uvicorn.Server):
         for task in list(tasks):  # `CutRequests` answers them
             task.cancel()
         await asyncio.sleep(CUT_S)
-        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # its client takes nothing: closed, it would wait for it
 
 
 def _listener(settings: RouterSettings) -> socket.socket:

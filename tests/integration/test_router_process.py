@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -141,6 +142,33 @@ def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, a
             assert "Traceback" not in log
             [line] = [each for each in log.splitlines() if "WARNING" in each or "ERROR" in each]
             assert line.endswith("2 requests are cut")
+
+    run_async(scenario())
+
+
+def test_a_client_that_takes_nothing_does_not_keep_it_from_ending(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port, "--drain-timeout-s", "0.5") as process:
+            async with (
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
+                FakeDecodeWorker(redis_url, SECRET, answer=WORD * 1000) as worker,
+            ):
+                await health(http, 200)
+                asked = {"model": MODEL, "prompt": ["Hi"] * 16, "n": 16, "stream": True}
+                body = json.dumps({**asked, "max_tokens": 1000, "logprobs": 0}).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}"
+                with socket.socket() as client:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    client.connect(("127.0.0.1", port))
+                    client.sendall(head.encode() + b"\r\n\r\n" + body)
+                    await eventually(
+                        lambda: len(worker.generated) == 256 and not worker.active, timeout=60
+                    )
+                    process.send_signal(signal.SIGTERM)
+                    assert await asyncio.to_thread(process.wait, 20) == 0
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
 
     run_async(scenario())
 
