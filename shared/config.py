@@ -350,9 +350,7 @@ class RouterSettings(ClusterSettings):
     request_timeout_s: Seconds = described(
         300.0, "A request without any token for this many seconds fails."
     )
-    expected_workers: Annotated[
-        tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)
-    ] = described(
+    expected_workers: ServiceIds = described(
         (),
         "Ids, separated by commas, of the workers that /health waits for after the start "
         "before it says ok; requests are served meanwhile.",
