@@ -35,6 +35,7 @@ from pagewire.shared.setting_names import (
     check_keywords,
     is_from_kubernetes,
 )
+from pagewire.shared.setting_texts import described, description
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
@@ -69,37 +70,6 @@ KvTransport = Literal["auto", "ipc", "ucx", "zmq"]
 KvNetwork = Literal["untrusted", "private"]
 Policy = Literal["prefix", "round_robin"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-def described(default: Any, text: str, *, unset: str | None = None, **rules: Any) -> Any:
-    """Make a field with its one description.
-
-    The command line's help, `.env.example` and README's table of settings have this text and
-    default.
-
-    Args:
-        default: a value, or a function that makes one.
-        text: one or two sentences.
-        unset: what applies by default, where that is None or made.
-        rules: for pydantic.
-    """
-    rules |= {"default_factory" if callable(default) else "default": default}
-    return Field(description=text, json_schema_extra={"unset": unset}, **rules)
-
-
-def default_text(kind: type[BaseSettings], name: str) -> str:
-    """Return what applies if a setting is not given, for people to read."""
-    field = kind.model_fields[name]
-    match field.json_schema_extra:
-        case {"unset": str(text)}:
-            return text
-    return ("off", "on")[field.default] if isinstance(field.default, bool) else str(field.default)
-
-
-def description(kind: type[BaseSettings], name: str) -> str:
-    """Return the one description of a setting."""
-    return str(kind.model_fields[name].description)
-
 
 GENERATION_CONFIG: Any = described(
     "auto",
@@ -350,9 +320,7 @@ class RouterSettings(ClusterSettings):
     request_timeout_s: Seconds = described(
         300.0, "A request without any token for this many seconds fails."
     )
-    expected_workers: Annotated[
-        tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)
-    ] = described(
+    expected_workers: ServiceIds = described(
         (),
         "Ids, separated by commas, of the workers that /health waits for after the start "
         "before it says ok; requests are served meanwhile.",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from pagewire.loadtest.bench.router_client import MAX_STREAMS
 from pagewire.loadtest.bench.router_run import CONNECTIONS, CYCLE, Bench, Case
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.stats import percentile
+from pagewire.shared.open_files import raise_open_file_limit
 
 STREAMS = (64, 512, 2048)
 TOKENS_PER_EVENT = (1, 4)
@@ -164,9 +164,7 @@ def main() -> int:
     parser.add_argument("--program", default=cluster.PROGRAM, help="the module that is `pagewire`")
     options = parser.parse_args()
     stop_servers_on_sigterm()
-    # As many open files as this machine lets us have, here and in the processes that start here.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_open_file_limit()
     try:
         with tempfile.TemporaryDirectory(prefix="pw-") as folder, ExitStack() as stack:
             measure(options, Bench(options, Path(folder), stack))

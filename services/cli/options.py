@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings
 
 from pagewire.shared import config
 from pagewire.shared.config import ClusterSettings, EngineSettings, RouterSettings, WorkerSettings
+from pagewire.shared.setting_texts import default_text, description
 
 ENGINE = "Engine"
 NETWORK = "Network"
@@ -37,8 +38,8 @@ def setting(
         unset: what the command does by default, where that is not the field's default.
         flags: in place of the one made from the parameter's name.
     """
-    text = f"{config.description(kind, name)} {note}".rstrip()
-    default = unset or config.default_text(kind, name)
+    text = f"{description(kind, name)} {note}".rstrip()
+    default = unset or default_text(kind, name)
     return typer.Option(*flags, help=f"{text}  [default: {default}]", rich_help_panel=panel)
 
 

@@ -95,25 +95,12 @@ class RouterService:
             settings.max_queue,
             settings.request_timeout_s,
         )
-        registry = self.metrics.registry
-        registry.register(
-            StateCollector(
-                model.name, self.dispatcher.admission, self.directory, workers, self._index
-            )
-        )
         self.bodies = BodyMemory()
         bound = connection_bound(settings.max_connections)
         self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
-        registry.register(ConnectionCollector("pagewire_router", self.connections))
         self.body_reader = BodyReader(settings, model)
-        self._http = httpx.AsyncClient(trust_env=False)
-        self._worker_scraper = WorkerScraper(model.name, self._http, registry)
-        self._router_scraper = RouterScraper(self._http, registry)
-        self._metrics_server = MetricsServer(
-            registry, lambda: self.can_serve, "pagewire_router_metrics"
-        )
-        self._metrics_endpoint = ""
         self._stack = AsyncExitStack()
+        self._make_pages(workers)
 
     @classmethod
     async def connect(cls, settings: RouterSettings) -> RouterService:
@@ -143,8 +130,8 @@ class RouterService:
             stack.push_async_callback(self._index.close)
             stack.push_async_callback(self._links.close)
             stack.push_async_callback(self.directory.close)
-            await self.directory.start()
             stack.push_async_callback(self._metrics_server.close)
+            await self.directory.start()
             stack.push_async_callback(self.routers.close)
             await self.routers.start(self._metrics_endpoint)
             self._stack = stack.pop_all()
@@ -153,6 +140,20 @@ class RouterService:
     async def __aexit__(self, *exc_info: object) -> None:
         """End all connections."""
         await self._stack.aclose()
+
+    def _make_pages(self, workers: Registry) -> None:
+        """Make what `/metrics` shows, and its server."""
+        registry, name = self.metrics.registry, self.model.name
+        admission = self.dispatcher.admission
+        registry.register(StateCollector(name, admission, self.directory, workers, self._index))
+        registry.register(ConnectionCollector("pagewire_router", self.connections))
+        self._http = httpx.AsyncClient(trust_env=False)
+        self._worker_scraper = WorkerScraper(name, self._http, registry)
+        self._router_scraper = RouterScraper(self._http, registry)
+        self._metrics_server = MetricsServer(
+            registry, lambda: self.can_serve, "pagewire_router_metrics"
+        )
+        self._metrics_endpoint = ""
 
     async def _serve_metrics(self) -> None:
         """Show this router's own metrics on a port of its own.

@@ -1,10 +1,12 @@
-"""The cluster's directory: which workers there are, kept in Redis as records with a lease.
+"""The cluster's directory: its workers and routers, kept in Redis as records with a lease.
 
 Entry points: `RecordPublisher` renews a worker's record, `WorkerDirectory` knows those of others;
-both use a `Registry`. `connect_redis` opens the connection.
+both use a `Registry`. `RouterDirectory` (routers.py) does both for routers. `connect_redis` opens
+the connection.
 Read first: `worker_record.py` (what a worker says about itself), `registry.py` (leases: when a
-record ends, and which ones others see), `redis_client.py`. A worker is lost to a router when its
-control connection is: `shared/control/client.py`.
+record ends, and which ones others see), `record_seal.py`, `redis_client.py`. A decode worker is
+lost to a router, and a prefill worker to a decode worker, when the control connection is
+(`shared/control/client.py`); routers know prefill workers by their records alone.
 
 May import: `shared.control.protocol`, the small modules of `shared`. Never torch.
 """

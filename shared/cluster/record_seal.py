@@ -1,7 +1,8 @@
-"""Worker records bear the cluster's seal: whoever else writes to Redis adds no worker.
+"""Records bear the cluster's seal: whoever else writes to Redis adds no worker and no router.
 
 A sealed record is its HMAC-SHA256, 32 bytes, and the record. The key derives from the cluster
-secret. The record has the worker's id and epoch; the name of its Redis key is sealed with it.
+secret. The record has the id and epoch of its worker or router; its name in Redis is sealed with
+it, so that no record counts in the place of another.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RecordSeal:
         """Return a record as it is stored.
 
         Args:
-            name: of the Redis key.
+            name: of its place in Redis.
             record: in msgpack.
         """
         return self._seal_of(name, record) + record
@@ -38,7 +39,7 @@ class RecordSeal:
         """Return the record in what is stored.
 
         Raises:
-            SealError: it was not sealed with this cluster's secret for this key.
+            SealError: it was not sealed with this cluster's secret for this place.
         """
         seal, record = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal_of(name, record)):

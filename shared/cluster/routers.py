@@ -2,15 +2,13 @@
 
     pagewire:<tag>:routers    hash: router id -> seal and record, with the time when it expires
 
-A record names a URL that the others read, so it is sealed with a key from the cluster secret:
-nobody else who can write to Redis makes a router read a URL.
+A record names a URL that the others read, so it is sealed (`record_seal.py`): nobody else
+who can write to Redis makes a router read a URL.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import itertools
 import logging
 import time
@@ -22,9 +20,10 @@ from msgspec import Meta
 from redis.asyncio import Redis
 
 from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
 from pagewire.shared.control.protocol import Epoch, Id
-from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError
+from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError, SealError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ RouterState = Literal["starting", "ready", "draining"]
 MAX_ROUTERS = 256
 _TIMEOUT_S = 1.0
 _KEY_TTL_MS = 3600 * 1000  # a cluster that has gone leaves nothing
-_SEAL_BYTES = 16
 
 
 class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +75,7 @@ class RouterDirectory:
         self._redis, self._router_id, self._epoch = redis, router_id, time.time_ns()
         self._interval_s, self._lease_s, self._state = interval_s, lease_s, state
         self._key = f"pagewire:{cluster_tag(cluster_secret)}:routers"
-        self._seal_key = hashlib.blake2b(
-            cluster_secret.encode(), digest_size=32, person=b"pagewire-router"
-        ).digest()
+        self._seal = RecordSeal(cluster_secret)
         self._metrics_endpoint = ""
         self._others: dict[str, RouterRecord] = {}
         self._task: asyncio.Task[None] | None = None
@@ -123,9 +119,9 @@ class RouterDirectory:
 
     async def _renew(self) -> None:
         """Write the own record and read the others', in one round trip."""
-        raw = msgspec.msgpack.encode(self.own())
+        record = self._seal.seal(self._place(self._router_id), msgspec.msgpack.encode(self.own()))
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.hset(self._key, self._router_id, self._seal(raw) + raw)
+        pipeline.hset(self._key, self._router_id, record)
         pipeline.pexpire(self._key, _KEY_TTL_MS)
         pipeline.hgetall(self._key)
         try:
@@ -142,28 +138,26 @@ class RouterDirectory:
         """
         now = _now_ms()
         entries.pop(self._router_id.encode(), None)
-        found = {field: self._open(raw) for field, raw in entries.items()}
-        alive = {
-            each.router_id: each
-            for field, each in found.items()
-            if each is not None and each.router_id.encode() == field and each.expires_ms > now
-        }
-        if dead := [field for field in found if field.decode(errors="replace") not in alive]:
+        found = (self._open(field.decode(errors="replace"), raw) for field, raw in entries.items())
+        alive = {each.router_id: each for each in found if each and each.expires_ms > now}
+        if dead := [field for field in entries if field.decode(errors="replace") not in alive]:
             await redis_call(self._redis.hdel(self._key, *dead), _TIMEOUT_S)
         self._others = dict(itertools.islice(alive.items(), MAX_ROUTERS))
 
-    def _seal(self, raw: bytes) -> bytes:
-        return hashlib.blake2b(raw, key=self._seal_key, digest_size=_SEAL_BYTES).digest()
+    def _place(self, router_id: str) -> str:
+        return f"{self._key}:{router_id}"
 
-    def _open(self, sealed: bytes) -> RouterRecord | None:
-        """Return a record that a holder of the cluster secret has written, else None."""
-        seal, raw = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(raw)):
-            return None
+    def _open(self, router_id: str, sealed: bytes) -> RouterRecord | None:
+        """Return the record that a holder of the cluster secret has written for an id, else None.
+
+        None also for one of another release.
+        """
         try:
-            return msgspec.msgpack.decode(raw, type=RouterRecord)
-        except UNDECODABLE:  # of another release
+            raw = self._seal.open(self._place(router_id), sealed)
+            record = msgspec.msgpack.decode(raw, type=RouterRecord)
+        except (SealError, *UNDECODABLE):
             return None
+        return record if record.router_id == router_id else None
 
 
 def _now_ms() -> int:

@@ -96,7 +96,7 @@ def test_the_router_sees_the_clients_address_and_the_health_check_passes(redis_u
     run_async(scenario(), 60)
 
 
-def test_one_address_has_so_many_connections_at_once_and_others_are_served(redis_url, tmp_path):
+def test_connections_of_one_address_are_bounded_and_others_are_served(redis_url, tmp_path):
     async def scenario() -> None:
         port = free_port()
         with (
@@ -119,7 +119,7 @@ def test_one_address_has_so_many_connections_at_once_and_others_are_served(redis
     run_async(scenario(), 60)
 
 
-def test_one_address_opens_so_many_connections_in_a_while(redis_url, tmp_path):
+def test_new_connections_of_one_address_are_bounded_by_time(redis_url, tmp_path):
     async def scenario() -> None:
         port = free_port()
         with (

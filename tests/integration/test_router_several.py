@@ -198,7 +198,7 @@ def test_records_of_the_dead_and_of_strangers_are_not_taken_and_swept(
         await stranger.start("http://127.0.0.1:9")
         for field, value in {
             "evil": raw,
-            "evil-2": b"\0" * 16 + raw,
+            "evil-2": b"\0" * 32 + raw,
             "evil-3": await redis.hget(key_of(OTHER), "evil-3"),
             "copied": sealed,
             "short": b"",

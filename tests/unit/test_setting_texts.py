@@ -23,9 +23,8 @@ from pagewire.shared.config import (
     LLMSettings,
     RouterSettings,
     WorkerSettings,
-    default_text,
-    description,
 )
+from pagewire.shared.setting_texts import default_text, description
 from pagewire.tests.support.documents import ROOT
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ EXIT_CONFIG = 2
 PHASES = 3
 DRAINING = "draining: "  # how a service's line begins that says what it waits for
 STARTING_GRACE_S = 10.0
-CUT_S = 3.0  # for a front that must not wait any more to notify its clients
+CUT_S = 7.0  # for a router that must not wait any more to notify its clients: it takes 5 s
 REPORTED_LINES = 10
 
 

@@ -218,6 +218,6 @@ class _Process:
 
     def close(self) -> None:
         """End the process and the connection."""
+        self._connection.close()
         self._process.kill()
         self._process.wait(END_TIMEOUT_S)
-        self._connection.close()

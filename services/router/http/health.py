@@ -15,7 +15,7 @@ def describe_routers(records: Sequence[RouterRecord]) -> list[dict[str, Any]]:
     """Return an object for each router, by id."""
     return [
         {"id": record.router_id, "epoch": record.epoch, "state": record.state}
-        for record in sorted(records, key=lambda r: r.router_id)
+        for record in sorted(records, key=lambda each: each.router_id)
     ]
 
 
@@ -34,7 +34,7 @@ def describe_services(
     links = _links_by_decode_worker(records)
     prefills = {record.worker_id for record in records if record.role == "prefill"}
     services = []
-    for record in sorted(records, key=lambda c: (c.role != "prefill", c.worker_id)):
+    for record in sorted(records, key=lambda each: (each.role != "prefill", each.worker_id)):
         state: str = record.state
         if record.role == "decode" and record.worker_id not in reachable:
             state = "unreachable"

@@ -70,11 +70,6 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     prompt_logprobs: bool
     unknown_fields: int
 
-    @property
-    def num_answers(self) -> int:
-        """How many sequences it takes to answer."""
-        return len(self.prompts) * self.n
-
 
 def read_completion(
     raw: bytes | bytearray, model: ServedModel, max_model_len: int

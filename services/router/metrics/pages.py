@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 import httpx
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
+logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 1.0
 MAX_SCRAPE_BYTES = 4 << 20
 MAX_PORT = 65535
-PAGE_ERRORS = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError)
+_PAGE_ERRORS = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError)
 
 
-async def fetch_page(client: httpx.AsyncClient, endpoint: str) -> list[Metric]:
-    """Return the families of a process's `/metrics`.
+async def fetch_page(
+    client: httpx.AsyncClient, endpoint: str, name: str, failures: Counter
+) -> list[Metric] | None:
+    """Return the families of a process's `/metrics`; None if it gives none in time.
 
-    Raises:
-        PAGE_ERRORS: it does not answer in time, or not in Prometheus' format.
+    Args:
+        client: owned by the caller.
+        endpoint: base URL.
+        name: of the process, for the log.
+        failures: counts that; by the process's name.
     """
-    async with (
-        asyncio.timeout(SCRAPE_TIMEOUT_S),
-        client.stream("GET", _page_url(endpoint)) as response,
-    ):
-        response.raise_for_status()
-        return _parsed(await _read_bounded(response))
+    try:
+        async with (
+            asyncio.timeout(SCRAPE_TIMEOUT_S),
+            client.stream("GET", _page_url(endpoint)) as response,
+        ):
+            response.raise_for_status()
+            return _parsed(await _read_bounded(response))
+    except _PAGE_ERRORS as exc:
+        failures.labels(name).inc()
+        logger.info("no metrics of %s: %s", name, exc or type(exc).__name__)
+        return None
 
 
 def render(own: list[Metric], relayed: Iterable[Metric]) -> bytes:

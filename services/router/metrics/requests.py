@@ -62,13 +62,6 @@ class RouterMetrics:
             "prefix_cache_queries", "Prompt tokens that might have been cached"
         )
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were cached")
-        success = Counter(
-            "vllm:request_success",
-            "Answers by finish reason",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        self.finished = {why: success.labels(model_name, why) for why in FINISH_REASONS}
         self.transfer_time = PlainHistogram(
             "pagewire_request_transfer_seconds",
             "Time from the first token to the arrival of the last KV block",
@@ -76,6 +69,21 @@ class RouterMetrics:
             FIRST_TOKEN_BUCKETS,
             self.registry,
         )
+        self._make_request_counters()
+
+    def meter(self, num_prompt_tokens: int) -> RequestMeter:
+        """Return the meter of a new sequence."""
+        return RequestMeter(self, num_prompt_tokens)
+
+    def _make_request_counters(self) -> None:
+        """Make the counters of what happens at most once in a request."""
+        success = Counter(
+            "vllm:request_success",
+            "Answers by finish reason",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.finished = {why: success.labels(self._model_name, why) for why in FINISH_REASONS}
         self.migrations = Counter(
             "pagewire_request_migrations",
             "Requests that lost their decode worker and continue at another or at its next run",
@@ -87,16 +95,11 @@ class RouterMetrics:
             ["status"],
             registry=self.registry,
         )
-
         self.unknown_fields = Counter(
             "pagewire_request_unknown_fields",
             "Fields of accepted requests that this API does not have, which were ignored",
             registry=self.registry,
         )
-
-    def meter(self, num_prompt_tokens: int) -> RequestMeter:
-        """Return the meter of a new sequence."""
-        return RequestMeter(self, num_prompt_tokens)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
         labels = {"model_name": self._model_name}

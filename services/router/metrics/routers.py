@@ -8,17 +8,14 @@ sums over all would look like counters that were reset when a router ends.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Sequence
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 
-from pagewire.services.router.metrics.pages import PAGE_ERRORS, fetch_page
+from pagewire.services.router.metrics.pages import fetch_page
 from pagewire.shared.cluster.routers import RouterRecord
-
-logger = logging.getLogger(__name__)
 
 Page = tuple[str, Iterable[Metric]]  # router id, its families
 
@@ -47,12 +44,8 @@ class RouterScraper:
         return [(record.router_id, page) for record, page in named if page is not None]
 
     async def _fetch(self, record: RouterRecord) -> list[Metric] | None:
-        try:
-            return await fetch_page(self._client, record.metrics_endpoint)
-        except PAGE_ERRORS as exc:
-            self._failures.labels(record.router_id).inc()
-            logger.info("no metrics of %s: %s", record.router_id, exc or type(exc).__name__)
-            return None
+        url, name = record.metrics_endpoint, record.router_id
+        return await fetch_page(self._client, url, name, self._failures)
 
 
 def merge_routers(own: Page, others: Iterable[Page]) -> list[Metric]:

@@ -6,19 +6,16 @@ A record is as old as the last heartbeat, and stands still while Redis does not 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Sequence
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 
-from pagewire.services.router.metrics.pages import PAGE_ERRORS, fetch_page
+from pagewire.services.router.metrics.pages import fetch_page
 from pagewire.services.router.metrics.state import of_model
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.metrics.load import KV_BLOCKS, load_families
-
-logger = logging.getLogger(__name__)
 
 RELAYED_PREFIX = "pagewire_"
 
@@ -58,12 +55,8 @@ class WorkerScraper:
         return [*merged.values(), of_model(self._model_name, "kv_cache_usage_perc", text, usage)]
 
     async def _fetch(self, record: WorkerRecord) -> list[Metric] | None:
-        try:
-            return await fetch_page(self._client, record.metrics_endpoint)
-        except PAGE_ERRORS as exc:
-            self._failures.labels(record.worker_id).inc()
-            logger.info("no metrics of %s: %s", record.worker_id, exc or type(exc).__name__)
-            return None
+        url, name = record.metrics_endpoint, record.worker_id
+        return await fetch_page(self._client, url, name, self._failures)
 
 
 def used_share(blocks: Metric | None) -> float:

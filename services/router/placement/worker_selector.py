@@ -101,8 +101,8 @@ class WorkerSelector:
 
         placement = self._policy.place(
             prompt,
-            [candidate(c, c.load.used_blocks) for c in decodes],
-            [candidate(c, c.load.queued_prefill_tokens) for c in prefills],
+            [candidate(each, each.load.used_blocks) for each in decodes],
+            [candidate(each, each.load.queued_prefill_tokens) for each in prefills],
         )
         return placement, prompt
 
