@@ -27,7 +27,8 @@ from typing import Any
 from pagewire.loadtest import cluster
 from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
 from pagewire.loadtest.bench.router_client import MAX_STREAMS
-from pagewire.loadtest.bench.router_run import CONNECTIONS, CYCLE, Bench, Case
+from pagewire.loadtest.bench.router_run import CONNECTIONS, Bench, Case
+from pagewire.loadtest.bench.router_start import CYCLE
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.shared.open_files import raise_open_file_limit

@@ -29,11 +29,15 @@ from typing import Any
 
 import httpx
 
-from pagewire.loadtest import cluster
-from pagewire.loadtest.bench.clusters import late_port, stop_servers_on_sigterm
+from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
 from pagewire.loadtest.bench.router_client import ENDLESS, MODEL, Script
 from pagewire.loadtest.bench.router_relay import HOST
-from pagewire.loadtest.bench.router_run import is_up, start_redis, write_model
+from pagewire.loadtest.bench.router_start import (
+    START_TIMEOUT_S,
+    start_redis,
+    start_router,
+    write_model,
+)
 from pagewire.loadtest.bench.router_stubs import StubWorker
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.stats import percentile
@@ -41,7 +45,6 @@ from pagewire.services.cli.bench.stats import percentile
 NAME = "decode-0"
 STEP_S = 0.014
 ASK_S = 0.005
-START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 120.0
 TOKEN = 300
 FIRST_TOKENS = 50
@@ -210,23 +213,8 @@ def run(options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
     stack.callback(worker.join, 5)
     stack.callback(ours.close)
     theirs.close()
-    port, log = late_port(), folder / "router.log"
-    env = {**os.environ, "PAGEWIRE_CLUSTER_SECRET": secret, "PAGEWIRE_EXPECTED_WORKERS": NAME}
-    command = [sys.executable, "-P", "-m", cluster.PROGRAM, "router", "--redis-url", redis_url]
     write_model(folder / "model")
-    command += [
-        "--model",
-        str(folder / "model"),
-        "--served-model-name",
-        MODEL,
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-    ]
-    process = stack.enter_context(cluster.server(command, log, env))
-    url = f"http://{HOST}:{port}/health"
-    cluster.wait_ready(process, log, lambda: is_up(url), START_TIMEOUT_S)
+    port, _ = start_router(stack, folder / "router.log", redis_url, secret, [NAME])
     asyncio.run(measure(port, options))
 
 

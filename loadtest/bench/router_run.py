@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import multiprocessing
-import os
 import secrets
-import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from pagewire.loadtest import cluster
-from pagewire.loadtest.bench.clusters import late_port
 from pagewire.loadtest.bench.router_client import (
-    MAX_STREAMS,
-    MODEL,
-    TOKEN_CHARS,
     Arrivals,
-    Script,
     run_client,
 )
-from pagewire.loadtest.bench.router_relay import HOST, run_relay, running_nginx
-from pagewire.loadtest.bench.router_stubs import MAX_MODEL_LEN, run_stubs
+from pagewire.loadtest.bench.router_relay import run_relay, running_nginx
+from pagewire.loadtest.bench.router_start import start_redis, start_router, write_model
+from pagewire.loadtest.bench.router_stubs import run_stubs
 from pagewire.loadtest.cluster import BenchError
-from pagewire.services.cli.up.redis_process import find_server, server_spec, wait_until_answering
-from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.text.tokenizer import Tokenizer
 
-CYCLE = 64  # tokens of the script
 SETTLE_S = 0.3
 LEAST_STEPS = 4  # of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # of the seconds that the router is measured
 CONNECTIONS = 64  # of the client that asks for short answers
-START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 120.0
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -219,23 +201,14 @@ class Bench:
         return child
 
     def _start_routers(self, redis_url: str, secret: str, names: Sequence[str]) -> Target:
-        env = {
-            **os.environ,
-            "PAGEWIRE_CLUSTER_SECRET": secret,
-            "PAGEWIRE_EXPECTED_WORKERS": ",".join(names),
-        }
-        options = ["--model", str(self._folder / "model"), "--served-model-name", MODEL]
-        options += ["--redis-url", redis_url, "--host", HOST, "--max-queue", str(MAX_STREAMS)]
         target = Target("workers", [], [])
         for number in range(self._options.routers):
-            port, log = late_port(), self._folder / f"router-{number}.log"
-            command = [sys.executable, "-P", "-m", self._options.program, "router"]
-            server = cluster.server([*command, *options, "--port", str(port)], log, env)
-            process = self._stack.enter_context(server)
-            url = f"http://{HOST}:{port}/health"
-            cluster.wait_ready(process, log, partial(is_up, url), START_TIMEOUT_S)
+            log = self._folder / f"router-{number}.log"
+            port, pid = start_router(
+                self._stack, log, redis_url, secret, names, self._options.program
+            )
             target.ports.append(port)
-            target.pids.append(process.pid)
+            target.pids.append(pid)
         return target
 
     def streams(
@@ -327,48 +300,3 @@ def join(parts: Sequence[Arrivals]) -> Arrivals:
         joined.joined += each.joined
         joined.added.extend(each.added)
     return joined
-
-
-def is_up(url: str) -> bool:
-    """Whether `/health` says that a router is ready."""
-    try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
-
-
-def write_model(folder: Path) -> Script:
-    """Write what a router reads of the demo model, with a long context; returns what streams say.
-
-    Its tokens have texts of one length, a blank and letters, so that a text shows its tokens.
-    """
-    source = demo_model_path()
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(source / name, folder)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = MAX_MODEL_LEN
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tokenizer = Tokenizer.from_dir(folder)
-    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
-    words = [
-        (token, text)
-        for token, text in enumerate(texts)
-        if len(text) == TOKEN_CHARS and text[0] == " " and text[1:].isascii() and text[1:].isalpha()
-    ][:CYCLE]
-    return Script([token for token, _ in words], "".join(text for _, text in words))
-
-
-def start_redis(folder: Path, stack: ExitStack) -> str:
-    """Start a Redis server as `pagewire up` does; returns its URL.
-
-    Raises:
-        BenchError: none is installed.
-    """
-    program = find_server()
-    if program is None:
-        raise BenchError("no redis-server is installed; `make redis` installs one")
-    spec, url = server_spec(program, folder)
-    stack.enter_context(cluster.server(spec.argv, folder / "redis.log"))
-    asyncio.run(wait_until_answering(url, START_TIMEOUT_S))
-    return url

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -49,7 +50,7 @@ LAYOUT = BlockLayout(
 Template = tuple[bytes, bytes]  # an event's bytes before and after its text
 
 
-class Source:
+class Source(ABC):
     """The streams of one stub worker.
 
     Attributes:
@@ -85,9 +86,9 @@ class Source:
             self.position += tokens
             self.unread += len(self.streams)
 
+    @abstractmethod
     def send(self, tokens: int, is_last: bool) -> float:
         """Send a step's tokens; returns when, by the monotonic clock."""
-        raise NotImplementedError
 
 
 class StubWorker(Source):

@@ -2,6 +2,8 @@
 
     pagewire:<tag>:routers    hash: router id -> seal and record, with the time when it expires
 
+That time is by Redis' clock: hosts' clocks differ.
+
 A record names a URL that the others read, so it is sealed (`record_seal.py`): nobody else
 who can write to Redis makes a router read a URL.
 """
@@ -41,7 +43,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
         epoch: of this run of the router; a later run under the same id has a greater one.
         metrics_endpoint: base URL of its own `/metrics`.
         state: a starting one still waits for the workers that it expects.
-        expires_ms: the time after which it is dead unless it has renewed the record.
+        expires_ms: by Redis' clock; after that it is dead unless it has renewed the record.
     """
 
     router_id: Id
@@ -61,6 +63,7 @@ class RouterDirectory:
         interval_s: how often the record is renewed and the others' are read.
         lease_s: how long a record counts.
         state: called before each renewal.
+        clock: in seconds, from any time on.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class RouterDirectory:
         interval_s: float,
         lease_s: float,
         state: Callable[[], RouterState],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis, self._router_id, self._epoch = redis, router_id, time.time_ns()
+        self._clock, self._ahead_s = clock, 0.0  # Redis' clock is ahead by this
         self._interval_s, self._lease_s, self._state = interval_s, lease_s, state
         self._key = f"pagewire:{cluster_tag(cluster_secret)}:routers"
         self._seal = RecordSeal(cluster_secret)
@@ -86,13 +91,13 @@ class RouterDirectory:
             router_id=self._router_id,
             epoch=self._epoch,
             metrics_endpoint=self._metrics_endpoint,
-            expires_ms=_now_ms() + int(self._lease_s * 1000),
+            expires_ms=self._now_ms() + int(self._lease_s * 1000),
             state=self._state(),
         )
 
     def others(self) -> list[RouterRecord]:
         """Return the records of the other routers that are alive, by id."""
-        now = _now_ms()
+        now = self._now_ms()
         return [each for _, each in sorted(self._others.items()) if each.expires_ms > now]
 
     async def start(self, metrics_endpoint: str) -> None:
@@ -118,47 +123,51 @@ class RouterDirectory:
             await self._renew()
 
     async def _renew(self) -> None:
-        """Write the own record and read the others', in one round trip."""
+        """Write the own record and read the others'."""
+        try:
+            seconds, micros = await redis_call(self._redis.time(), _TIMEOUT_S)
+            self._ahead_s = seconds + micros / 1e6 - self._clock()
+            await self._exchange()
+        except RedisUnavailableError as exc:  # the worker directory warns of it
+            logger.debug("the routers' records cannot be renewed: %s", exc)
+
+    async def _exchange(self) -> None:
         record = self._seal.seal(self._place(self._router_id), msgspec.msgpack.encode(self.own()))
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.hset(self._key, self._router_id, record)
         pipeline.pexpire(self._key, _KEY_TTL_MS)
         pipeline.hgetall(self._key)
-        try:
-            *_, entries = await redis_call(pipeline.execute(), _TIMEOUT_S)
-            await self._take(entries)
-        except RedisUnavailableError as exc:  # the worker directory warns of it
-            logger.debug("the routers' records cannot be renewed: %s", exc)
+        *_, entries = await redis_call(pipeline.execute(), _TIMEOUT_S)
+        await self._take(entries)
 
     async def _take(self, entries: dict[bytes, bytes]) -> None:
-        """Keep the records of others that are alive, and sweep the rest out of Redis.
+        """Keep the records of others that are alive; sweep out the dead and those without a seal.
 
         Raises:
             RedisUnavailableError: Redis does not answer.
         """
-        now = _now_ms()
+        now, dead, alive = self._now_ms(), list[bytes](), dict[str, RouterRecord]()
         entries.pop(self._router_id.encode(), None)
-        found = (self._open(field.decode(errors="replace"), raw) for field, raw in entries.items())
-        alive = {each.router_id: each for each in found if each and each.expires_ms > now}
-        if dead := [field for field in entries if field.decode(errors="replace") not in alive]:
+        for field, sealed in entries.items():
+            router_id = field.decode(errors="replace")
+            try:
+                raw = self._seal.open(self._place(router_id), sealed)
+                record = msgspec.msgpack.decode(raw, type=RouterRecord)
+            except SealError:
+                dead.append(field)
+            except UNDECODABLE:
+                logger.debug("the record of %s is of another release, which sweeps it", router_id)
+            else:
+                if record.expires_ms > now:
+                    alive[router_id] = record
+                else:
+                    dead.append(field)
+        if dead:
             await redis_call(self._redis.hdel(self._key, *dead), _TIMEOUT_S)
         self._others = dict(itertools.islice(alive.items(), MAX_ROUTERS))
 
     def _place(self, router_id: str) -> str:
         return f"{self._key}:{router_id}"
 
-    def _open(self, router_id: str, sealed: bytes) -> RouterRecord | None:
-        """Return the record that a holder of the cluster secret has written for an id, else None.
-
-        None also for one of another release.
-        """
-        try:
-            raw = self._seal.open(self._place(router_id), sealed)
-            record = msgspec.msgpack.decode(raw, type=RouterRecord)
-        except (SealError, *UNDECODABLE):
-            return None
-        return record if record.router_id == router_id else None
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)
+    def _now_ms(self) -> int:
+        return int((self._clock() + self._ahead_s) * 1000)

@@ -182,7 +182,6 @@ class PrefixIndex:
         if self._is_paused():
             self.failed_lookups += 1
             return {}, {}
-        now_ms = int(time.time() * 1000)
         workers = [part for worker in epochs.items() for part in worker]
         try:
             counts = await self._run(
@@ -190,7 +189,6 @@ class PrefixIndex:
                 self._lookup_timeout_s,
                 self._entry_prefix,
                 b"".join(hashes),
-                now_ms,
                 self._load_prefix,
                 self._router_id,
                 *workers,
@@ -229,7 +227,6 @@ class PrefixIndex:
                 _WRITE_TIMEOUT_S,
                 self._entry_prefix,
                 b"".join(hashes),
-                int(time.time() * 1000),
                 _milliseconds(ttl_s),
                 self._load_prefix,
                 self._router_id,

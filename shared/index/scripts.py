@@ -2,16 +2,18 @@
 
 A block's entry is a hash: field worker id, value "<epoch>", or "<epoch>:<expires, ms>" for an
 optimistic entry. Several 16-byte block hashes come as one string. Lua cannot hold numbers above
-2^53, so epochs stay strings. Entries of a wrong type are garbage: read as none, overwritten.
+2^53, so epochs stay strings. Expiry is by Redis' clock: hosts' clocks differ. Entries of a wrong
+type are garbage: read as none, overwritten.
 """
 
 # Leading blocks that each worker has, then what other routers have reserved on each.
-# ARGV: key prefix, hashes, now in ms, load prefix, own router id, then id, epoch pairs.
+# ARGV: key prefix, hashes, load prefix, own router id, then id, epoch pairs.
 LOOKUP = """
-local prefix, hashes, now = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local load_prefix, own = ARGV[4], ARGV[5]
+local prefix, hashes, load_prefix, own = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local counts, ids, epochs, places, reserved = {}, {}, {}, {}, {}
-for i = 6, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   counts[#counts + 1] = 0
   local loads, sum = redis.pcall('HGETALL', load_prefix .. ARGV[i]), 0
   for at = 1, #loads, 2 do
@@ -87,13 +89,15 @@ return known and 1 or 0
 """
 
 # Note blocks that workers will soon have, where they have none yet, and what a router has reserved.
-# ARGV: key prefix, hashes, now in ms, TTL in ms, load prefix, router id, number of workers, then
-# id, epoch of each, then worker id, amount, TTL in ms of each reservation.
+# ARGV: key prefix, hashes, TTL in ms, load prefix, router id, number of workers, then id, epoch of
+# each, then worker id, amount, TTL in ms of each reservation.
 ASSUME = """
-local prefix, hashes, now, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local load_prefix, own, first_load = ARGV[5], ARGV[6], 8 + 2 * tonumber(ARGV[7])
+local prefix, hashes, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local load_prefix, own, first_load = ARGV[4], ARGV[5], 7 + 2 * tonumber(ARGV[6])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expires = string.format(':%.0f', now + ttl)
-for i = 8, first_load - 1, 2 do
+for i = 7, first_load - 1, 2 do
   local id, epoch = ARGV[i], ARGV[i + 1]
   for at = 1, #hashes, 16 do
     local key = prefix .. string.sub(hashes, at, at + 15)

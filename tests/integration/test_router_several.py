@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import pytest
 
+from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord, RouterState
 from pagewire.tests.support.aio import eventually, run_async
@@ -30,6 +33,14 @@ KEY = key_of(SECRET)
 
 def ready() -> RouterState:
     return "ready"
+
+
+def clock(ahead_s: float) -> float:
+    return time.time() + ahead_s
+
+
+def sees(directory: RouterDirectory, routers: int) -> bool:
+    return len(directory.others()) == routers
 
 
 @pytest.fixture
@@ -225,5 +236,41 @@ def test_without_redis_they_serve_on_and_find_one_another_again(redis_server: Re
             assert (await first.http.get("/health")).json()["routers"][0]["id"] == "a"
             redis_server.start()
             await eventually(lambda: first.service.routers.others(), timeout=10)
+
+    run_async(main())
+
+
+def test_hosts_whose_clocks_differ_see_one_another(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        redis = await connect_redis(redis_server.url)
+        directories = [
+            RouterDirectory(
+                redis, SECRET, name, HEARTBEAT_S, LEASE_S, ready, partial(clock, ahead_s)
+            )
+            for name, ahead_s in (("right", 0.0), ("fast", 3600.0), ("slow", -3600.0))
+        ]
+        for directory in directories:
+            await directory.start("http://127.0.0.1:9")
+        for directory in directories:
+            await eventually(partial(sees, directory, 2))
+        for directory in directories:
+            await directory.close()
+        await redis.aclose()
+
+    run_async(main())
+
+
+def test_a_record_of_another_release_is_left_to_it(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        redis = await connect_redis(redis_server.url)
+        later = RecordSeal(SECRET).seal(f"{KEY}:later", msgspec.msgpack.encode({"new": 1}))
+        await redis.hset(KEY, "later", later)
+        directory = RouterDirectory(redis, SECRET, "this", HEARTBEAT_S, LEASE_S, ready)
+        await directory.start("http://127.0.0.1:9")
+        assert directory.others() == []
+        assert sorted(await redis.hkeys(KEY)) == [b"later", b"this"]
+        await directory.close()
+        await redis.delete(KEY)
+        await redis.aclose()
 
     run_async(main())

@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import httpx
 import pytest
@@ -19,6 +19,7 @@ from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.router_process import router_process
 
 CONNECTIONS = 32
 
@@ -29,25 +30,12 @@ def redis_url() -> Iterator[str]:
         yield server.url
 
 
-@contextlib.contextmanager
-def router(redis_url: str, fd: int, name: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "router", "--fd", str(fd)]
-    process = subprocess.Popen(
-        [*command, "--redis-url", redis_url, "--router-id", name, "--served-model-name", MODEL],
-        env={**os.environ, "PAGEWIRE_CLUSTER_SECRET": SECRET},
-        pass_fds=[fd],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def router(redis_url: str, fd: int, name: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return router_process(redis_url, 0, "--fd", str(fd), "--router-id", name, fds=(fd,))
 
 
 async def until_healthy(url: str, routers: int) -> None:
-    """Wait until so many routers are there, and the one that answers has a decode worker."""
+    """Wait until the router that answers has a decode worker and knows this number of routers."""
     async with httpx.AsyncClient(timeout=20) as http:
         for _ in range(200):
             with contextlib.suppress(httpx.TransportError):

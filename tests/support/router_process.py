@@ -22,12 +22,14 @@ def router_process(
     *options: str,
     open_files: int | None = None,
     env: dict[str, str] | None = None,
+    fds: tuple[int, ...] = (),
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a router.
 
     Args:
         open_files: its limit of them, soft and hard.
         env: further settings.
+        fds: file descriptors that it inherits.
     """
     limit = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
     command = [*limit, sys.executable, "-P", "-m", "pagewire.services.cli.main", "router"]
@@ -40,6 +42,7 @@ def router_process(
             "PAGEWIRE_CLUSTER_SECRET": SECRET,
             **(env or {}),
         },
+        pass_fds=fds,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,109 @@
+"""Starts what the router's benches need: Redis, a model's tokenizer, a router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from pagewire.loadtest import cluster
+from pagewire.loadtest.bench.clusters import late_port
+from pagewire.loadtest.bench.router_client import MAX_STREAMS, MODEL, TOKEN_CHARS, Script
+from pagewire.loadtest.bench.router_relay import HOST
+from pagewire.loadtest.bench.router_stubs import MAX_MODEL_LEN
+from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.up.redis_process import find_server, server_spec, wait_until_answering
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+
+CYCLE = 64  # tokens of the script
+START_TIMEOUT_S = 60.0
+
+
+def is_up(url: str) -> bool:
+    """Whether `/health` says that a router is ready."""
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def write_model(folder: Path) -> Script:
+    """Write what a router reads of the demo model, with a long context; returns what streams say.
+
+    Its tokens have texts of one length, a blank and letters, so that a text shows its tokens.
+    """
+    source = demo_model_path()
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, folder)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = MAX_MODEL_LEN
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(folder)
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    words = [
+        (token, text)
+        for token, text in enumerate(texts)
+        if len(text) == TOKEN_CHARS and text[0] == " " and text[1:].isascii() and text[1:].isalpha()
+    ][:CYCLE]
+    return Script([token for token, _ in words], "".join(text for _, text in words))
+
+
+def start_router(
+    stack: ExitStack,
+    log: Path,
+    redis_url: str,
+    secret: str,
+    workers: Sequence[str],
+    program: str = cluster.PROGRAM,
+) -> tuple[int, int]:
+    """Start a router of the model next to its log; returns its port and pid once it serves.
+
+    Args:
+        stack: ends it.
+        log: of the router.
+        redis_url: of the cluster's Redis.
+        secret: of the cluster.
+        workers: ids of those that it waits for.
+        program: the module that is `pagewire`.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    port = late_port()
+    env = {
+        **os.environ,
+        "PAGEWIRE_CLUSTER_SECRET": secret,
+        "PAGEWIRE_EXPECTED_WORKERS": ",".join(workers),
+    }
+    command = [sys.executable, "-P", "-m", program, "router", "--host", HOST, "--port", str(port)]
+    command += ["--model", str(log.parent / "model"), "--served-model-name", MODEL]
+    command += ["--redis-url", redis_url, "--max-queue", str(MAX_STREAMS)]
+    process = stack.enter_context(cluster.server(command, log, env))
+    url = f"http://{HOST}:{port}/health"
+    cluster.wait_ready(process, log, partial(is_up, url), START_TIMEOUT_S)
+    return port, process.pid
+
+
+def start_redis(folder: Path, stack: ExitStack) -> str:
+    """Start a Redis server as `pagewire up` does; returns its URL.
+
+    Raises:
+        BenchError: none is installed.
+    """
+    program = find_server()
+    if program is None:
+        raise BenchError("no redis-server is installed; `make redis` installs one")
+    spec, url = server_spec(program, folder)
+    stack.enter_context(cluster.server(spec.argv, folder / "redis.log"))
+    asyncio.run(wait_until_answering(url, START_TIMEOUT_S))
+    return url
