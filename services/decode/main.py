@@ -40,4 +40,6 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
     )
     jobs = RemoteJobs(engine, receiver, local_prefills, settings.prefill_timeout_s)
     post = runtime.server.post
-    return DecodeService(engine, links, jobs, post, lambda: runtime.is_draining, local_prefills)
+    return DecodeService(
+        runtime.epoch, engine, links, jobs, post, lambda: runtime.is_draining, local_prefills
+    )

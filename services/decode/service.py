@@ -27,6 +27,7 @@ from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Generate,
+    LoadReport,
     Refused,
     TokenBatch,
     TokenOutput,
@@ -47,6 +48,7 @@ class DecodeService:
     """Requests of all routers that are connected.
 
     Args:
+        epoch: of this run of the worker.
         engine: that answers them.
         links: to prefill workers.
         jobs: that these do for it.
@@ -57,6 +59,7 @@ class DecodeService:
 
     def __init__(
         self,
+        epoch: int,
         engine: EngineHandle,
         links: PrefillLinks,
         jobs: RemoteJobs,
@@ -64,7 +67,7 @@ class DecodeService:
         is_draining: Callable[[], bool],
         local_prefills: Counter,
     ) -> None:
-        self._engine, self._links, self._post = engine, links, post
+        self._epoch, self._engine, self._links, self._post = epoch, engine, links, post
         self._is_draining, self._local_prefills = is_draining, local_prefills
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
@@ -207,6 +210,7 @@ class DecodeService:
             token_ids=[done.first_token],
             cached_tokens=min(done.cached_tokens, len(request.message.prompt_token_ids)),
             prefill_worker=worker_id,
+            prefill_load=done.load,
             logprobs=done.logprobs,
         )
         self._post_outputs(request.peer_id, [output])
@@ -260,4 +264,6 @@ class DecodeService:
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:
-        self._post(peer_id, TokenBatch(outputs=outputs))
+        thread = self._engine.thread
+        load = LoadReport(self._epoch, thread.iterations, thread.snapshot.blocks.used)
+        self._post(peer_id, TokenBatch(outputs=outputs, load=load))

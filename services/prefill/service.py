@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 
 from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.shared.control.protocol import ControlMessage, KvHello, clip_text
+from pagewire.shared.control.protocol import ControlMessage, KvHello, LoadReport, clip_text
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
@@ -37,6 +37,7 @@ class PrefillService:
     """Jobs of all decode workers that are linked.
 
     Args:
+        epoch: of this run of the worker.
         engine: that computes them.
         sender: that sends their blocks.
         links: to the decode workers.
@@ -45,12 +46,13 @@ class PrefillService:
 
     def __init__(
         self,
+        epoch: int,
         engine: EngineHandle,
         sender: KvSender,
         links: DecodeLinks,
         is_draining: Callable[[], bool],
     ) -> None:
-        self._engine, self._sender = engine, sender
+        self._epoch, self._engine, self._sender = epoch, engine, sender
         self._links, self._is_draining = links, is_draining
         self._jobs: dict[str, SenderLink] = {}  # without a first token; the engine thread's
         sender.on_job_request, sender.on_failed = self._on_job_request, self._on_failed
@@ -135,6 +137,11 @@ class PrefillService:
                 job_id=job_id,
                 first_token=output.token_ids[0],
                 cached_tokens=output.cached_tokens or 0,
+                load=LoadReport(
+                    self._epoch,
+                    self._engine.thread.iterations,
+                    self._engine.core.scheduler.num_queued_tokens,
+                ),
                 queue_s=output.queue_s,
                 prefill_s=output.prefill_s,
                 logprobs=output.logprobs,

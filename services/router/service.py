@@ -29,7 +29,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.services.router.workers.decode_links import DecodeLinks
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
-from pagewire.shared.cluster.registry import Registry, WorkerDirectory
+from pagewire.shared.cluster.registry import Registry, WorkerDirectory, WorkerRecord
 from pagewire.shared.cluster.routers import RouterDirectory, RouterState
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
@@ -58,11 +58,14 @@ class RouterService:
         self._redis = redis
         secret = settings.cluster_secret.get_secret_value()
         tag = cluster_tag(secret)
+        # A worker's record is renewed each heartbeat and read each half.
+        self._in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self._links = DecodeLinks(
             ClusterKeys.derive(secret),
             f"router-{secrets.token_hex(4)}",
             settings.heartbeat_s,
             settings.lease_s,
+            self._in_flight.note_report,
         )
         workers = Registry(redis, secret, settings.lease_s)
         self.directory = WorkerDirectory(
@@ -70,7 +73,7 @@ class RouterService:
             settings.heartbeat_s / 2,
             grace_s=math.inf,  # the control channel shows who is alive where Redis cannot
             on_join=self._links.join,
-            on_leave=self._links.leave,
+            on_leave=self._on_leave,
         )
         self.routers = RouterDirectory(
             redis,
@@ -81,16 +84,14 @@ class RouterService:
             lambda: self._state,
         )
         self._index = PrefixIndex(redis, tag, settings.router_id)
-        # A worker's record is renewed each heartbeat and read each half.
-        in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self.selector = WorkerSelector(
-            secret, self.directory, self._links, self._index, _policy(settings), in_flight
+            secret, self.directory, self._links, self._index, _policy(settings), self._in_flight
         )
         self.metrics = RouterMetrics(model.name)
         self.dispatcher = Dispatcher(
             self.selector,
             self._links,
-            in_flight,
+            self._in_flight,
             self.metrics,
             settings.max_queue,
             settings.request_timeout_s,
@@ -140,6 +141,11 @@ class RouterService:
     async def __aexit__(self, *exc_info: object) -> None:
         """End all connections."""
         await self._stack.aclose()
+
+    def _on_leave(self, record: WorkerRecord) -> None:
+        """End what is known of a run of a worker."""
+        self._links.leave(record)
+        self._in_flight.forget(record.worker_id)
 
     def _make_pages(self, workers: Registry) -> None:
         """Make what `/metrics` shows, and its server."""

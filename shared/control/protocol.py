@@ -23,7 +23,7 @@ from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -116,12 +116,27 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float = 0.0
 
 
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's load at one moment, newer than what its record in Redis says.
+
+    Attributes:
+        epoch: of this run of the worker.
+        iterations: of its engine so far; of two reports of a run the one with more is newer.
+        amount: active KV blocks of a decode worker, queued prompt tokens of a prefill worker.
+    """
+
+    epoch: Epoch
+    iterations: Epoch
+    amount: Count
+
+
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step gave one request.
 
     Attributes:
         cached_tokens: prompt tokens that nobody had to compute; with the first output.
         prefill_worker: who sampled the first token, None if this worker did; with that token.
+        prefill_load: of that worker when it had sampled the token.
         error: why the request failed, if `finish_reason` is "error".
         logprobs: of the tokens, if the request asks for them.
         prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with
@@ -133,6 +148,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     finish_reason: FinishReason | None = None
     cached_tokens: Count | None = None
     prefill_worker: Id | None = None
+    prefill_load: LoadReport | None = None
     error: Text | None = None
     timings: Timings | None = None
     logprobs: Logprobs | None = None
@@ -140,9 +156,14 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
-    """One step's tokens of all sequences that belong to one router."""
+    """One step's tokens of all sequences that belong to one router.
+
+    Attributes:
+        load: of the decode worker after the step.
+    """
 
     outputs: Annotated[list[TokenOutput], Meta(max_length=1 << 16)]
+    load: LoadReport | None = None
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -8,7 +8,15 @@ link: when that ends, both sides drop it.
 
 from __future__ import annotations
 
-from pagewire.shared.control.protocol import Count, Id, Message, Text, TokenId, TokenIds
+from pagewire.shared.control.protocol import (
+    Count,
+    Id,
+    LoadReport,
+    Message,
+    Text,
+    TokenId,
+    TokenIds,
+)
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
@@ -34,11 +42,16 @@ class CancelPrefill(Message, frozen=True, kw_only=True):
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
-    """The prompt is computed and its first token sampled; segments may still be under way."""
+    """The prompt is computed and its first token sampled; segments may still be under way.
+
+    Attributes:
+        load: of the prefill worker without this prompt.
+    """
 
     job_id: Id
     first_token: TokenId
     cached_tokens: Count
+    load: LoadReport
     queue_s: float = 0.0
     prefill_s: float = 0.0
     logprobs: Logprobs | None = None

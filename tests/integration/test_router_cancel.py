@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from pagewire.services.router.http.body_reader import PROCESSES, THREAD_BODY_BYTES
+from pagewire.shared.control.protocol import LoadReport
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.body_processes import stopped_body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
@@ -41,7 +42,7 @@ def scenario_of(
             dispatcher = router.service.dispatcher
             await eventually(lambda: worker.active == 0, timeout=1)
             await eventually(lambda: dispatcher.admission.num_sequences == 0)
-            assert router.service.dispatcher.in_flight.pending("decode-0", False) == 0
+            assert dispatcher.in_flight.load("decode-0", LoadReport(0, 0, 0), False) == 0
             worker.hold.set()
             worker.refuse = None
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200

@@ -1,6 +1,7 @@
 """Where requests go: by cached prefix, load and policy, with Redis and without."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import WorkerLoad
+from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.tests.support.aio import eventually, run_async
@@ -261,3 +263,20 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
 def reachable(router: LiveRouter) -> int:
     """Workers that the router has a connection to."""
     return sum(service["state"] == "ready" for service in router.service.health()["services"])
+
+
+def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):
+    async def scenario(cluster: Cluster) -> None:
+        for worker, amount in zip(cluster.decodes, (1000, 0), strict=True):
+            worker.load = LoadReport(1, 10, amount)
+            worker.prefilled_by = (f"prefill-{amount // 1000}", LoadReport(1, 10, 50 * amount))
+        seen: set[str] = set()
+        number = itertools.count(10)
+        while len(seen) < 2:  # ties are placed at random
+            decode, _ = await cluster.ask([next(number)] * 200)
+            seen.add(decode)
+        for _ in range(8):
+            decode, prefills = await cluster.ask([next(number)] * 200)
+            assert (decode, prefills[0]) == ("decode-1", "prefill-0")
+
+    with_cluster(redis, scenario)

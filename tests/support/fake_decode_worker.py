@@ -21,6 +21,7 @@ from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Generate,
+    LoadReport,
     Refused,
     Role,
     Timings,
@@ -51,6 +52,8 @@ class FakeDecodeWorker:
         step_s: pause before each token.
         hold: while cleared, no tokens are sent.
         most_parts: of a prompt's log probabilities, four tokens each; no more are sent.
+        load: reported with tokens, if any.
+        prefilled_by: a prefill worker that is said to have sampled first tokens, and its load.
         refuse: reason to refuse every request with, if any.
         generated: requests that came, in order, each by itself.
         groups: how many requests each message had.
@@ -76,6 +79,8 @@ class FakeDecodeWorker:
         self.hold = asyncio.Event()
         self.hold.set()
         self.most_parts = 1 << 20
+        self.load: LoadReport | None = None
+        self.prefilled_by: tuple[str, LoadReport] | None = None
         self.refuse: str | None = None
         self.error: str | None = None
         self.cached_tokens = 0
@@ -197,7 +202,12 @@ class FakeDecodeWorker:
                 output = TokenOutput(
                     request_id=request.request_id, finish_reason="error", error=self.error
                 )
-            self._server.post(peer_id, TokenBatch(outputs=[output]))
+            if position == first and self.prefilled_by is not None:
+                worker_id, load = self.prefilled_by
+                output = msgspec.structs.replace(
+                    output, prefill_worker=worker_id, prefill_load=load
+                )
+            self._server.post(peer_id, TokenBatch(outputs=[output], load=self.load))
             if output.finish_reason is not None:
                 break
         self._tasks.pop(request.request_id, None)

@@ -14,6 +14,7 @@ from pagewire.shared.control.protocol import (
     ControlMessage,
     KvHello,
     KvRefusal,
+    LoadReport,
 )
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.shared.kv.job_messages import Prefill, PrefillDone, PrefillFailed
@@ -165,7 +166,9 @@ class KvLinkByHand:
 
     def done(self, job_id: str, first_token: int) -> None:
         """Report a first token."""
-        self.send(PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0))
+        load = LoadReport(1, 1, 0)
+        done = PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0, load=load)
+        self.send(done)
 
     def _answer(self, message: object) -> None:
         """Return an idle credit; the Ack of one that is in use returns it."""

@@ -340,7 +340,7 @@ async def prefill_worker(
         post = worker.server.post
         links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
         worker.service = PrefillService(
-            worker.engine, worker.sender, links, lambda: worker.is_draining
+            epoch, worker.engine, worker.sender, links, lambda: worker.is_draining
         )
         take = worker.sender.on_job_request
 
@@ -392,6 +392,7 @@ async def decode_worker(
         )
         jobs = RemoteJobs(worker.engine, receiver, worker.prefill_counter, times.prefill_s)
         worker.service = DecodeService(
+            identity.epoch,
             worker.engine,
             worker.links,
             jobs,

@@ -179,7 +179,7 @@ class Client:
 
 
 def link_with(listener: Listener) -> DecodeLink:
-    link = DecodeLink("decode-0", 1)
+    link = DecodeLink("decode-0", 1, lambda worker_id, load: None)
     link.client = Client()
     link.listen("r", listener)
     return link

@@ -84,6 +84,8 @@ class Attempt:
             self._unload()
         elif self._prefill_load is not None and output.token_ids:
             self._unload(prefill_only=True)
+        if output.prefill_worker is not None and output.prefill_load is not None:
+            self._in_flight.note_report(output.prefill_worker, output.prefill_load)
         try:
             self._on_output(output, now)
         except Exception as exc:  # noqa: BLE001 - any: it is raised where the request is run

@@ -1,8 +1,8 @@
-"""What this router has sent to workers that their records may not show yet.
+"""How busy workers are, as far as this router knows.
 
-A record's load is as old as its last renewal, and a burst of requests comes faster than that. So
-what was placed lately counts on top of it, until a record must have it. While no records arrive,
-everything that runs counts.
+A worker's record shows its load, as old as its last renewal. A report comes with its tokens and is
+newer. What this router has placed since either was made counts on top: a burst of requests comes
+faster than both. While no records arrive and no report has come, everything that runs counts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from pagewire.shared.control.protocol import LoadReport
+
+# From a placement until a worker that has room for it counts it: two hops and a step.
+REPORT_SETTLE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,16 @@ class Entry:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """The newest report of a worker, and when it came."""
+
+    report: LoadReport
+    time_s: float
+
+
 class InFlightLoad:
-    """Sums up recent placements by worker.
+    """Sums up reports and recent placements by worker.
 
     Args:
         settle_s: age after which a placement is part of the worker's record.
@@ -35,6 +48,7 @@ class InFlightLoad:
         self._settle_s, self._clock = settle_s, clock
         self._numbers = itertools.count()
         self._entries: dict[str, dict[int, Entry]] = {}  # oldest first
+        self._reports: dict[str, _Arrived] = {}
         self._changed: set[str] = set()
 
     def add(self, worker_id: str, amount: int) -> Entry:
@@ -52,22 +66,59 @@ class InFlightLoad:
         if not entries:
             self._entries.pop(entry.worker_id, None)
 
+    def note_report(self, worker_id: str, report: LoadReport) -> None:
+        """Take what a worker says of itself, unless it is older than what is known."""
+        known = self._reports.get(worker_id)
+        if known is None or _is_newer(report, known.report):
+            self._reports[worker_id] = _Arrived(report, self._clock())
+
+    def forget(self, worker_id: str) -> None:
+        """Drop the report of a worker that is gone."""
+        self._reports.pop(worker_id, None)
+
     def take_changes(self) -> dict[str, tuple[int, float]]:
         """Return what other routers are to know, of the workers where it has changed since.
 
         Returns:
-            Worker id -> `pending` of it, and the seconds for which that counts at most. If each
-            placement is followed by this, they never know of less than `pending`.
+            Worker id -> what was placed there lately, and the seconds for which that counts at
+            most. If each placement is followed by this, they never know of less.
         """
         changed, self._changed = self._changed, set()
-        return {worker_id: (self.pending(worker_id), self._settle_s) for worker_id in changed}
+        return {worker_id: (self.placed_lately(worker_id), self._settle_s) for worker_id in changed}
 
-    def pending(self, worker_id: str, records_arrive: bool = True) -> int:
-        """Return the load on top of a worker's record."""
-        oldest = self._clock() - self._settle_s if records_arrive else float("-inf")
+    def placed_lately(self, worker_id: str) -> int:
+        """Return the load that neither a worker's record nor its newest report may have."""
+        return self._placed_since(worker_id, self._settled(worker_id, records_arrive=True))
+
+    def load(self, worker_id: str, on_record: LoadReport, records_arrive: bool = True) -> int:
+        """Return a worker's load: what it says of itself, and what was placed since.
+
+        Args:
+            worker_id: whose it is.
+            on_record: what its record in Redis says.
+            records_arrive: Redis can be read.
+        """
+        known = self._reports.get(worker_id)
+        if known is None or _is_newer(on_record, known.report):
+            oldest = self._clock() - self._settle_s if records_arrive else float("-inf")
+            return on_record.amount + self._placed_since(worker_id, oldest)
+        oldest = self._settled(worker_id, records_arrive)
+        return known.report.amount + self._placed_since(worker_id, oldest)
+
+    def _settled(self, worker_id: str, records_arrive: bool) -> float:
+        """Return the time from which on placements may not be in what the worker says."""
+        by_record = self._clock() - self._settle_s if records_arrive else float("-inf")
+        known = self._reports.get(worker_id)
+        return by_record if known is None else max(by_record, known.time_s - REPORT_SETTLE_S)
+
+    def _placed_since(self, worker_id: str, oldest: float) -> int:
         total = 0
         for entry in reversed(self._entries.get(worker_id, {}).values()):
             if entry.since < oldest:
                 break
             total += entry.amount
         return total
+
+
+def _is_newer(report: LoadReport, other: LoadReport) -> bool:
+    return (report.epoch, report.iterations) > (other.epoch, other.iterations)

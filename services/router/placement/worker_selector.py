@@ -10,7 +10,7 @@ from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.services.router.workers.decode_links import DecodeLinks
 from pagewire.shared.cluster.registry import WorkerDirectory, WorkerRecord
-from pagewire.shared.control.protocol import BlockLayout
+from pagewire.shared.control.protocol import BlockLayout, LoadReport
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
@@ -94,10 +94,11 @@ class WorkerSelector:
             found = await self._index.lookup(hashes, epochs)
         prompt = Prompt(len(token_ids), layout.block_size, found.hits, hashes)
 
-        def candidate(record: WorkerRecord, on_record: int) -> Candidate:
-            own = self._in_flight.pending(record.worker_id, self._directory.redis_ok)
-            others = found.reserved.get(record.worker_id, 0)
-            return Candidate(record.worker_id, on_record + own + others)
+        def candidate(record: WorkerRecord, amount: int) -> Candidate:
+            on_record = LoadReport(record.epoch, record.load.iterations, amount)
+            worker_id = record.worker_id
+            load = self._in_flight.load(worker_id, on_record, self._directory.redis_ok)
+            return Candidate(worker_id, load + found.reserved.get(worker_id, 0))
 
         placement = self._policy.place(
             prompt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -13,7 +13,13 @@ import msgspec
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
-from pagewire.shared.control.protocol import ControlMessage, Refused, TokenBatch, TokenOutput
+from pagewire.shared.control.protocol import (
+    ControlMessage,
+    LoadReport,
+    Refused,
+    TokenBatch,
+    TokenOutput,
+)
 from pagewire.shared.errors import ChannelError
 from pagewire.shared.logprobs import join
 from pagewire.shared.logs import Complaints
@@ -24,6 +30,8 @@ CONNECT_TIMEOUT_S = 5.0
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 1.0
 MAX_JOIN_S = 0.02
+
+OnLoad = Callable[[str, LoadReport], None]
 
 
 class RequestListener(Protocol):
@@ -46,8 +54,8 @@ class DecodeLink:
     several steps, of which there are some only if the event loop lags, then go on as one output.
     """
 
-    def __init__(self, worker_id: str, epoch: int) -> None:
-        self.worker_id, self.epoch = worker_id, epoch
+    def __init__(self, worker_id: str, epoch: int, on_load: OnLoad) -> None:
+        self.worker_id, self.epoch, self._on_load = worker_id, epoch, on_load
         self.client: ControlClient
         self.lost = asyncio.Event()
         self._listeners: dict[str, RequestListener] = {}
@@ -74,6 +82,8 @@ class DecodeLink:
         """Hand a message to the requests that it is about, except those that have ended."""
         match message:
             case TokenBatch():
+                if message.load is not None:
+                    self._on_load(self.worker_id, message.load)
                 self._collect(message.outputs)
             case Refused():
                 if (listener := self._listeners.get(message.request_id)) is not None:
@@ -124,6 +134,7 @@ def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
         token_ids=first.token_ids + second.token_ids,
         cached_tokens=second.cached_tokens if first.cached_tokens is None else first.cached_tokens,
         prefill_worker=second.prefill_worker or first.prefill_worker,
+        prefill_load=second.prefill_load or first.prefill_load,
         timings=second.timings or first.timings,
         logprobs=join(parts),
     )
@@ -135,10 +146,13 @@ class DecodeLinks:
     Args:
         name: of this router, part of its id at the workers.
         lease_s: silence after which a worker is gone.
+        on_load: gets the loads that workers report with their tokens.
     """
 
-    def __init__(self, keys: ClusterKeys, name: str, heartbeat_s: float, lease_s: float) -> None:
-        self._keys, self._name = keys, name
+    def __init__(
+        self, keys: ClusterKeys, name: str, heartbeat_s: float, lease_s: float, on_load: OnLoad
+    ) -> None:
+        self._keys, self._name, self._on_load = keys, name, on_load
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
         self._links: dict[str, DecodeLink] = {}
         self._has_linked = False
@@ -212,7 +226,7 @@ class DecodeLinks:
             await asyncio.sleep(delay)
 
     async def _connect(self, record: WorkerRecord) -> DecodeLink:
-        link = DecodeLink(record.worker_id, record.epoch)
+        link = DecodeLink(record.worker_id, record.epoch, self._on_load)
         link.client = ControlClient(
             record.endpoint,
             self._keys,
