@@ -21,6 +21,7 @@ from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
 from pagewire.tests.support.kv_services import (
+    BLOCK_SIZE,
     DecodeWorker,
     Times,
     decode_worker,
@@ -47,6 +48,27 @@ def test_prompts_are_computed_there_and_answered_here() -> None:
                 assert router.prefilled_by(f"r{number}") == "prefill-0"
             assert not any(d.local_prefills(reason) for reason in REASONS)
             await eventually(lambda: not (p.used_blocks or p.service.num_active))
+
+    run_async(scenario())
+
+
+def test_tokens_report_the_loads_of_both_workers() -> None:
+    async def scenario() -> None:
+        async with prefill_worker(epoch=7) as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            router.generate("long", prompt_of(40), max_tokens=300)
+            await router.first_token("long")
+            router.generate("short", prompt_of(9))
+            await router.answer("short")
+            first, *_ = router.outputs["short"]
+            assert first.prefill_load is not None
+            assert (first.prefill_load.epoch, first.prefill_load.amount) == (7, 0)
+            loads = [load for load in router.loads if load is not None]
+            assert len(loads) == len(router.loads)
+            counts = [(load.epoch, load.iterations) for load in loads]
+            assert counts == sorted(counts)
+            assert max(load.amount for load in loads) >= 40 // BLOCK_SIZE
+            router.cancel("long")
 
     run_async(scenario())
 

@@ -13,6 +13,7 @@ from pagewire.shared.control.protocol import (
     ControlMessage,
     Fork,
     Generate,
+    LoadReport,
     Refused,
     TokenBatch,
     TokenOutput,
@@ -44,6 +45,7 @@ class Router:
 
     def __init__(self) -> None:
         self.outputs: defaultdict[str, list[TokenOutput]] = defaultdict(list)
+        self.loads: list[LoadReport | None] = []
         self.refused: list[Refused] = []
         self.lost: list[str] = []
         self._prompts: dict[str, tuple[list[int], int, int]] = {}
@@ -52,6 +54,7 @@ class Router:
     def on_message(self, message: ControlMessage) -> None:
         """Keep an answer."""
         if isinstance(message, TokenBatch):
+            self.loads.append(message.load)
             for output in message.outputs:
                 self.outputs[output.request_id].append(output)
         elif isinstance(message, Refused):
