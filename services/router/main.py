@@ -97,7 +97,12 @@ class _Server(uvicorn.Server):
         if self._shared is None:
             return await super().startup(sockets)
         await super().startup(sockets=[])
-        acceptor = Acceptor(self._shared, self.config.backlog, self._make_protocol)
+        acceptor = Acceptor(
+            self._shared,
+            self.config.backlog,
+            self._make_protocol,
+            lambda: self._service.connections.is_full,
+        )
         self.servers = [acceptor]  # type: ignore[list-item]  # it only closes them
 
     def _make_protocol(self) -> asyncio.Protocol:

@@ -72,6 +72,11 @@ class Connections:
         """Connections at present."""
         return len(self._phases)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a new one would be refused."""
+        return len(self._phases) >= self.limit and self._phases.longest_waiting() is None
+
     def enter(self, peer: Peer) -> bool:
         """Count a new connection; False if there is no room and none that waits to make some."""
         loop = asyncio.get_running_loop()

@@ -181,6 +181,20 @@ def test_a_process_that_stands_still_fails_its_request_in_time(redis_url, monkey
     with_worker(redis_url, scenario)
 
 
+def test_a_body_that_waits_too_long_in_line_is_answered_429(redis_url, monkeypatch):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async with stopped_body_processes(router, PROCESSES) as held:
+            monkeypatch.setattr(body_reader, "WAIT_S", 0.5)
+            response = await router.complete(prompt="Hi", user=LONG)
+            assert response.status_code == 429
+            assert "retry-after" in response.headers
+            monkeypatch.undo()
+        await held()
+        assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+
+    with_worker(redis_url, scenario)
+
+
 def test_a_process_ends_when_it_holds_much_memory(redis_url, monkeypatch):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         for most, processes in ((body_reader.MAX_PROCESS_BYTES, 1), (1 << 20, 0)):

@@ -1,7 +1,8 @@
 """Accepts connections from a socket that several routers share, a few at a time.
 
 A loop that finds a queue of connections takes all of it, and the other routers get none. So each
-takes a few and pauses, in which the others do likewise.
+takes a few and pauses, in which the others do likewise. One that has no room pauses before it takes
+any, so that it refuses connections only if the others do not take them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 BATCH = 4
 PAUSE_S = 0.001  # the finest that libuv's timers have
+FULL_PAUSE_S = 0.05
 REST_S = 1.0  # when there are no file descriptors left
 
 
@@ -27,6 +29,7 @@ class Acceptor:
         listener: bound; listens from now on. Not closed here.
         backlog: connections that may wait to be accepted.
         make_protocol: called for each connection.
+        is_full: whether it would refuse one.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class Acceptor:
         listener: socket.socket,
         backlog: int,
         make_protocol: Callable[[], asyncio.Protocol],
+        is_full: Callable[[], bool],
     ) -> None:
-        self._listener, self._make_protocol = listener, make_protocol
+        self._listener, self._make_protocol, self._is_full = listener, make_protocol, is_full
+        self._has_stood_back = False
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
@@ -60,6 +65,11 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._on_readable)
 
     def _on_readable(self) -> None:
+        if self._is_full() and not self._has_stood_back:
+            self._has_stood_back = True
+            self._rest(FULL_PAUSE_S)
+            return
+        self._has_stood_back = False
         pause_s = PAUSE_S
         for _ in range(BATCH):
             try:
@@ -73,8 +83,11 @@ class Acceptor:
             task = start_task(self._open(connection), "new connection")
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+        self._rest(pause_s)
+
+    def _rest(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._pause = self._loop.call_later(pause_s, self._resume)
+        self._pause = self._loop.call_later(seconds, self._resume)
 
     async def _open(self, connection: socket.socket) -> None:
         try:

@@ -29,13 +29,14 @@ from pagewire.services.router.http.body_process import READERS
 from pagewire.services.router.http.inputs import GenerationInput, PromptInput
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ChannelError, RequestFailedError
+from pagewire.shared.errors import ChannelError, OverloadedError, RequestFailedError
 
 INLINE_BODY_BYTES = 8 << 10
 THREAD_BODY_BYTES = 64 << 10  # holds the interpreter for a few milliseconds at most
 THREADS = 2
 PROCESSES = 2
 MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
+WAIT_S = 120.0  # for a thread or process to come free, and to read
 TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
 END_TIMEOUT_S = 5.0
 
@@ -75,6 +76,7 @@ class BodyReader:
 
         Raises:
             InvalidRequestError: the client's fault; names the field.
+            OverloadedError: too many bodies were before it in line.
             RequestFailedError: the process that reads it ended, or takes too long.
         """
         threads, read = self._threads, self._read
@@ -86,7 +88,10 @@ class BodyReader:
             return read(kind, bodies.pop(), max_model_len)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, read_body)
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.get_running_loop().run_in_executor(threads, read_body)
+        except TimeoutError as exc:
+            raise OverloadedError(f"this large body was not read within {WAIT_S:g} s") from exc
         finally:
             bodies.clear()  # what is cancelled stays in line: then without its bytes
 
