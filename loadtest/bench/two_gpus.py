@@ -29,6 +29,7 @@ from pagewire.loadtest.bench.clusters import (
     stop_servers_on_sigterm,
     vllm_environment,
 )
+from pagewire.loadtest.bench.crowd import crowd
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
@@ -62,6 +63,15 @@ COLUMNS = {
         "gap_p50",
         "gap_p99",
     ),
+    "crowd": (
+        "clients",
+        "tokens_per_s",
+        "step",
+        "gap_p50",
+        "gap_p99",
+        "ttft_p50",
+        "tokens_per_chunk",
+    ),
 }
 
 
@@ -94,8 +104,11 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
             rows.append({"cluster": label, **row})
             print(json.dumps(rows[-1]), flush=True)
 
-    def ask(label: str, client: Client) -> None:
-        note(label, asyncio.run(_phases(client, args)))
+    def ask(label: str, urls: list[str], prefill_url: str | None = None) -> None:
+        note(label, asyncio.run(_phases(Client(urls, prefill_url), args)))
+        if "crowd" in args.phases and prefill_url is None:
+            for clients in args.clients:
+                note(label, [crowd(urls, clients, args.seconds)])
 
     options = ("--kv-transport", args.kv_transport)
     if "handover" in args.phases:
@@ -106,14 +119,14 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
     for text in args.topologies:
         topology = Topology.parse(text, args.budget)
         with running_cluster(model, topology, logs, *options) as cluster:
-            ask(topology.label, Client([cluster.url]))
+            ask(topology.label, [cluster.url])
             if "idle" in args.phases:
                 note(topology.label, idle(cluster.pid))
     environment = vllm_environment(args.vllm, pair=True)
     if args.peer and environment is not None:
         with running_vllm_pair(model, environment, logs) as urls:
-            ask("vLLM, 2 aggregated", Client(urls))
-            ask("vLLM, 1P1D", Client(urls[1:], urls[0]))
+            ask("vLLM, 2 aggregated", urls)
+            ask("vLLM, 1P1D", urls[1:], urls[0])
     elif args.peer:
         print("vLLM and nixl cannot be imported: no peer", file=sys.stderr)
 
@@ -128,7 +141,8 @@ def main() -> int:
     parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--phases", nargs="+", choices=COLUMNS, default=list(PHASES))
     parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each rate")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each rate or crowd")
+    parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of crowds")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")

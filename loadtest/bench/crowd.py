@@ -1,0 +1,158 @@
+"""Many clients in a closed loop: each asks for the next answer when it has the one before.
+
+The clients are spread over processes, so that what is measured is the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+import httpx
+
+from pagewire.loadtest.bench.client import Answer, Client
+from pagewire.loadtest.bench.engine import VOCAB_USED
+from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.sampler import parse_metrics
+from pagewire.services.cli.bench.stats import percentile
+
+PROMPT, TOKENS = 256, 256
+WARM_UP_S = 15.0  # until requests begin and end at different times
+START_S = 5.0  # for the processes to start
+MAX_PROCESSES = 16
+STEPS = "pagewire_engine_steps_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process does.
+
+    Attributes:
+        start: when its clients begin, by the monotonic clock.
+        seconds: measured after the warm-up.
+    """
+
+    urls: Sequence[str]
+    number: int
+    clients: int
+    start: float
+    warm_up_s: float
+    seconds: float
+    vocab: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a process has seen while it measured.
+
+    Attributes:
+        gaps: between chunks that arrived one after the other in a stream, in ms.
+        ttft: of answers, in ms.
+        tokens: in chunks that arrived.
+    """
+
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    ttft: array[float] = field(default_factory=lambda: array("d"))
+    tokens: int = 0
+
+    def add(self, answer: Answer, began: float, span: tuple[float, float]) -> None:
+        """Count what of an answer arrived in a span of time."""
+        times = [began + each for each in answer.times]
+        if span[0] <= times[0] < span[1]:
+            self.ttft.append(answer.ttft * 1e3)
+        for before, at in zip([began, *times], times, strict=False):
+            if span[0] <= at < span[1]:
+                self.tokens += 1
+                if before is not began and at > before:
+                    self.gaps.append((at - before) * 1e3)
+
+
+def crowd(
+    urls: Sequence[str],
+    clients: int,
+    seconds: float,
+    warm_up_s: float = WARM_UP_S,
+    vocab: int = VOCAB_USED,
+) -> Row:
+    """Return the throughput and the gaps of a number of clients.
+
+    Args:
+        urls: endpoints, asked in turn.
+        clients: at the same time.
+        seconds: measured.
+        warm_up_s: before that.
+        vocab: prompts are of token ids below.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), clients)
+    start = time.monotonic() + START_S
+    jobs = [
+        Job(urls, number, len(range(number, clients, processes)), start, warm_up_s, seconds, vocab)
+        for number in range(processes)
+    ]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        results = [pool.submit(_run, job) for job in jobs]
+        step_ms = _step_ms(urls[0], start + warm_up_s, seconds)
+        parts = [result.result() for result in results]
+    gaps = [gap for part in parts for gap in part.gaps]
+    return {
+        "what": "crowd",
+        "clients": clients,
+        "tokens_per_s": sum(part.tokens for part in parts) / seconds,
+        "gap_p50": percentile(gaps, 50),
+        "gap_p99": percentile(gaps, 99),
+        "ttft_p50": statistics.median(ttft for part in parts for ttft in part.ttft),
+        "step": step_ms,
+        "tokens_per_chunk": sum(part.tokens for part in parts) / max(1, len(gaps)),
+    }
+
+
+def _step_ms(url: str, start: float, seconds: float) -> float | None:
+    """Return the mean time of a worker's step in a span of time; None where none is counted."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    before = _steps(url)
+    time.sleep(seconds)
+    after = _steps(url)
+    means = [seconds * 1e3 / (after[name] - before[name]) for name in before]
+    return statistics.mean(means) if means else None
+
+
+def _steps(url: str) -> dict[str, float]:
+    """Return the steps of each worker so far."""
+    page = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    return {key: value for key, value in parse_metrics(page).items() if key.startswith(STEPS)}
+
+
+def _run(job: Job) -> Seen:
+    return asyncio.run(_ask(job))
+
+
+async def _ask(job: Job) -> Seen:
+    seen, client = Seen(), Client(list(job.urls), vocab=job.vocab)
+    begin = job.start + job.warm_up_s
+    measured = (begin, begin + job.seconds)
+
+    async def loop() -> None:
+        while time.monotonic() < measured[1]:
+            request = client.prepare(PROMPT, TOKENS)
+            began = time.monotonic()
+            seen.add(await client.ask(request), began, measured)
+
+    await asyncio.sleep(max(0.0, job.start - time.monotonic()))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(job.clients):
+                group.create_task(loop())
+    finally:
+        await client.close()
+    return seen
