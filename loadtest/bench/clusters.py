@@ -107,8 +107,17 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
 
 
 @contextmanager
-def running_vllm_pair(model: Path, environment: dict[str, str], logs: Path) -> Iterator[list[str]]:
-    """Start a vLLM server on each of two GPUs, able to send KV to each other; yields their URLs."""
+def running_vllm_pair(
+    model: Path, environment: dict[str, str], logs: Path, *, linked: bool
+) -> Iterator[list[str]]:
+    """Start a vLLM server on each of two GPUs; yields their URLs.
+
+    Args:
+        model: directory.
+        environment: see `vllm_environment`.
+        logs: folder of their output.
+        linked: they can send KV to each other.
+    """
     with contextlib.ExitStack() as stack:
         started = []
         for gpu in range(2):
@@ -118,7 +127,8 @@ def running_vllm_pair(model: Path, environment: dict[str, str], logs: Path) -> I
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
             command += ["--max-num-seqs", str(MAX_NUM_SEQS), "--gpu-memory-utilization", "0.8"]
             command += ["--no-enable-prefix-caching"]
-            command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
+            if linked:
+                command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
             env = {
                 **environment,
                 "CUDA_VISIBLE_DEVICES": str(gpu),

@@ -4,9 +4,9 @@
 
 First the kernels that move blocks, each against its reference, then the KV wire between the GPUs,
 then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase
-`handover` has two clusters of its own, asked in turn; `idle` is of each cluster. Where vLLM
-and its NIXL connector can be imported, two vLLM servers are asked the same, as two replicas and as
-one for prefill and one for decode. Ends with the tables of docs/benchmarks.md.
+`handover` has two clusters of its own, asked in turn; `idle` is of each cluster; `crowd` has many
+clients in a closed loop. Where vLLM can be imported, two vLLM servers are asked the same as two
+replicas, and with its NIXL connector as one for prefill and one for decode. Ends with the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -122,13 +122,15 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
             ask(topology.label, [cluster.url])
             if "idle" in args.phases:
                 note(topology.label, idle(cluster.pid))
-    environment = vllm_environment(args.vllm, pair=True)
+    linked = vllm_environment(args.vllm, pair=True) is not None
+    environment = vllm_environment(args.vllm, pair=False)
     if args.peer and environment is not None:
-        with running_vllm_pair(model, environment, logs) as urls:
+        with running_vllm_pair(model, environment, logs, linked=linked) as urls:
             ask("vLLM, 2 aggregated", urls)
-            ask("vLLM, 1P1D", urls[1:], urls[0])
+            if linked:
+                ask("vLLM, 1P1D", urls[1:], urls[0])
     elif args.peer:
-        print("vLLM and nixl cannot be imported: no peer", file=sys.stderr)
+        print("vLLM cannot be imported: no peer", file=sys.stderr)
 
 
 async def _phases(client: Client, args: argparse.Namespace) -> list[Row]:
