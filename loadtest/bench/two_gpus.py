@@ -6,7 +6,8 @@ First the kernels that move blocks, each against its reference, then the KV wire
 then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase
 `handover` has two clusters of its own, asked in turn; `idle` is of each cluster; `crowd` has many
 clients in a closed loop. Where vLLM can be imported, two vLLM servers are asked the same as two
-replicas, and with its NIXL connector as one for prefill and one for decode. Ends with the tables of docs/benchmarks.md.
+replicas, and with its NIXL connector as one for prefill and one for decode. Ends with the tables of
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
