@@ -244,7 +244,7 @@ def test_every_parameter_reaches_the_worker():
     assert (spec.temperature, spec.top_p, spec.top_k) == (0.0, 0.5, 0)
     assert (spec.seed, spec.max_tokens) == (-7, 9)
     assert (spec.stop_token_ids, spec.ignore_eos) == ((3, 4), True)
-    assert (asked.stops, asked.n) == (("END",), 3)
+    assert (asked.rules.stops, asked.n) == (("END",), 3)
 
 
 def test_chat_takes_the_rest_of_the_context_unless_asked_otherwise():
