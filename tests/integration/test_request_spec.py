@@ -44,7 +44,7 @@ def changed(default: Any) -> Any:
 OTHERS: dict[str, Any] = {
     "logit_bias": {3: 1.5},
     "allowed_token_ids": (1, 5),
-    "bad_words": ((40, 41), (9,)),
+    "bad_words": ((4, 6), (2,)),
 }
 SPEC = RequestSpec(
     **{
