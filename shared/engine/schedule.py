@@ -122,7 +122,13 @@ class PlanDraft:
 
     def add_device_slot(self, sequence: Sequence) -> None:
         """Note the owner of a device slot, and its blocks so far."""
-        self.new_slots.append(NewDeviceSlot(device_slot_of(sequence), sequence.spec))
+        slot, spec = device_slot_of(sequence), sequence.spec
+        new = NewDeviceSlot(slot, spec)
+        if spec.is_shaped:
+            stops = sorted(sequence.stop_token_ids)
+            tokens = list(sequence.token_ids)
+            new = NewDeviceSlot(slot, spec, tokens, sequence.output_start, stops)
+        self.new_slots.append(new)
         self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:
