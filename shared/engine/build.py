@@ -101,7 +101,9 @@ def build_engine(
     )
     max_model_len = fit_context(settings, full_model_len, num_blocks)
     _log_pool(shape, num_blocks, device)
-    runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
+    runner = _make_runner(
+        model, ops, shape, num_blocks, settings, device, max_model_len, config.vocab_size
+    )
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
     fingerprint = model_fingerprint(path, config, settings.load_format)
@@ -248,10 +250,11 @@ def _make_runner(
     settings: EngineSettings,
     device: torch.device,
     max_model_len: int,
+    vocab_size: int,
 ) -> ModelRunner:
     max_blocks = -(-max_model_len // settings.block_size)
     state = DeviceState(settings.max_num_seqs, max_blocks, device)
-    return ModelRunner(model, ops, shape.allocate(num_blocks, device), state)
+    return ModelRunner(model, ops, shape.allocate(num_blocks, device), state, vocab_size)
 
 
 def _fitting_blocks(
@@ -273,7 +276,9 @@ def _fitting_blocks(
         return max(CPU_POOL_BYTES // shape.block_bytes, -(-max_model_len // shape.block_size))
     trial_blocks = -(-settings.max_num_batched_tokens // settings.block_size) + 1
     torch.cuda.reset_peak_memory_stats(device)
-    runner = _make_runner(model, ops, shape, trial_blocks, settings, device, max_model_len)
+    runner = _make_runner(
+        model, ops, shape, trial_blocks, settings, device, max_model_len, config.vocab_size
+    )
     _warm_up(runner, min(settings.max_num_batched_tokens, max_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
     del runner
