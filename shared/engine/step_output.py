@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewire.shared.control.protocol import FinishReason
+from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.step import StepScores
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 
 
@@ -89,6 +91,18 @@ def token_output(
         prefill_s=now_s - started,
         logprobs=logprobs,
     )
+
+
+def scored_prompts(schedule: Schedule, scores: StepScores) -> list[StepOutput]:
+    """Return the log probabilities of prompts that a step gave, as `prompt_outputs` does."""
+    return [
+        output
+        for index, scored in scores.prompts.items()
+        for chunk in (schedule.chunks[index],)
+        for sequence in (chunk.sequence, *chunk.sequence.children)
+        if not sequence.is_finished
+        for output in prompt_outputs(sequence, chunk.start + 1, scored)
+    ]
 
 
 def prompt_outputs(sequence: Sequence, start: int, scored: Logprobs) -> list[StepOutput]:

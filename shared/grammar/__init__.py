@@ -7,7 +7,8 @@ A grammar text is llguidance's own serialised form. It crosses the services' mes
 compiles it by itself. What is allowed next is a pure function of the text and the answer's token
 ids so far, so an answer goes on after a preemption or on another worker where it was.
 
-Entry points: `grammar_text` (structures.py), `check_grammar` (compiler.py), `MaskFiller` (masks.py).
+Entry points: `grammar_text` (structures.py), `check_grammar` (compiler.py), `MaskFiller`
+(masks.py).
 Read first: `structures.py`, `limits.py` (what is too large, and why all agree), `masks.py` (masks
 of a step, and what becomes of a late one).
 

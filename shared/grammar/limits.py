@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import ParamSpec
 
 from llguidance import LLParserLimits
 
-MAX_GRAMMAR_CHARS = 128 << 10
 MAX_COMPILE_S = 1.0  # of CPU; realistic schemas take milliseconds
 MAX_TRIED_MASK_S = 0.1  # of CPU, while a router tries a grammar
 MAX_COMPILE_BYTES = 64 << 20
 CHECK_STACK_BYTES = 1 << 20
 STACK_BYTES = 16 << 20  # of a thread that compiles or fills masks
-
-Args = ParamSpec("Args")
 
 _stack_lock = threading.Lock()
 
@@ -44,11 +40,9 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-def start_thread(
-    stack_bytes: int, name: str, target: Callable[Args, object], *args: Args.args, **kwargs: Args.kwargs
-) -> threading.Thread:
+def start_thread(stack_bytes: int, name: str, target: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread with a stack of this size."""
-    thread = threading.Thread(target=target, name=name, args=args, kwargs=kwargs, daemon=True)
+    thread = threading.Thread(target=target, name=name, daemon=True)
     with _stack_lock:
         before = threading.stack_size(stack_bytes)
         try:

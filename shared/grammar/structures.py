@@ -8,77 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
-from msgspec import Meta
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.grammar.limits import MAX_GRAMMAR_CHARS
-
-MAX_CHOICES = 1024
-MAX_TAGS = 256
+from pagewire.shared.structured_outputs import (
+    MAX_GRAMMAR_CHARS,
+    JsonText,
+    StructuralTag,
+    StructuredOutputs,
+)
 
 # JSON between whose parts a model may put white space, but not without end: enough for an indented
 # line. Without a bound a model that likes spaces never comes to the next part.
 JSON_WHITE_SPACE = r"\n?[ \t]{0,32}"
 _NO_WHITE_SPACE = {"whitespace_flexible": False}
-
-JsonText = dict[str, Any] | str | bool
-Choice = Annotated[str, Meta(min_length=1)]
-
-
-class TaggedStructure(msgspec.Struct, frozen=True):
-    """One kind of structure in the middle of text.
-
-    Attributes:
-        begin: the text that it begins with; begins with one of the triggers.
-        schema: of what follows, JSON.
-        end: the text after it.
-    """
-
-    begin: Annotated[str, Meta(min_length=1)]
-    schema: dict[str, Any]
-    end: str
-
-
-class StructuralTag(msgspec.Struct, frozen=True):
-    """Text in which structures begin at triggers."""
-
-    structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=MAX_TAGS)]
-    triggers: Annotated[
-        list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_TAGS)
-    ]
-
-
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form that an answer must have: exactly one of the first six, None means unset.
-
-    Attributes:
-        json: a JSON schema, as an object or as text.
-        regex: a regular expression (Rust's syntax, without look-around) for the whole answer.
-        choice: the answer is one of these.
-        grammar: in Lark's or GBNF's syntax.
-        json_object: any JSON object.
-        structural_tag: text with structures that begin at triggers: {"structures": [{"begin",
-            "schema", "end"}], "triggers": [...]}, as an object or as text.
-        disable_any_whitespace: JSON without white space between its parts.
-        whitespace_pattern: a regular expression for that white space.
-    """
-
-    json: JsonText | None = None
-    regex: Annotated[str, Meta(min_length=1)] | None = None
-    choice: (
-        Annotated[list[Choice], Meta(min_length=1, max_length=MAX_CHOICES)] | None
-    ) = None
-    grammar: Annotated[str, Meta(min_length=1)] | None = None
-    json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
-    disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
-
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -102,7 +49,8 @@ def grammar_text(asked: StructuredOutputs, field: str = "structured_outputs") ->
         return None
     if len(kinds) > 1:
         raise InvalidRequestError(
-            f"{field}: only one of {', '.join(_KINDS)} is possible, not {' and '.join(kinds)}", field
+            f"{field}: only one of {', '.join(_KINDS)} is possible, not {' and '.join(kinds)}",
+            field,
         )
     try:
         text = _MAKERS[kinds[0]](asked)
