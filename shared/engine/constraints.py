@@ -19,8 +19,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
 
-MIN_PATIENCE_S = 0.002
-MAX_PATIENCE_S = 0.05  # also where no row could sample without the late ones
+PATIENCE_S = (0.002, 0.05)  # the second also where no row could sample without the late ones
 OF_A_STEP = 0.75
 
 
@@ -45,9 +44,11 @@ class Constraints:
 
     Attributes:
         filler: None where grammars cannot be followed.
+        patience_s: at least and at most so long are a step's masks waited for.
     """
 
     filler: MaskFiller | None = None
+    patience_s: tuple[float, float] = PATIENCE_S
     clock: Callable[[], float] = time.monotonic
     _followers: dict[Sequence, Follower] = field(default_factory=dict)
     _due_s: float | None = None  # of the step that waits for masks
@@ -129,9 +130,10 @@ class Constraints:
         return _masked(rows)
 
     def _deadline(self, launched: Launched, missing: list[Row]) -> float:
-        patience = min(max(MIN_PATIENCE_S, OF_A_STEP * self._usual_s), MAX_PATIENCE_S)
+        least, most = self.patience_s
+        patience = min(max(least, OF_A_STEP * self._usual_s), most)
         if len(missing) >= len(launched.schedule.sampled):
-            patience = MAX_PATIENCE_S
+            patience = most
         return self.clock() + patience
 
     def _rows_of(self, launched: Launched) -> list[tuple[int, Sequence, Row]]:
