@@ -15,7 +15,22 @@ MAX_CHOICES = 1024
 MAX_TAGS = 256
 
 JsonText = dict[str, Any] | str | bool
-Choice = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[
+    list[Annotated[str, Meta(min_length=1)]],
+    Meta(
+        min_length=1,
+        max_length=MAX_CHOICES,
+        description=f"a list of 1 to {MAX_CHOICES} strings, none empty",
+    ),
+]
+Triggers = Annotated[
+    list[Annotated[str, Meta(min_length=1)]],
+    Meta(
+        min_length=1,
+        max_length=MAX_TAGS,
+        description=f"a list of 1 to {MAX_TAGS} strings, none empty",
+    ),
+]
 
 
 class TaggedStructure(msgspec.Struct, frozen=True):
@@ -36,9 +51,7 @@ class StructuralTag(msgspec.Struct, frozen=True):
     """Text in which structures begin at triggers."""
 
     structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=MAX_TAGS)]
-    triggers: Annotated[
-        list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_TAGS)
-    ]
+    triggers: Triggers
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +71,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     json: JsonText | None = None
     regex: Annotated[str, Meta(min_length=1)] | None = None
-    choice: Annotated[list[Choice], Meta(min_length=1, max_length=MAX_CHOICES)] | None = None
+    choice: Choices | None = None
     grammar: Annotated[str, Meta(min_length=1)] | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None

@@ -220,7 +220,7 @@ class EngineCore:
         if masked is None:
             return False
         for sequence, problem in masked.failed:
-            self._fail(sequence, problem)
+            self._fail(sequence, problem, "grammar")
         launched.held.update(masked.held.values())
         for sequence in launched.held:
             self.scheduler.hold(sequence)
@@ -389,9 +389,11 @@ class EngineCore:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
 
-    def _fail(self, sequence: Sequence, error: str = "the model step failed") -> None:
+    def _fail(
+        self, sequence: Sequence, error: str = "the model step failed", param: str | None = None
+    ) -> None:
         """End a sequence with an error, unless it has ended."""
         name = sequence.request_id
         if self._sequences.get(name) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._others.append(StepOutput(name, [], finish_reason="error", error=error))
+            self._others.append(StepOutput(name, [], "error", error=error, param=param))

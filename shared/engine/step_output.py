@@ -22,6 +22,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
         queue_s, prefill_s: time waited and computed until the first token; likewise.
         logprobs: of the tokens, if the sequence asks for them.
         prompt_logprobs: of a part of the prompt, in an output of their own.
+        param: the request's field that the error is due to, if it is its sender's.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    param: str | None = None
 
 
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):

@@ -76,6 +76,12 @@ class Matcher:
         return None if self.problem is not None else mask.tobytes()
 
 
+def allowed_tokens(mask: bytes) -> list[int]:
+    """Return the tokens that a mask allows."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
 def fill_masks(
     executor: LLExecutor, rows: Sequence[tuple[Matcher, Sequence[int]]], words: int
 ) -> list[bytes | None]:
