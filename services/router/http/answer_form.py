@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import grammar_text
+from pagewire.shared.sampling import SamplingFields
 from pagewire.shared.structured_outputs import (
     Choices,
     JsonText,
@@ -66,8 +67,8 @@ ResponseFormat = Annotated[
 ]
 
 
-class FormFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a body; one of them at most.
+class FormFields(SamplingFields, frozen=True, kw_only=True):
+    """Fields of a body, those of sampling and these; one of these at most.
 
     Attributes:
         guided_json: as `structured_outputs.json`; likewise the fields after it.
@@ -81,13 +82,18 @@ class FormFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: str | None = None
 
 
+_FORM_FIELDS = [
+    name for name in FormFields.__struct_fields__ if name not in SamplingFields.__struct_fields__
+]
+
+
 def form_of(body: FormFields) -> tuple[str, str] | None:
     """Return the grammar text that a body asks for, and the field that does; None if none does.
 
     Raises:
         InvalidRequestError: two fields ask for a form, or it cannot be read; names the field.
     """
-    asked = {name: getattr(body, name) for name in FormFields.__struct_fields__}
+    asked = {name: getattr(body, name) for name in _FORM_FIELDS}
     found = [
         (name, structured)
         for name, value in asked.items()

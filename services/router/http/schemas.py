@@ -68,7 +68,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class GenerationBody(SamplingFields, FormFields, frozen=True, kw_only=True):
+class GenerationBody(FormFields, frozen=True, kw_only=True):
     """What completion and chat requests have in common; null means the default.
 
     Attributes:
