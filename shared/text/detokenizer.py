@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
@@ -30,11 +31,20 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Detokenizer:
-    """Return the quickest detokenizer that gives the tokenizer's own text."""
-    context, table = prompt_ids[-CONTEXT_TOKENS:], tokenizer.text_table
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool = True
+) -> Detokenizer:
+    """Return the quickest detokenizer that gives the tokenizer's own text.
+
+    Args:
+        tokenizer: of the model.
+        prompt_ids: what the text comes after.
+        skip_special: whether special tokens, such as one that ends an answer, have no text.
+    """
+    context = prompt_ids[-CONTEXT_TOKENS:]
+    table = tokenizer.text_table if skip_special else tokenizer.whole_text_table
     if table is None:
-        return ContextDetokenizer(tokenizer, context)
+        return ContextDetokenizer(tokenizer, context, skip_special)
     return TableDetokenizer(table, context)
 
 
@@ -88,19 +98,22 @@ class ContextDetokenizer:
 
     Args:
         context: the last tokens of the prompt.
+        skip_special: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], skip_special: bool = True
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special)
         self._context = list(context)
         self._held: list[int] = []
         # A prompt may end inside a character, which the first generated tokens then finish.
-        prompt = tokenizer.decode(self._context)
+        prompt = self._decode(self._context)
         for _ in range(min(3, len(self._context))):
-            if not tokenizer.decode(self._context).endswith(REPLACEMENT):
+            if not self._decode(self._context).endswith(REPLACEMENT):
                 break
             self._held.insert(0, self._context.pop())
-        self._context_chars = len(tokenizer.decode(self._context))
+        self._context_chars = len(self._decode(self._context))
         # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
         rest = prompt[self._context_chars :]
         self._prompt_text = rest.rstrip(REPLACEMENT)
@@ -114,7 +127,7 @@ class ContextDetokenizer:
         """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
         if not self._held:
             return ""
-        return self._release(self._held, self._tokenizer.decode(self._context + self._held))
+        return self._release(self._held, self._decode(self._context + self._held))
 
     def finish(self, token_ids: Sequence[int]) -> str:
         """Add tokens and end the stream."""
@@ -123,12 +136,12 @@ class ContextDetokenizer:
 
     def _push_one(self, token_id: int) -> str:
         self._held.append(token_id)
-        text = self._tokenizer.decode(self._context + self._held)
+        text = self._decode(self._context + self._held)
         if not text.endswith(REPLACEMENT):
             return self._release(self._held, text)
         if len(self._held) >= MAX_HELD_TOKENS:
             head = self._held[: self._boundary()]
-            return self._release(head, self._tokenizer.decode(self._context + head))
+            return self._release(head, self._decode(self._context + head))
         return ""
 
     def _release(self, head: list[int], text: str) -> str:
@@ -139,14 +152,14 @@ class ContextDetokenizer:
         self._prompt_text, self._prompt_rest = "", 0
         self._held = self._held[len(head) :]
         self._context = (self._context + head)[-CONTEXT_TOKENS:]
-        self._context_chars = len(self._tokenizer.decode(self._context))
+        self._context_chars = len(self._decode(self._context))
         return released
 
     def _boundary(self) -> int:
         """How many held tokens end where a character ends, or all, if that cannot be seen."""
-        whole = self._tokenizer.decode(self._held)
+        whole = self._decode(self._held)
         for count in range(len(self._held) - 1, len(self._held) - 5, -1):
             head, tail = self._held[:count], self._held[count:]
-            if self._tokenizer.decode(head) + self._tokenizer.decode(tail) == whole:
+            if self._decode(head) + self._decode(tail) == whole:
                 return count
         return len(self._held)

@@ -79,6 +79,12 @@ class Tokenizer:
         """What each token adds to a text, see `TokenBytes.text_table`; 3 us a token to make."""
         return self.token_bytes.text_table()
 
+    @cached_property
+    def whole_text_table(self) -> list[bytes] | None:
+        """The same with special tokens, which add their names."""
+        table = self.text_table
+        return None if table is None else self.token_bytes.with_special(table)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation becomes a prompt."""
@@ -87,6 +93,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
         return encode_text(self._backend, text, add_special_tokens)
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a text that stands alone, without special tokens."""
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""

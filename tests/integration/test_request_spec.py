@@ -13,7 +13,9 @@ import pytest
 from pagewire.shared.control.protocol import Generate
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.job_messages import Prefill
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.sampling import RequestSpec, bad_word_ids
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.kv_router import prompt_of, router_of
@@ -38,16 +40,31 @@ def changed(default: Any) -> Any:
     raise AssertionError(f"no other value for {default!r}: add a case")
 
 
+# A body has texts of bad words, a spec their tokens.
+OTHERS: dict[str, Any] = {
+    "logit_bias": {3: 1.5},
+    "allowed_token_ids": (1, 5),
+    "bad_words": ((4, 6), (2,)),
+}
 SPEC = RequestSpec(
-    **{field.name: changed(field.default) for field in msgspec.structs.fields(RequestSpec)}
+    **{
+        field.name: changed(field.default)
+        for field in msgspec.structs.fields(RequestSpec)
+        if field.name not in OTHERS
+    },
+    **OTHERS,
 )
 
 
 def test_the_router_sends_each_field_that_a_body_has() -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        response = await router.complete(prompt=[5, 6, 7], **msgspec.to_builtins(SPEC))
+        body = msgspec.to_builtins(SPEC) | {"bad_words": ["import this"]}
+        response = await router.complete(prompt=[5, 6, 7], **body)
         assert response.status_code == 200, response.text
-        assert [message.spec for message in worker.generated] == [SPEC]
+        encode = Tokenizer.from_dir(demo_model_path()).encode_word
+        words = bad_word_ids(["import this"], encode)
+        expected = msgspec.structs.replace(SPEC, bad_words=words)
+        assert [message.spec for message in worker.generated] == [expected]
 
     with RedisServer() as redis:
         with_worker(redis.url, scenario)

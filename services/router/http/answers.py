@@ -45,7 +45,7 @@ class AnswerSet:
         self._asked = asked
         self._sources = dispatcher.open((p.token_ids, p.spec, asked.n) for p in asked.prompts)
         self._answers = [
-            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.stops), asked.generates)
+            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.rules), asked.generates)
             for prompt in asked.prompts
             for _ in range(asked.n)
         ]
