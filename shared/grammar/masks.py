@@ -66,7 +66,7 @@ class Follower:
     since_s: float = 0.0
 
     def is_ready(self, position: int) -> bool:
-        """Whether the mask after so many tokens of the answer is known, or that there is none."""
+        """Whether the mask after this many tokens of the answer is known, or that there is none."""
         return not self.is_busy and (self.position == position or self.problem is not None)
 
     def note(self, mask: bytes | None) -> None:
