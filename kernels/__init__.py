@@ -158,7 +158,7 @@ class ShapeLogits(Protocol):
         positions: torch.Tensor,  # [B] int64: the position that the new token will have
         tables: ShapingTables,
         masks: torch.Tensor,  # [M, ceil(V / 32)] int32, a bit a token, the lowest first
-        mask_of_row: torch.Tensor,  # [B] int64: which of the M, -1 for none
+        mask_of_row: torch.Tensor,  # [B] int64: which of the M, negative for none
         out: torch.Tensor | None = None,  # [B, V] float32
     ) -> torch.Tensor: ...  # [B, V] float32
 

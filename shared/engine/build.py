@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ from pagewire.shared.engine.step import (
 )
 from pagewire.shared.engine.torch_threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
+from pagewire.shared.grammar.masks import MaskFiller
+from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.layer_groups import LayerGroups
@@ -118,6 +121,8 @@ def build_engine(
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
+    vocabulary = partial(load_vocabulary, path, config.vocab_size, config.eos_token_ids)
+    core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
+
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.llm_progress import GenerationProgress
@@ -17,10 +19,12 @@ from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.field_rules import check_fields
+from pagewire.shared.grammar.structures import grammar_text, read_structured_outputs
 from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
+from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.tokenizer import Tokenizer
@@ -158,7 +162,16 @@ class LLM:
         encode = None if self.tokenizer is None else self.tokenizer.encode_word
         spec = asked.resolve(self._defaults, length, encode)
         spec.check_vocabulary(self.engine.config.vocab_size)
+        if asked.structured_outputs is not None:
+            spec = self._constrained(spec, asked.structured_outputs)
         return spec, prompt_ids
+
+    def _constrained(self, spec: RequestSpec, asked: StructuredOutputs) -> RequestSpec:
+        name = "structured_outputs"
+        text = grammar_text(read_structured_outputs(asked, name), name)
+        if text is not None:
+            self.engine.core.constraints.check_text(text, name)
+        return msgspec.structs.replace(spec, grammar=text)
 
     def _run(self, answers: dict[str, _Answer], use_tqdm: bool) -> None:
         """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""

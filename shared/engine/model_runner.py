@@ -123,13 +123,9 @@ class ModelRunner:
         pending, self._awaiting = self._awaiting, None
         if pending is None or pending.number != supply.number:
             raise IntegrityError(f"step {supply.number} does not wait for a supply")
-        masks, first = {}, 0
-        for part in pending.parts:
-            for row in range(len(part.slots)):
-                if first + row in supply.masks:
-                    masks[part.first_row + row] = supply.masks[first + row]
-            first += len(part.slots)
-        self.sampling.set_masks(masks)
+        static = [part.first_row + row for part in pending.parts for row in range(len(part.slots))]
+        masks = {static[row]: mask for row, mask in supply.masks.items()}
+        self.sampling.set_masks(masks, [static[row] for row in supply.held])
         pending.tokens = self._sample(pending.number, pending.parts)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:

@@ -12,6 +12,7 @@ logits of a step's two graphs do not meet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.shaping_state import ShapingState
 from pagewire.shared.engine.step import StepPlan
 
+_UNMASKED, _HELD = -1, -2  # in place of a mask
 MOST_REPLAYED_CHUNKS = 8  # static rows for replayed prefill chunks
 
 
@@ -71,7 +73,7 @@ class SamplingStage:
     shaping: ShapingState = field(init=False)
     _shaped: torch.Tensor = field(init=False)  # [static rows, vocab] float32
     _masks: torch.Tensor = field(init=False)  # [static rows, ceil(vocab / 32)] int32
-    _mask_of_row: torch.Tensor = field(init=False)  # [static rows] int64, -1: all are allowed
+    _mask_of_row: torch.Tensor = field(init=False)  # [static rows] int64, or one of the above
     _has_masks: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ class SamplingStage:
         self._shaped = torch.empty((rows, self.vocab_size), dtype=torch.float32, device=device)
         words = -(-self.vocab_size // 32)
         self._masks = torch.zeros((rows, words), dtype=torch.int32, device=device)
-        self._mask_of_row = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self._mask_of_row = torch.full((rows,), _UNMASKED, dtype=torch.int64, device=device)
 
     @property
     def num_rows(self) -> int:
@@ -96,27 +98,28 @@ class SamplingStage:
         """Begin a step, which has no masks yet; take in what device slots' new owners ask for."""
         self.shaping.apply(plan)
         if self._has_masks:
-            self._mask_of_row.fill_(-1)
+            self._mask_of_row.fill_(_UNMASKED)
             self._has_masks = False
 
     def is_shaped(self, slots: list[int]) -> bool:
         """Whether a batch of these device slots takes the shaped variant."""
         return self._has_masks or self.shaping.is_shaped(slots)
 
-    def set_masks(self, masks: dict[int, bytes]) -> None:
+    def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
         """Upload what is allowed in static rows: a bit a token, the lowest first, in whole bytes.
 
-        Rows without a mask may have any token. Nothing waits: masks and rows are copied from pinned
-        memory, once for all rows.
+        Rows without a mask may have any token; `held` ones sample nothing. Nothing waits: masks and
+        rows are copied from pinned memory, once for all rows.
         """
-        if not masks:
+        if not masks and not held:
             return
         words = self._masks.shape[1]
         packed = np.zeros((len(masks), words * 4), np.uint8)
         for row, mask in enumerate(masks.values()):
             packed[row, : len(mask)] = np.frombuffer(mask, np.uint8)[: words * 4]
-        rows = np.full(self.num_rows, -1, np.int64)
+        rows = np.full(self.num_rows, _UNMASKED, np.int64)
         rows[list(masks)] = np.arange(len(masks))
+        rows[list(held)] = _HELD
         self._masks[: len(masks)].copy_(self._pinned(packed.view(np.int32)), non_blocking=True)
         self._mask_of_row.copy_(self._pinned(rows), non_blocking=True)
         self._has_masks = True
@@ -143,6 +146,9 @@ class SamplingStage:
         tables, last = self.shaping.tables, first_row + len(slots)
         if shaped:
             mask_of_row = self._mask_of_row[first_row:last]
+            # What a held row samples goes to the padding device slot, which stays at position 0.
+            slots = torch.where(mask_of_row == _HELD, state.padding_slot, slots)
+            positions = torch.where(mask_of_row == _HELD, 0, positions)
             out = self._shaped[first_row:last]
             logits = self.ops.shape_logits(
                 logits, slots, positions, tables, self._masks, mask_of_row, out

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pagewire.shared.engine.decode_batch import NO_ROWS, DecodeRows
 from pagewire.shared.engine.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.step import (
@@ -101,6 +103,14 @@ class Schedule:
         """The sequences that get a token, in the order of the step's result."""
         return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a row that samples follows a grammar."""
+        chunks = self.chunks
+        return bool(self.rows.constrained) or any(
+            chunk.samples and chunk.sequence.spec.grammar is not None for chunk in chunks
+        )
+
     def drop_preempted(self) -> None:
         """Take out what was chosen for sequences that were preempted afterwards."""
         gone = set(self.preempted)
@@ -121,8 +131,13 @@ class PlanDraft:
     kv: list[KvWork] = field(default_factory=list)
 
     def add_device_slot(self, sequence: Sequence) -> None:
-        """Note the owner of a device slot, and its blocks so far."""
+        """Note the owner of a device slot, and its blocks so far.
+
+        Grammars stay here: the device gets masks.
+        """
         slot, spec = device_slot_of(sequence), sequence.spec
+        if spec.grammar is not None:
+            spec = msgspec.structs.replace(spec, grammar=None)
         new = NewDeviceSlot(slot, spec)
         if spec.is_shaped:
             stops = sorted(sequence.stop_token_ids)
@@ -195,6 +210,7 @@ class PlanDraft:
             copies=[(source, target) for target, source in self.copies.items()],
             inputs=self.inputs,
             kv=self.kv,
+            awaits_supply=decision.has_grammar,
         )
 
 

@@ -45,6 +45,7 @@ OTHERS: dict[str, Any] = {
     "logit_bias": {3: 1.5},
     "allowed_token_ids": (1, 5),
     "bad_words": ((4, 6), (2,)),
+    "grammar": 'start: "import" | "this"',
 }
 SPEC = RequestSpec(
     **{
@@ -59,6 +60,7 @@ SPEC = RequestSpec(
 def test_the_router_sends_each_field_that_a_body_has() -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         body = msgspec.to_builtins(SPEC) | {"bad_words": ["import this"]}
+        body["guided_grammar"] = body.pop("grammar")
         response = await router.complete(prompt=[5, 6, 7], **body)
         assert response.status_code == 200, response.text
         encode = Tokenizer.from_dir(demo_model_path()).encode_word
@@ -70,19 +72,26 @@ def test_the_router_sends_each_field_that_a_body_has() -> None:
         with_worker(redis.url, scenario)
 
 
+# The fake engines have no vocabulary. tests/e2e/test_cluster_structured.py has such that do.
+UNFORMED = msgspec.structs.replace(SPEC, grammar=None)
+
+
 @pytest.mark.parametrize("workers", [["prefill-0"], []], ids=["prefilled there", "here"])
 def test_workers_hand_it_to_their_engines(workers: list[str]) -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
             message = Generate(
-                request_id="r", prompt_token_ids=prompt_of(9), spec=SPEC, prefill_workers=workers
+                request_id="r",
+                prompt_token_ids=prompt_of(9),
+                spec=UNFORMED,
+                prefill_workers=workers,
             )
             router.client.post(message)
             await eventually(lambda: any(o.finish_reason for o in router.outputs["r"]))
-            assert [ticket.spec for ticket in p.taken(Prefill)] == [SPEC] * len(workers)
-            assert [new.spec for new in p.device.new_slots] == [SPEC] * len(workers)
-            assert [new.spec for new in d.device.new_slots] == [SPEC]
+            assert [ticket.spec for ticket in p.taken(Prefill)] == [UNFORMED] * len(workers)
+            assert [new.spec for new in p.device.new_slots] == [UNFORMED] * len(workers)
+            assert [new.spec for new in d.device.new_slots] == [UNFORMED]
 
     run_async(scenario())
 
@@ -93,7 +102,7 @@ def test_tickets_say_where_the_output_of_an_interrupted_answer_begins() -> None:
             await d.link_to(p)
             prompt, output = prompt_of(9), [1, 2, 3]
             message = Generate(
-                request_id="r", prompt_token_ids=prompt, output_token_ids=output, spec=SPEC,
+                request_id="r", prompt_token_ids=prompt, output_token_ids=output, spec=UNFORMED,
                 prefill_workers=["prefill-0"],
             )  # fmt: skip
             router.client.post(message)

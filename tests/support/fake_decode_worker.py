@@ -83,6 +83,7 @@ class FakeDecodeWorker:
         self.prefilled_by: tuple[str, LoadReport] | None = None
         self.refuse: str | None = None
         self.error: str | None = None
+        self.error_param: str | None = None
         self.cached_tokens = 0
         self.generated: list[Generate] = []
         self.groups: list[int] = []
@@ -200,7 +201,10 @@ class FakeDecodeWorker:
             )
             if self.error is not None:
                 output = TokenOutput(
-                    request_id=request.request_id, finish_reason="error", error=self.error
+                    request_id=request.request_id,
+                    finish_reason="error",
+                    error=self.error,
+                    param=self.error_param,
                 )
             if position == first and self.prefilled_by is not None:
                 worker_id, load = self.prefilled_by

@@ -33,6 +33,7 @@ PACKAGES = (
     "shared.kv",
     "shared.index",
     "shared.text",
+    "shared.grammar",
     "shared.engine",
     "shared.kv.carriers",
     "shared.kv.endpoint",

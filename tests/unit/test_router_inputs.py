@@ -164,7 +164,6 @@ def test_a_wrong_item_is_named_by_its_index():
     [
         ("best_of", 2),
         ("suffix", "end"),
-        ("response_format", {"type": "json_object"}),
         ("kv_transfer_params", {"remote": "10.0.0.1"}),
         ("cache_salt", "tenant"),
         ("priority", 1),
@@ -183,7 +182,6 @@ def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("modalities", ["text", "audio"]),
         ("chat_template", "{{ x }}"),
         ("continue_final_message", True),

@@ -97,6 +97,7 @@ async def _generate(
     async with received_body(request, service.bodies) as raw:
         with service.admit():
             asked = await _read(request, kind, raw)
+            await _check_grammar(request, asked)
     if asked.unknown_fields:
         service.metrics.unknown_fields.inc(asked.unknown_fields)
     form = make_format(service.model, asked)
@@ -126,6 +127,12 @@ async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> Gen
     if len(raw) <= INLINE_BODY_BYTES:
         return await reader.read_here(kind, raw, max_model_len)
     return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
+
+
+async def _check_grammar(request: Request, asked: GenerationInput) -> None:
+    if asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
+        checker = _service(request).grammar_checker
+        await cancel_on_disconnect(request, checker.check(text, asked.form_field))
 
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

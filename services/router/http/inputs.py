@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from pagewire.services.router.http.answer_form import form_of
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.schemas import (
     PROMPT_RULE,
@@ -59,6 +60,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
+        form_field: the one that says what form answers must have; their `spec` has the grammar.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -70,6 +72,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     generates: bool
     prompt_logprobs: bool
     unknown_fields: int
+    form_field: str | None = None
 
 
 def read_completion(
@@ -129,6 +132,9 @@ def _input(
     options = body.stream_options
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _check_prompt_logprobs(body, prompts)
+    form = form_of(body)
+    if form is not None:
+        prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
     return GenerationInput(
         prompts=tuple(prompts),
         n=body.n or 1,
@@ -139,7 +145,13 @@ def _input(
         generates=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         unknown_fields=unknown_fields,
+        form_field=None if form is None else form[1],
     )
+
+
+def _with_grammar(prompt: PromptInput, text: str) -> PromptInput:
+    spec = msgspec.structs.replace(prompt.spec, grammar=text)
+    return msgspec.structs.replace(prompt, spec=spec)
 
 
 def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:

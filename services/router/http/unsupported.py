@@ -21,16 +21,10 @@ MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the othe
 # The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "cache_salt": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
     "priority": _ZERO,
     "regex": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "use_beam_search": _OFF,
 }
 REFUSED_IN_COMPLETIONS = _COMMON | {

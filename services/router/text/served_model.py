@@ -25,6 +25,7 @@ class ServedModel:
         vocab_size: width of the logits: token ids lie below it.
         max_model_len: prompt and answer together, in tokens; a worker may allow less.
         defaults: of sampling, where a request says nothing.
+        eos_token_ids: any of them ends an answer.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
+    eos_token_ids: tuple[int, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -53,6 +55,7 @@ class ServedModel:
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             defaults=load_sampling_defaults(path, settings.generation_config),
+            eos_token_ids=config.eos_token_ids,
         )
 
     def check_name(self, name: str) -> None:
