@@ -188,7 +188,7 @@ class ValueScanner:
             if not self._python:
                 self._give_comma(out)
         elif char == '"' or (char == "'" and self._python):
-            if expected == "call" or self._stack[-1:] == [")"] and expected != "value":
+            if expected == "call" or (self._stack[-1:] == [")"] and expected != "value"):
                 return self._fail(at)
             self._is_key = expected in ("key", "key or end")
             self._quote = char
