@@ -5,7 +5,7 @@ The router and the offline `LLM` share it, so that both give the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Literal
 
@@ -51,15 +51,25 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 class TextAssembler:
     """The pure part: tokens in, text out.
 
+    Args:
+        tokenizer: the model's.
+        prompt_ids: the answer's left context.
+        stops: strings that end it.
+        shown: special tokens that are part of the text nevertheless.
+
     Attributes:
         num_tokens: tokens of the answer so far; those after a stop string don't count.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str],
+        shown: Collection[int] = (),
     ) -> None:
         self.num_tokens = 0
-        self._detokenizer = make_detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, shown)
         self._matcher, self._has_stops = StopMatcher(stops), bool(stops)
 
     @property

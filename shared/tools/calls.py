@@ -214,25 +214,25 @@ class HeadedCall:
             if not text.startswith(ARGS_MARK, at):
                 rest = text[at:]
                 could = ARGS_MARK.startswith(rest) or CALL_ID_MARK.startswith(rest)
-                return self._wait(could and self._may_be(name, at == len(text)))
+                self.has_failed = not (could and self._may_be(name, at == len(text)))
+                return None
             at += len(ARGS_MARK)
         at += len(text[at:]) - len(text[at:].lstrip())
         if at == len(text):
-            return self._wait(self._may_be(name, self._is_python))
+            self.has_failed = not self._may_be(name, self._is_python)
+            return None
         begins = _KEYWORDS.match(text, at) if self._is_python else text[at] == "{"
         if name in self._names and begins:
             return name, at
         may_begin = self._is_python and _KEYWORDS_BEGIN.match(text, at)
-        return self._wait(name in self._names and bool(may_begin))
+        self.has_failed = not (name in self._names and may_begin)
+        return None
 
     def _may_be(self, name: str, is_open: bool) -> bool:
         """Whether a name is one of the functions', or the beginning of one if it may go on."""
         if is_open:
             return any(each.startswith(name) for each in self._names)
         return name in self._names
-
-    def _wait(self, is_possible: bool) -> None:
-        self.has_failed = not is_possible
 
 
 def _matched(pattern: re.Pattern[str], text: str, at: int) -> str:

@@ -224,7 +224,7 @@ class _Keywords:
 
     def add(self) -> str:
         """Add the rules; return what reads the keywords, perhaps none."""
-        properties = self._schema.get("properties")
+        properties: Any = self._schema.get("properties")
         if self._schema.get("additionalProperties") is not False or not _are_keywords(properties):
             return self._add_any()
         names, prefix = list(properties), self._prefix
@@ -251,13 +251,11 @@ class _Keywords:
         kind = schema.get("type") if isinstance(schema, dict) else None
         if isinstance(kind, str) and kind in _PYTHON_CONSTANTS and "enum" not in schema:
             return f"({_PYTHON_CONSTANTS[kind]})"
-        definitions = {
+        shared: dict[str, Any] = {
             key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
         }
         rule = f"{self._prefix}_v{index}"
-        self._rules[rule] = _json_rule(
-            {**definitions, **schema} if isinstance(schema, dict) else {}
-        )
+        self._rules[rule] = _json_rule({**shared, **schema} if isinstance(schema, dict) else {})
         return rule
 
     def _add_any(self) -> str:

@@ -46,17 +46,18 @@ class ReasoningSplitter:
     """Splits the text of one answer. Line breaks around the reasoning belong to neither part.
 
     Attributes:
+        is_open: the answer begins with reasoning.
         has_ended: what comes is no longer reasoning.
         close_end: where the reasoning's close tag ends in the text; None before, or without one.
     """
 
     def __init__(self, form: ReasoningFormat, begins: Begins) -> None:
+        self.is_open = begins == "inside"
         self.has_ended = False
         self.close_end: int | None = None
         self._form = form
-        self._is_open = begins == "inside"
         self._is_decided = False  # whether the answer begins with an open tag
-        self._is_after_tag = self._is_open  # line breaks here are dropped
+        self._is_after_tag = self.is_open  # line breaks here are dropped
         self._buffer = ""
         self._length = 0  # of all text that was added
 
@@ -74,18 +75,18 @@ class ReasoningSplitter:
         rest, self._buffer = self._buffer, ""
         if self.has_ended:
             return "", "" if self._is_after_tag else rest
-        return (rest, "") if self._is_open else ("", rest)
+        return (rest, "") if self.is_open else ("", rest)
 
     def _decide(self) -> bool:
         """Find out whether the answer begins with an open tag; False if that is not certain."""
         start = self._buffer.lstrip()
         if start.startswith(self._form.open):
             self._buffer = start.removeprefix(self._form.open)
-            self._is_open = self._is_after_tag = True
+            self.is_open = self._is_after_tag = True
         elif self._form.open.startswith(start):
             return False
         self._is_decided = True
-        self.has_ended = not self._is_open
+        self.has_ended = not self.is_open
         return True
 
     def _take_reasoning(self) -> str:
@@ -96,7 +97,7 @@ class ReasoningSplitter:
             self._buffer = after
             self.close_end = self._length - len(after)
             return before.rstrip("\n")
-        text = before[: len(before) - overlap(before, close or self._form.close)].rstrip("\n")
+        text = before[: len(before) - overlap(before, self._form.close)].rstrip("\n")
         self._buffer = self._buffer[len(text) :]
         return text
 

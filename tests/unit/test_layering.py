@@ -33,6 +33,7 @@ PACKAGES = (
     "shared.kv",
     "shared.index",
     "shared.text",
+    "shared.tools",
     "shared.engine",
     "shared.kv.carriers",
     "shared.kv.endpoint",

@@ -22,11 +22,16 @@ Push = Callable[[int, TextDelta], bool]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request."""
+    """Tokens of one request.
+
+    Attributes:
+        reasoning_tokens: of the completion's; None where reasoning is not split off.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
 
 
 class AnswerSet:
@@ -44,8 +49,11 @@ class AnswerSet:
     ) -> None:
         self._asked = asked
         self._sources = dispatcher.open((p.token_ids, p.spec, asked.n) for p in asked.prompts)
+        shown = () if asked.reading is None else asked.reading.shown
         self._answers = [
-            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.stops), asked.generates)
+            AnswerStream(
+                TextAssembler(tokenizer, prompt.token_ids, asked.stops, shown), asked.generates
+            )
             for prompt in asked.prompts
             for _ in range(asked.n)
         ]

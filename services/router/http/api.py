@@ -16,6 +16,7 @@ from pagewire.services.router.http.body_reader import INLINE_BODY_BYTES
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect, received_body
 from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.logprobs import CompletionLogprobs
+from pagewire.services.router.http.parsed_chat import ParsedChatFormat
 from pagewire.services.router.http.responses import (
     ChatFormat,
     CompletionFormat,
@@ -68,6 +69,8 @@ async def chat(request: Request) -> Response:
     """Answer a conversation."""
 
     def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        if asked.reading is not None:
+            return ParsedChatFormat(model, asked, _extras(model, asked))
         return ChatFormat(model.name, asked.n, _extras(model, asked))
 
     return await _generate(request, "chat", make_format)

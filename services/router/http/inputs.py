@@ -11,6 +11,12 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from pagewire.services.router.http.chat_inputs import (
+    answer_reading,
+    conversation,
+    num_chars,
+    template_options,
+)
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.schemas import (
     PROMPT_RULE,
@@ -23,8 +29,8 @@ from pagewire.services.router.http.schemas import (
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec, SamplingParams
-from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.tokenizer import REPLACEMENT
+from pagewire.shared.tools.answer import AnswerReading
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -58,6 +64,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
+        reading: how calls and reasoning are found in the answers; None: they are only content.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -69,6 +76,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     generates: bool
     prompt_logprobs: bool
     unknown_fields: int
+    reading: AnswerReading | None = None
 
 
 def read_completion(
@@ -106,23 +114,23 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     """
     body, unknown_fields = parse_body(ChatBody, raw)
     model.check_name(body.model)
-    messages = [
-        template_message(index, message.role, message.text, message.name)
-        for index, message in enumerate(body.messages)
-    ]
-    num_chars = sum(len(message["content"]) for message in messages)
-    _check_chars(num_chars, max_model_len, "messages")
-    ids = model.tokenizer.encode_chat(messages)
+    messages, options = conversation(body), template_options(body, raw)
+    wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
+    _check_chars(num_chars(messages, options), max_model_len, "messages")
+    ids = model.tokenizer.encode_chat(messages, options)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
-    return _input(body, [prompt], unknown_fields)
+    return _input(body, [prompt], unknown_fields, answer_reading(body, wanted, ids, model))
 
 
 def _input(
-    body: GenerationBody, prompts: list[PromptInput], unknown_fields: int
+    body: GenerationBody,
+    prompts: list[PromptInput],
+    unknown_fields: int,
+    reading: AnswerReading | None = None,
 ) -> GenerationInput:
     options = body.stream_options
     _check_prompt_logprobs(body, prompts)
@@ -136,6 +144,7 @@ def _input(
         generates=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         unknown_fields=unknown_fields,
+        reading=reading,
     )
 
 
