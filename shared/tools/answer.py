@@ -39,7 +39,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
 
 
 class AnswerParser:
-    """Reads one answer, piece by piece."""
+    """Reads one answer, part by part."""
 
     def __init__(self, syntax: ChatSyntax, reading: AnswerReading) -> None:
         self._splitter: ReasoningSplitter | None = None

@@ -1,4 +1,4 @@
-"""Reads one call of an answer, piece by piece: its name, then its arguments as JSON.
+"""Reads one call of an answer, part by part: its name, then its arguments as JSON.
 
 A reader takes a text from its front and leaves what it cannot decide on yet. A call has begun once
 its name is known, one of the request's, and its arguments have begun.

@@ -1,4 +1,4 @@
-"""Finds tool calls in the text of an answer, piece by piece: a pure state machine.
+"""Finds tool calls in the text of an answer, part by part: a pure state machine.
 
     text -> open -> (begin) -> call -> next -> call or text
 

@@ -1,4 +1,4 @@
-"""Splits reasoning from the answer after it, piece by piece: a pure state machine."""
+"""Splits reasoning from the answer after it, part by part: a pure state machine."""
 
 from __future__ import annotations
 
