@@ -1,7 +1,7 @@
 """Pagewire: LLM serving with prefill and decode on separate GPU services.
 
-`LLM` and `SamplingParams` are loaded on first use, so that `import pagewire` (the router does it)
-never imports torch.
+`LLM`, `SamplingParams` and `StructuredOutputs` are loaded on first use, so that `import pagewire`
+(the router does it) never imports torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagewire.shared.engine.llm import LLM
     from pagewire.shared.sampling import SamplingParams
+    from pagewire.shared.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from pagewire.shared.sampling import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from pagewire.shared.structured_outputs import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from pagewire.shared.field_rules import check_fields
 from pagewire.shared.logprobs import MAX_TOP
+from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 16_384
@@ -32,6 +33,11 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31, description="an integer from 0 to 
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP, description=f"an integer from 0 to {MAX_TOP}")]
 _StopTokenIds = Meta(
     max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"
+)
+_GRAMMAR = Meta(
+    min_length=1,
+    max_length=MAX_GRAMMAR_CHARS,
+    description=f"the text of a grammar, at most {MAX_GRAMMAR_CHARS} characters",
 )
 _StopString = Annotated[str, Meta(min_length=1)]
 
@@ -56,6 +62,7 @@ class RequestSpec(
         logprobs: report each token's log probability and those of this many most likely tokens.
         prompt_logprobs: likewise of the prompt's tokens but the first; the prompt is then computed
             without the prefix cache.
+        grammar: text of the grammar that the answer follows (shared/grammar); None: any answer.
     """
 
     temperature: Temperature = 1.0
@@ -67,6 +74,7 @@ class RequestSpec(
     ignore_eos: bool = False
     logprobs: NumTop | None = None
     prompt_logprobs: NumTop | None = None
+    grammar: Annotated[str, _GRAMMAR] | None = None
 
     def validate(self) -> None:
         """Check types and ranges.
@@ -144,6 +152,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         logprobs: report each token's log probability and those of this many most likely tokens.
         stop: strings that end an answer and are not part of its text.
         n: answers to each prompt, each sampled on its own.
+        structured_outputs: the form that an answer must have.
     """
 
     max_tokens: MaxTokens | None = None
@@ -156,6 +165,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         | None
     ) = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description=f"between 1 and {MAX_CHOICES}")] = 1
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

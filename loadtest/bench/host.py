@@ -91,7 +91,7 @@ def make_core(rows: int, caching: bool, longest: int) -> Engine:
     scheduler = TimedScheduler(limits, BlockPool(num_blocks, caching), hasher)
     state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
     pool = torch.zeros((1, 1, 2, 1, BLOCK_SIZE, 1))
-    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, state)
+    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, state, vocab_size=1)
     return EngineCore(scheduler, runner, overlap=True), scheduler, runner
 
 

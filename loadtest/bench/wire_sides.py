@@ -136,7 +136,7 @@ class Engine:
         scheduler = Scheduler(limits, BlockPool(num_blocks, False), hasher)
         state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
         ops = load_ops("auto", self.device.type)
-        self.runner = ProductsRunner(NoModel(), ops, pool, state)
+        self.runner = ProductsRunner(NoModel(), ops, pool, state, vocab_size=1)
         if self.device.type == "cuda":
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)

@@ -257,6 +257,7 @@ class DecodeService:
             error=output.error,
             timings=request.timings() if output.finish_reason is not None else None,
             logprobs=output.logprobs,
+            param=output.param,
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:

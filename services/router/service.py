@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.http.body_reader import BodyReader
+from pagewire.services.router.http.grammar_checker import GrammarChecker
 from pagewire.services.router.http.health import describe_routers, describe_services
 from pagewire.services.router.http.http_io import BodyMemory
 from pagewire.services.router.metrics.pages import render
@@ -99,6 +100,7 @@ class RouterService:
         bound = connection_bound(settings.max_connections)
         self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
         self.body_reader = BodyReader(settings, model)
+        self.grammar_checker = GrammarChecker(model)
         self._stack = AsyncExitStack()
         self._make_pages(workers)
 
@@ -127,6 +129,7 @@ class RouterService:
             stack.push_async_callback(self._redis.aclose)
             stack.push_async_callback(self._http.aclose)
             stack.callback(self.body_reader.close)
+            stack.callback(self.grammar_checker.close)
             stack.push_async_callback(self._index.close)
             stack.push_async_callback(self._links.close)
             stack.push_async_callback(self.directory.close)

@@ -123,6 +123,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         cached_tokens: prompt tokens that nobody had to compute; with the first output.
         prefill_worker: who sampled the first token, None if this worker did; with that token.
         error: why the request failed, if `finish_reason` is "error".
+        param: the request's field that this is due to, if it is the client's fault.
         logprobs: of the tokens, if the request asks for them.
         prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with
             tokens. A worker that computes the prompt again sends them again.
@@ -137,6 +138,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     timings: Timings | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    param: Text | None = None
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, TableEntries
 from pagewire.shared.engine.torch_threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
+from pagewire.shared.grammar.masks import MaskFiller
+from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.layer_groups import LayerGroups
@@ -101,7 +104,9 @@ def build_engine(
     )
     max_model_len = fit_context(settings, full_model_len, num_blocks)
     _log_pool(shape, num_blocks, device)
-    runner = _make_runner(model, ops, shape, num_blocks, settings, device, max_model_len)
+    runner = _make_runner(
+        model, ops, shape, num_blocks, settings, device, max_model_len, config.vocab_size
+    )
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
     fingerprint = model_fingerprint(path, config, settings.load_format)
@@ -110,6 +115,8 @@ def build_engine(
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
+    vocabulary = partial(load_vocabulary, path, config.vocab_size, config.eos_token_ids)
+    core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
 
 
@@ -248,10 +255,11 @@ def _make_runner(
     settings: EngineSettings,
     device: torch.device,
     max_model_len: int,
+    vocab_size: int,
 ) -> ModelRunner:
     max_blocks = -(-max_model_len // settings.block_size)
     state = DeviceState(settings.max_num_seqs, max_blocks, device)
-    return ModelRunner(model, ops, shape.allocate(num_blocks, device), state)
+    return ModelRunner(model, ops, shape.allocate(num_blocks, device), state, vocab_size)
 
 
 def _fitting_blocks(
@@ -273,7 +281,9 @@ def _fitting_blocks(
         return max(CPU_POOL_BYTES // shape.block_bytes, -(-max_model_len // shape.block_size))
     trial_blocks = -(-settings.max_num_batched_tokens // settings.block_size) + 1
     torch.cuda.reset_peak_memory_stats(device)
-    runner = _make_runner(model, ops, shape, trial_blocks, settings, device, max_model_len)
+    runner = _make_runner(
+        model, ops, shape, trial_blocks, settings, device, max_model_len, config.vocab_size
+    )
     _warm_up(runner, min(settings.max_num_batched_tokens, max_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
     del runner

@@ -19,43 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
 
-from pagewire.shared.engine.executor import Executor, PendingStep, StepHook
+from pagewire.shared.engine.constraints import Constraints
+from pagewire.shared.engine.executor import Executor, StepHook
+from pagewire.shared.engine.launched import EngineStats, Launched
 from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.engine.step import StepPlan, StepResult, StepScores
-from pagewire.shared.engine.step_output import StepOutput, StepOutputs, prompt_outputs, token_output
+from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs, scored_prompts, token_output
 from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start."""
-
-    steps: int = 0
-    prompt_tokens_computed: int = 0
-    tokens_generated: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step on the device.
-
-    Attributes:
-        lost: sequences that have lost their blocks since; what they computed is not kept.
-    """
-
-    schedule: Schedule
-    pending: PendingStep
-    lost: set[Sequence] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -74,8 +52,9 @@ class EngineCore:
     stats: EngineStats = field(default_factory=EngineStats)
     clock: Callable[[], float] = time.monotonic
     hooks_busy: bool = False
+    constraints: Constraints = field(default_factory=Constraints)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
-    _in_flight: deque[_Launched] = field(default_factory=deque)
+    _in_flight: deque[Launched] = field(default_factory=deque)
     _plain: tuple[list[str], list[int]] = ([], [])  # columns of the next outputs
     _others: list[StepOutput] = field(default_factory=list)
     _failed_steps: int = 0
@@ -95,9 +74,11 @@ class EngineCore:
         for name in named:
             if name in self._sequences or name in self.scheduler.awaiting_send:
                 raise InvalidRequestError(f"there is a request {name} already", "request_id")
+        self.constraints.check(sequence)
         self.scheduler.add(sequence, children)
         for each in named.values():
             each.arrival_s = self.clock()
+            self.constraints.open(each)
         self._sequences |= named
         self._has_news = True  # a hook may have brought them
 
@@ -125,8 +106,10 @@ class EngineCore:
 
     def is_due(self) -> bool:
         """Whether the device has done something that the next step waits for; cheap."""
-        if self._in_flight and self._in_flight[0].pending.is_done():
-            return True
+        if self._in_flight:
+            oldest = self._in_flight[0]
+            if self.constraints.is_due() if oldest.awaits_supply else oldest.pending.is_done():
+                return True
         return any(hook.is_due() for hook in self.hooks)
 
     def step(self, wait: bool = True) -> tuple[StepOutputs, bool]:
@@ -151,17 +134,20 @@ class EngineCore:
         """
         depth = 2 if self.overlap else 1
         num_before = len(self._in_flight)
-        schedule = self._schedule() if num_before < depth else Schedule()
+        may_launch = num_before < depth and not (num_before and self._in_flight[-1].awaits_supply)
+        schedule = self._schedule() if may_launch else Schedule()
         plan = self._launch(schedule, schedule.plan) if schedule.plan is not None else None
         self._present = schedule, plan
         has_rows = len(self._in_flight) > num_before
+        supplied = self._supply(wait)
         due = len(self._in_flight) == depth or (self._in_flight and not has_rows)
         finished = bool(due and (wait or self._in_flight[0].pending.is_done()))
         if finished:
             self._postprocess(self._in_flight.popleft())
+            supplied |= self._supply(wait)
         outputs = StepOutputs(*self._plain, self._others)
         self._plain, self._others = ([], []), []
-        return outputs, bool(schedule.plan or finished or outputs)
+        return outputs, bool(schedule.plan or finished or supplied or outputs)
 
     def run_hooks(self) -> bool:
         """Run the hooks, to be called after `advance`: outputs must not wait for them.
@@ -218,8 +204,35 @@ class EngineCore:
             return plan  # it has no result
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
-        self._in_flight.append(_Launched(schedule, pending))
+        self._in_flight.append(Launched(schedule, pending, plan.awaits_supply))
         return plan
+
+    def _supply(self, wait: bool) -> bool:
+        """Let the step that awaits masks sample, if all tokens before it are known.
+
+        Returns:
+            Whether it does now.
+        """
+        if len(self._in_flight) != 1 or not self._in_flight[0].awaits_supply:
+            return False
+        launched = self._in_flight[0]
+        masked = self.constraints.fill(launched, wait)
+        if masked is None:
+            return False
+        for sequence, problem in masked.failed:
+            self._fail(sequence, problem, "grammar")
+        launched.held.update(masked.held.values())
+        for sequence in launched.held:
+            self.scheduler.hold(sequence)
+        launched.awaits_supply = False
+        self.stats.rows_held += len(masked.held)
+        try:
+            self.executor.supply(Supply(launched.number, masked.masks, list(masked.held)))
+        except Exception as exc:
+            logger.exception("a step's sampling failed to launch, and with it its requests")
+            self._in_flight.pop()
+            self._fail_step(launched.schedule, exc)
+        return True
 
     def _contain(self, touched: list[Sequence]) -> None:
         """Fail what an error may have left half done.
@@ -231,7 +244,7 @@ class EngineCore:
             self._fail(sequence)
         self.scheduler.check_integrity()
 
-    def _postprocess(self, launched: _Launched) -> None:
+    def _postprocess(self, launched: Launched) -> None:
         schedule = launched.schedule
         try:
             result = launched.pending.wait()
@@ -240,27 +253,29 @@ class EngineCore:
             self._fail_step(schedule, exc)
             return
         self._failed_steps = 0
+        self.constraints.note_result()
         try:
-            self._accept(schedule, result, launched.lost)
+            self._accept(launched, result)
         except Exception:
             logger.exception("postprocessing failed, and with it the requests of this step")
             self._contain(schedule.sequences)
 
-    def _accept(self, schedule: Schedule, result: StepResult, lost: set[Sequence]) -> None:
+    def _accept(self, launched: Launched, result: StepResult) -> None:
         """Append a step's tokens to their sequences."""
+        schedule, lost = launched.schedule, launched.lost
         tokens, scores = result.tokens, result.scores
         if scores is not None:
-            self._deliver_prompts(schedule, scores)
+            self._others += scored_prompts(schedule, scores)
         for part in (*schedule.entries, *schedule.chunks):
             if part.sequence not in lost:
                 self.scheduler.register_blocks(part.sequence, part.start, part.end)
-                part.sequence.has_known_token = part.samples
+                part.sequence.has_known_token = part.samples and part.sequence not in launched.held
                 if part.samples and part.sequence.children:
                     self.scheduler.fork_children(part.sequence)
         self.stats.tokens_generated += len(tokens)
         rows = schedule.rows
         row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
-        special = self._special(schedule, row_tokens, lost)
+        special = launched.special(row_tokens)
         of_tokens = {} if scores is None else scores.tokens
         if of_tokens:
             sampled = schedule.sampled
@@ -277,33 +292,17 @@ class EngineCore:
         sampled_tokens = zip(schedule.sampled, tokens, strict=True) if special else ()
         for index, (sequence, token) in enumerate(sampled_tokens):
             if sequence in special:
-                self._accept_one(sequence, token, lost, of_tokens.get(index))
+                self._accept_one(sequence, token, launched, of_tokens.get(index))
         self._plain = request_ids, plain_tokens
 
-    def _deliver_prompts(self, schedule: Schedule, scores: StepScores) -> None:
-        for index, scored in scores.prompts.items():
-            chunk = schedule.chunks[index]
-            for sequence in (chunk.sequence, *chunk.sequence.children):
-                if not sequence.is_finished:
-                    self._others += prompt_outputs(sequence, chunk.start + 1, scored)
-
-    def _special(
-        self, schedule: Schedule, row_tokens: list[int], lost: set[Sequence]
-    ) -> set[Sequence]:
-        """Return those whose token may be the first or the last, or is of a life that is over."""
-        parts = (*schedule.entries, *schedule.chunks)
-        special = {*lost, *schedule.last, *(part.sequence for part in parts)}
-        rows = schedule.rows
-        if not rows.stop_token_ids.isdisjoint(row_tokens):
-            pairs = zip(rows.sequences, row_tokens, strict=True)
-            special.update(s for s, token in pairs if token in s.stop_token_ids)
-        return special
-
     def _accept_one(
-        self, sequence: Sequence, token: int, lost: set[Sequence], logprobs: Logprobs | None
+        self, sequence: Sequence, token: int, launched: Launched, logprobs: Logprobs | None
     ) -> None:
         """Take a token that may be the first or the last, of a life that is over, or has more."""
-        if sequence in lost:
+        if sequence in launched.held:
+            self.stats.tokens_generated -= 1  # what the device says it sampled means nothing
+            return
+        if sequence in launched.lost:
             sequence.num_late_tokens -= 1
             if sequence.is_finished or sequence.prefill_only:
                 # What a prefill job is for is its blocks: without them it runs again.
@@ -371,6 +370,7 @@ class EngineCore:
         if not sequence.is_finished:  # otherwise an error came in the middle of this
             self.scheduler.finish(sequence, status)
         del self._sequences[sequence.request_id]
+        self.constraints.close(sequence)
         for launched in self._in_flight:
             launched.lost.add(sequence)
 
@@ -389,12 +389,11 @@ class EngineCore:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
 
-    def _fail(self, sequence: Sequence) -> None:
+    def _fail(
+        self, sequence: Sequence, error: str = "the model step failed", param: str | None = None
+    ) -> None:
         """End a sequence with an error, unless it has ended."""
-        if self._sequences.get(sequence.request_id) is sequence:
+        name = sequence.request_id
+        if self._sequences.get(name) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._others.append(
-                StepOutput(
-                    sequence.request_id, [], finish_reason="error", error="the model step failed"
-                )
-            )
+            self._others.append(StepOutput(name, [], "error", error=error, param=param))

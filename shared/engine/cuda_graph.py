@@ -3,6 +3,10 @@
 A graph takes all that changes from step to step from device memory, so that a replay needs one
 small copy. Where a decode step is short, and for prompts of up to some hundred tokens, launching
 the kernels one by one would take the host longer than running them takes the device.
+
+A step is two graphs. The forward leaves logits in memory that nothing else of the step writes;
+sampling takes them from there, now or once a supply has come, in one of two variants
+(sampling_stage.py).
 """
 
 from __future__ import annotations
@@ -11,17 +15,18 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
+from pagewire.shared.engine.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
 from pagewire.shared.engine.step import PrefillChunk
 
 # Tokens of a captured prefill step, by chunks: above it the device is the slower one. A worker that
 # prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice as long.
-LARGEST_PREFILL = {1: 1024, 8: 512}
+LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
 # Next to decode rows, which are a graph of their own: above it, to read the weights twice takes
 # the device longer than to launch one step for all takes the host.
 LARGEST_WITH_DECODES = 256
@@ -30,22 +35,6 @@ ResultT = TypeVar("ResultT")
 
 # An event in the work that has been launched on a device; None where work runs at once.
 DeviceEvent = torch.cuda.Event | None
-
-
-class Sampled(NamedTuple):
-    """What a step sampled; a graph's own are overwritten by its next replay.
-
-    Attributes:
-        tokens: [B] int64.
-        logits: [B, vocab], from which they were drawn; overwritten by any graph's next replay.
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-
-    def first(self, count: int) -> Sampled:
-        """Return the first rows."""
-        return Sampled(self.tokens[:count], self.logits[:count])
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -97,9 +86,51 @@ class GraphPool:
         return graph, result
 
 
+Sample = Callable[..., Sampled]  # `SamplingStage.sample`
+
+
+@dataclass(slots=True)
+class StepGraphs:
+    """The graphs of one captured step.
+
+    Attributes:
+        forwarded: what sampling reads, alive, so that no later graph has its memory.
+        sampling: shaped or not -> its graph, and what that leaves.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    forwarded: Forwarded
+    sampling: dict[bool, tuple[torch.cuda.CUDAGraph, Sampled]]
+
+    @classmethod
+    def capture(
+        cls, pool: GraphPool, forward: Callable[[], Forwarded], sample: Sample, first_row: int
+    ) -> StepGraphs:
+        """Capture a forward, and both variants of sampling after it.
+
+        Args:
+            pool: memory of the graphs.
+            forward: leaves its logits in static rows.
+            sample: see `SamplingStage.sample`.
+            first_row: the first of the static rows.
+        """
+        graph, forwarded = pool.capture(forward)
+        sampling = {
+            shaped: pool.capture(partial(sample, forwarded, shaped=shaped, first_row=first_row))
+            for shaped in (False, True)
+        }
+        return cls(graph, forwarded, sampling)
+
+    def replay_sampling(self, count: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward; returns the first `count`."""
+        graph, sampled = self.sampling[shaped]
+        graph.replay()
+        return sampled.first(count)
+
+
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Decode steps, one graph a batch size.
+    """Decode steps, by batch size.
 
     A batch between two captured sizes is padded with the device slot that belongs to nobody.
 
@@ -111,27 +142,26 @@ class DecodeGraphs:
     sizes: list[int]
     slots: torch.Tensor
     padding_slot: int
-    _graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    _sampled: dict[int, Sampled] = field(default_factory=dict)
+    _graphs: dict[int, StepGraphs] = field(default_factory=dict)
     _current: list[int] = field(default_factory=list)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[torch.Tensor], Sampled],
+        forward: Callable[[torch.Tensor], Forwarded],
+        sample: Sample,
         sizes: list[int],
         padding_slot: int,
         device: torch.device,
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> DecodeGraphs:
-        """Capture `step` at each size, largest first so that memory is shared."""
+        """Capture a step at each size, largest first so that memory is shared."""
         slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
         graphs = cls(sorted(sizes), slots, padding_slot)
         for size in reversed(graphs.sizes):
-            view = slots[:size]
-            graph, sampled = pool.capture(partial(step, view))
-            graphs._graphs[size], graphs._sampled[size] = graph, sampled
+            step = partial(forward, slots[:size])
+            graphs._graphs[size] = StepGraphs.capture(pool, step, sample, 0)
             progress(f"decode of {size}")
         graphs._current = [padding_slot] * max(sizes)
         return graphs
@@ -140,21 +170,27 @@ class DecodeGraphs:
         """Whether a batch of this size can be replayed."""
         return num_rows <= self.sizes[-1]
 
-    def replay(self, slots: list[int]) -> Sampled:
-        """Run a decode step of these device slots."""
-        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
+    def forward(self, slots: list[int]) -> None:
+        """Run the forward of a decode step of these device slots."""
+        size = self._size_of(len(slots))
         padded = slots + [self.padding_slot] * (size - len(slots))
         if padded != self._current[:size]:
             host = torch.tensor(padded, dtype=torch.int64).pin_memory()
             self.slots[:size].copy_(host, non_blocking=True)
             self._current[:size] = padded
-        self._graphs[size].replay()
-        return self._sampled[size].first(len(slots))
+        self._graphs[size].forward.replay()
+
+    def sample(self, num_rows: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward, as many as it had."""
+        return self._graphs[self._size_of(num_rows)].replay_sampling(num_rows, shaped)
+
+    def _size_of(self, num_rows: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
 
 
 @dataclass(slots=True)
 class PrefillGraphs:
-    """Small prefill steps, one graph a shape.
+    """Small prefill steps, by shape.
 
     Attributes:
         shapes: captured, by number of chunks, then tokens.
@@ -164,14 +200,15 @@ class PrefillGraphs:
     block_size: int
     padding_slot: int
     _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
-    _graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    _sampled: dict[PrefillShape, Sampled] = field(default_factory=dict)
+    _graphs: dict[PrefillShape, StepGraphs] = field(default_factory=dict)
     _events: dict[PrefillShape, list[DeviceEvent]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
-        step: Callable[[PrefillInputs, list[DeviceEvent]], Sampled],
+        forward: Callable[[PrefillInputs, list[DeviceEvent]], Forwarded],
+        sample: Sample,
+        first_row: int,
         shapes: list[PrefillShape],
         block_size: int,
         padding_slot: int,
@@ -179,17 +216,17 @@ class PrefillGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
-        """Capture `step(inputs, events)` at each shape.
+        """Capture `forward(inputs, events)`, and sampling after it, at each shape.
 
-        A step fills `events` with events that each replay records again.
+        A forward fills `events` with events that each replay records again.
         """
         graphs = cls(shapes, block_size, padding_slot)
         for shape in reversed(shapes):
             inputs = graphs._padded([], shape, np.zeros((0, 0), np.int64)).to(device)
             events: list[DeviceEvent] = []
-            graph, sampled = pool.capture(partial(step, inputs, events))
+            step = partial(forward, inputs, events)
+            graphs._graphs[shape] = StepGraphs.capture(pool, step, sample, first_row)
             graphs._inputs[shape], graphs._events[shape] = inputs, events
-            graphs._graphs[shape], graphs._sampled[shape] = graph, sampled
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
         return graphs
 
@@ -209,14 +246,15 @@ class PrefillGraphs:
         """Return the events that a replay records."""
         return self._events[shape]
 
-    def replay(
-        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
-    ) -> Sampled:
-        """Run a prefill step; the rows are the chunks that sample, perhaps none."""
+    def forward(self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables) -> None:
+        """Run the forward of a prefill step."""
         host = self._padded(chunks, shape, tables).buffer.pin_memory()
         self._inputs[shape].buffer.copy_(host, non_blocking=True)
-        self._graphs[shape].replay()
-        return self._sampled[shape].first(sum(chunk.samples for chunk in chunks))
+        self._graphs[shape].forward.replay()
+
+    def sample(self, shape: PrefillShape, num_rows: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward: the chunks that sample, perhaps none."""
+        return self._graphs[shape].replay_sampling(num_rows, shaped)
 
     def _padded(
         self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables

@@ -24,6 +24,7 @@ class DecodeRows:
 
     Attributes:
         stop_token_ids: of all rows together.
+        constrained: the rows that follow a grammar, with their index.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -31,6 +32,7 @@ class DecodeRows:
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     stop_token_ids: frozenset[int] = frozenset()
+    constrained: list[tuple[int, Sequence]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -77,6 +79,7 @@ class DecodeBatch:
                 [sequence.request_id for sequence in sequences],
                 [sequence.token_ids for sequence in sequences],
                 frozenset().union(*self._stops),
+                [row for row in enumerate(sequences) if row[1].spec.grammar is not None],
             )
         return self._rows
 

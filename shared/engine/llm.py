@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
+
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.llm_progress import GenerationProgress
@@ -16,10 +18,12 @@ from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
+from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
+from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.detokenizer import make_detokenizer
@@ -138,6 +142,8 @@ class LLM:
             room = max(1, self.engine.max_model_len - len(prompt.token_ids))
             length = self._defaults.answer_length(room, default_tokens)
             spec = asked.resolve(self._defaults, length)
+            if asked.structured_outputs is not None:
+                spec = self._constrained(spec, asked.structured_outputs)
             output = RequestOutput(prompt.text, prompt.token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
@@ -148,6 +154,12 @@ class LLM:
         with self._running:
             self._run(answers, use_tqdm)
         return outputs
+
+    def _constrained(self, spec: RequestSpec, asked: StructuredOutputs) -> RequestSpec:
+        text = grammar_text(asked)
+        if text is not None:
+            self.engine.core.constraints.check_text(text, "structured_outputs")
+        return msgspec.structs.replace(spec, grammar=text)
 
     def _run(self, answers: dict[str, _Answer], use_tqdm: bool) -> None:
         """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""

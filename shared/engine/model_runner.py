@@ -6,11 +6,11 @@ that the host prepares the next step while the device runs this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from pagewire.kernels import Ops
@@ -20,14 +20,14 @@ from pagewire.shared.engine.cuda_graph import (
     DeviceEvent,
     GraphPool,
     PrefillGraphs,
-    Sampled,
     batch_buckets,
     prefill_shapes,
 )
 from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.pending import PendingSupply, PendingTokens
+from pagewire.shared.engine.pending import LaunchedRows, PendingSupply, PendingTokens
 from pagewire.shared.engine.plan_events import PlanEvents
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
+from pagewire.shared.engine.sampling_stage import Forwarded, SamplingStage
 from pagewire.shared.engine.scoring import Scoring
 from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
@@ -54,8 +54,10 @@ class ModelRunner:
 
     Attributes:
         kv_pool: [NB, L, 2, KH, BS, D].
+        vocab_size: logits of a row.
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
+        sampling: draws tokens from logits.
         scoring: computes log probabilities where a device slot asks for them.
     """
 
@@ -63,11 +65,13 @@ class ModelRunner:
     ops: Ops
     kv_pool: torch.Tensor
     state: DeviceState
+    vocab_size: int
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
+    sampling: SamplingStage = field(init=False)
     scoring: Scoring = field(init=False)
-    _logits: torch.Tensor | None = None  # [S, vocab], of all graphs, of which one runs at a time
+    _logits: torch.Tensor | None = None  # [static rows, vocab], of all graphs
     _events: PlanEvents = field(default_factory=PlanEvents)
     _group_events: list[DeviceEvent] = field(default_factory=list)  # of the present plan
     _records_groups: bool = False  # the present plan does
@@ -75,6 +79,7 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
+        self.sampling = SamplingStage(self.ops, self.state, self.vocab_size)
         self.scoring = Scoring(self.ops, self.state.upload)
 
     @property
@@ -99,6 +104,7 @@ class ModelRunner:
         self._group_events = []
         self._records_groups = any(isinstance(work, Export) for work in plan.kv)
         self.state.apply(plan)
+        self.sampling.apply(plan)
         self.scoring.apply(plan)
         pending = self._launch(plan)
         if self._records_groups:
@@ -117,19 +123,10 @@ class ModelRunner:
         pending, self._awaiting = self._awaiting, None
         if pending is None or pending.number != supply.number:
             raise IntegrityError(f"step {supply.number} does not wait for a supply")
-        logits = self.model.compute_logits(pending.hidden)
-        raw = logits.clone() if supply.masks and self.scoring.of_tokens else logits
-        for row, mask in supply.masks.items():
-            logits[row] = logits[row].masked_fill(~self._allowed(mask, logits), -torch.inf)
-        tokens = self._sample(logits, pending.slots, pending.positions).tokens
-        self._score(Sampled(tokens, raw), pending.host_slots)
-        pending.tokens = PendingTokens(pending.number, tokens, self.scoring.take())
-
-    def _allowed(self, mask: bytes, logits: torch.Tensor) -> torch.Tensor:
-        """Return which tokens a mask allows, [vocab] bool."""
-        packed = np.frombuffer(mask, np.uint8)
-        bits = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
-        return torch.from_numpy(bits.astype(bool)).to(logits.device)
+        static = [part.first_row + row for part in pending.parts for row in range(len(part.slots))]
+        masks = {static[row]: mask for row, mask in supply.masks.items()}
+        self.sampling.set_masks(masks, [static[row] for row in supply.held])
+        pending.tokens = self._sample(pending.number, pending.parts)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])
@@ -139,67 +136,58 @@ class ModelRunner:
         slots, chunks = plan.decodes, plan.chunks
         if not plan.has_rows:
             return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
+        parts = self._replay(slots, chunks)
+        if parts is None:
+            parts = [self._run(slots, chunks)]
         if plan.awaits_supply:
-            sampling = [*slots, *(chunk.slot for chunk in chunks if chunk.samples)]
-            pending = PendingSupply(plan.number, *self._forward(slots, chunks), sampling)
-            self._awaiting = pending
-            return pending
-        tokens = self._replay(slots, chunks)
-        if tokens is None and not chunks:
-            sampled = self.decode(self.state.upload([slots])[0])
-            tokens = self._score(sampled, slots)
-        if tokens is None:
-            tokens = self._run_mixed(slots, chunks)
-        return PendingTokens(plan.number, tokens, self.scoring.take())
+            self._awaiting = PendingSupply(plan.number, parts)
+            return self._awaiting
+        return self._sample(plan.number, parts)
 
-    def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> torch.Tensor | None:
-        """Run a step by CUDA graphs, or return None if there are none for all of it.
+    def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> list[LaunchedRows] | None:
+        """Run a step's forward by CUDA graphs, or return None if there are none for all of it.
 
-        Decode rows and small chunks take two graphs: to read the weights twice is quicker than
-        to launch every kernel. The decode's tokens must survive the prefill's replay, and they do,
-        being alive when the prefill graphs were captured in the same memory.
+        Decode rows and small chunks take a graph each: to read the weights twice is quicker than
+        to launch every kernel. What the decode's graphs leave must survive the prefill's replay,
+        and it does, being alive when those were captured in the same memory.
         """
-        tokens = []
-        shape = None
-        if slots and (self.decode_graphs is None or not self.decode_graphs.fits(len(slots))):
+        decodes, prefills, shape = self.decode_graphs, self.prefill_graphs, None
+        if slots and (decodes is None or not decodes.fits(len(slots))):
             return None
         if chunks:
-            if self.prefill_graphs is not None:
-                shape = self.prefill_graphs.shape_of(chunks, with_decodes=bool(slots))
+            if prefills is not None:
+                shape = prefills.shape_of(chunks, with_decodes=bool(slots))
             if shape is None:
                 return None
-        if slots and self.decode_graphs is not None:
-            # Now: the prefill's logits come into the same memory.
-            tokens.append(self._score(self.decode_graphs.replay(slots), slots))
-        if shape is not None and self.prefill_graphs is not None:
-            sampled = self.prefill_graphs.replay(chunks, shape, self.state.host_tables)
-            tokens.append(self._score(sampled, [], chunks, first=len(slots)))
+        parts = []
+        if slots and decodes is not None:
+            decodes.forward(slots)
+            parts.append(LaunchedRows(slots, 0, partial(decodes.sample, len(slots))))
+        if shape is not None and prefills is not None:
+            prefills.forward(chunks, shape, self.state.host_tables)
+            rows = _sampling_slots(chunks)
+            sample = partial(prefills.sample, shape, len(rows))
+            parts.append(LaunchedRows(rows, self.sampling.first_prefill_row, sample))
             if self._records_groups:
-                self._group_events = self.prefill_graphs.events_of(shape)
-        return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+                self._group_events = prefills.events_of(shape)
+        return parts
 
-    def _score(
-        self,
-        sampled: Sampled,
-        slots: list[int],
-        chunks: Iterable[PrefillChunk] = (),
-        first: int = 0,
-    ) -> torch.Tensor:
-        """Launch the tokens' log probabilities if a device slot asks for them; return the tokens.
+    def _sample(self, number: int, parts: list[LaunchedRows]) -> PendingTokens:
+        """Launch a step's sampling, and log probabilities if a device slot asks for them."""
+        shaped = any(self.sampling.is_shaped(part.slots) for part in parts)
+        tokens: list[torch.Tensor] = []
+        first = 0
+        for part in parts:
+            sampled = part.sample(shaped)
+            tokens.append(sampled.tokens)
+            if self.scoring.of_tokens:
+                self.scoring.score_tokens(sampled.logits, sampled.tokens, part.slots, first)
+            first += len(part.slots)
+        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        return PendingTokens(number, joined, self.scoring.take())
 
-        Args:
-            sampled: of the decode rows and of the chunks that sample.
-            slots: device slots of the decode rows.
-            chunks: likewise; some may not sample.
-            first: index in the step's tokens of the first row.
-        """
-        if self.scoring.of_tokens:
-            rows = [*slots, *(chunk.slot for chunk in chunks if chunk.samples)]
-            self.scoring.score_tokens(sampled.logits, sampled.tokens, rows, first)
-        return sampled.tokens
-
-    def decode(self, slots: torch.Tensor) -> Sampled:
-        """Run one decode step of these device slots, [B] int64.
+    def decode(self, slots: torch.Tensor) -> Forwarded:
+        """Run the forward of a decode step of these device slots, [B] int64.
 
         Everything is read from and written to the device, so that this can be captured.
         """
@@ -208,21 +196,18 @@ class ModelRunner:
         # The padding device slot stays at position 0: it runs in more steps than a sequence.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
-        return self._sample(self._compute_logits(hidden), slots, positions)
+        return Forwarded(self._compute_logits(hidden, 0), slots, positions)
 
-    def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Sampled:
-        """Run a step of prefill chunks alone; those sample that are to.
-
-        Everything is read from and written to the device, so that this can be captured.
-        """
+    def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
+        """Run the forward of a step of prefill chunks alone, likewise."""
         forward = inputs.forward_batch(self.state.block_tables)
         hidden = self.model.forward(forward, self.kv_pool, on_layer_end)
-        logits = self._compute_logits(hidden[inputs.rows])
-        return self._sample(logits, inputs.sample_slots, inputs.sample_positions)
+        logits = self._compute_logits(hidden[inputs.rows], self.sampling.first_prefill_row)
+        return Forwarded(logits, inputs.sample_slots, inputs.sample_positions)
 
-    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor, first_row: int) -> torch.Tensor:
         """Return logits that stay where they are when a graph that has computed them ends."""
-        out = None if self._logits is None else self._logits[: len(hidden)]
+        out = None if self._logits is None else self._logits[first_row : first_row + len(hidden)]
         return self.model.compute_logits(hidden, out)
 
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
@@ -245,14 +230,17 @@ class ModelRunner:
             max_query_len=0,
         )
 
-    def _run_mixed(self, slots: list[int], chunks: list[PrefillChunk]) -> torch.Tensor:
-        """Run decode rows, if any, and prefill chunks in one pass; returns the tokens."""
+    def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
+        """Launch the forward of decode rows, if any, and of prefill chunks, if any, in one pass."""
         hidden, sample_slots, positions = self._forward(slots, chunks)
-        if not len(hidden):
-            # On the device all the same: a step is waited for by its tokens.
-            return sample_slots
-        sampled = self._sample(self.model.compute_logits(hidden), sample_slots, positions)
-        return self._score(sampled, slots, chunks)
+        logits = self.model.compute_logits(hidden) if len(hidden) else hidden
+        rows = Forwarded(logits, sample_slots, positions)
+        sampling = self.sampling
+        return LaunchedRows(
+            [*slots, *_sampling_slots(chunks)],
+            0,
+            lambda shaped: sampling.sample(rows, shaped=shaped),
+        )
 
     def _forward(
         self, slots: list[int], chunks: list[PrefillChunk]
@@ -291,16 +279,6 @@ class ModelRunner:
                 self.scoring.score_prompt(index, chunk, own, self.model.compute_logits)
             start += chunk.length
 
-    def _sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> Sampled:
-        """Draw a token a row of `logits` [B, vocab] and leave it in its device slot."""
-        state = self.state
-        tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
-        state.last_token.index_copy_(0, slots, tokens)
-        state.position.index_copy_(0, slots, positions)
-        return Sampled(tokens, logits)
-
     def _event_recorder(self, events: list[DeviceEvent], *, in_graph: bool = False) -> OnLayerEnd:
         """Return a callback that appends an event at the end of each layer group of a step."""
         layers_per_group = self.kv_pool.shape[1] // self.mover.groups.count
@@ -311,7 +289,7 @@ class ModelRunner:
 
         return record_group_end
 
-    def _captured_prefill(self, inputs: PrefillInputs, events: list[DeviceEvent]) -> Sampled:
+    def _captured_prefill(self, inputs: PrefillInputs, events: list[DeviceEvent]) -> Forwarded:
         return self.prefill(inputs, self._event_recorder(events, in_graph=True))
 
     def has_group_events(self, plan: int) -> bool:
@@ -338,18 +316,23 @@ class ModelRunner:
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""
-        state = self.state
+        state, sampling = self.state, self.sampling
         with torch.inference_mode():
             every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
-            self._logits = self.decode(every).logits
+            rows = self.decode(every)
+            for shaped in (False, True):  # so that what launches allocate once exists
+                sampling.sample(rows, shaped=shaped)
+            self._logits = rows.logits.new_empty((sampling.num_rows, rows.logits.shape[1]))
         pool = GraphPool(state.device)
         sizes = batch_buckets(state.num_slots)
         self.decode_graphs = DecodeGraphs.capture(
-            self.decode, sizes, state.padding_slot, state.device, pool, progress
+            self.decode, sampling.sample, sizes, state.padding_slot, state.device, pool, progress
         )
         shapes = prefill_shapes(max_tokens, state.num_slots)
         self.prefill_graphs = PrefillGraphs.capture(
             self._captured_prefill,
+            sampling.sample,
+            sampling.first_prefill_row,
             shapes,
             self.block_size,
             state.padding_slot,
@@ -357,6 +340,10 @@ class ModelRunner:
             pool,
             progress,
         )
+
+
+def _sampling_slots(chunks: list[PrefillChunk]) -> list[int]:
+    return [chunk.slot for chunk in chunks if chunk.samples]
 
 
 def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:

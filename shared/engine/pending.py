@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from pagewire.shared.engine.sampling_stage import Sampled
 from pagewire.shared.engine.scoring import DeviceScores
 from pagewire.shared.engine.step import StepResult, StepScores
 from pagewire.shared.errors import IntegrityError
@@ -18,6 +19,21 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRows:
+    """Rows whose forward has been launched, and whose sampling has not.
+
+    Attributes:
+        slots: device slots of the rows.
+        first_row: static row of the first; see sampling_stage.py.
+        sample: launches their sampling, shaped or not.
+    """
+
+    slots: list[int]
+    first_row: int
+    sample: Callable[[bool], Sampled]
 
 
 class PendingTokens:
@@ -57,17 +73,12 @@ class PendingSupply:
     """A step whose forward has been launched, and whose sampling waits for its supply.
 
     Attributes:
-        hidden: [N, hidden] of the rows that sample.
-        positions, slots: [N] int64; the tokens go to these device slots.
-        host_slots: the same on the host.
+        parts: rows that are sampled together, in the order of the step's tokens.
         tokens: once they are sampled.
     """
 
     number: int
-    hidden: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    host_slots: list[int]
+    parts: list[LaunchedRows]
     tokens: PendingTokens | None = None
 
     def is_done(self) -> bool:

@@ -101,6 +101,14 @@ class Schedule:
         """The sequences that get a token, in the order of the step's result."""
         return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a row that samples follows a grammar."""
+        chunks = self.chunks
+        return bool(self.rows.constrained) or any(
+            chunk.samples and chunk.sequence.spec.grammar is not None for chunk in chunks
+        )
+
     def drop_preempted(self) -> None:
         """Take out what was chosen for sequences that were preempted afterwards."""
         gone = set(self.preempted)
@@ -189,6 +197,7 @@ class PlanDraft:
             copies=[(source, target) for target, source in self.copies.items()],
             inputs=self.inputs,
             kv=self.kv,
+            awaits_supply=decision.has_grammar,
         )
 
 

@@ -52,6 +52,15 @@ class Scheduler(SequenceTable):
         if decision.plan is not None:
             self._draft.take_back(decision.plan)
 
+    def hold(self, sequence: Sequence) -> None:
+        """Note that a launched step samples nothing for a sequence, so that its input runs again.
+
+        To be called before another step is decided.
+        """
+        sequence.num_computed_tokens -= 1
+        self._decoding.leave(sequence)
+        sequence.decodes_from_device = False
+
     def _decide(self, decision: Schedule) -> None:
         attended = self._attend_rows(decision)
         prefilling = self._enter_rows(decision)

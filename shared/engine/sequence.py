@@ -48,6 +48,8 @@ class Sequence:
         run_until: position of its last token, unless a stop token ends it earlier.
         has_known_token: the host knows a token that was sampled in this life.
         children: wait, not in the queue, until its prompt is computed, and fork from it then.
+        output_start: position of the answer's first token, which a prefill job may have among
+            those that it computes.
     """
 
     request_id: str
@@ -72,8 +74,13 @@ class Sequence:
     has_known_token: bool = False
     first_scheduled_s: float | None = None
     children: tuple[Sequence, ...] = ()
+    output_start: int = -1
     _computed: int = 0  # less the steps that it follows
     _steps: StepCount | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_start < 0:
+            self.output_start = self.num_prompt_tokens
 
     @property
     def num_computed_tokens(self) -> int:

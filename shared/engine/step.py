@@ -217,7 +217,10 @@ class Supply(msgspec.Struct, frozen=True, tag=True):
         number: of the plan.
         masks: index in `StepResult.tokens` -> the tokens that are allowed there, a bit each, the
             lowest first, in ceil(vocabulary / 8) bytes. A row without a mask may have any.
+        held: rows, by the same index, that sample nothing: what `StepResult` has for them means
+            nothing, and their device slots get their input again with a later plan.
     """
 
     number: int
     masks: dict[int, bytes] = {}
+    held: list[int] = []

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewire.shared.control.protocol import FinishReason
+from pagewire.shared.engine.schedule import Schedule
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.step import StepScores
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 
 
@@ -20,6 +22,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
         queue_s, prefill_s: time waited and computed until the first token; likewise.
         logprobs: of the tokens, if the sequence asks for them.
         prompt_logprobs: of a part of the prompt, in an output of their own.
+        param: the request's field that the error is due to, if it is its sender's.
     """
 
     request_id: str
@@ -31,6 +34,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    param: str | None = None
 
 
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):
@@ -89,6 +93,18 @@ def token_output(
         prefill_s=now_s - started,
         logprobs=logprobs,
     )
+
+
+def scored_prompts(schedule: Schedule, scores: StepScores) -> list[StepOutput]:
+    """Return the log probabilities of prompts that a step gave, as `prompt_outputs` does."""
+    return [
+        output
+        for index, scored in scores.prompts.items()
+        for chunk in (schedule.chunks[index],)
+        for sequence in (chunk.sequence, *chunk.sequence.children)
+        if not sequence.is_finished
+        for output in prompt_outputs(sequence, chunk.start + 1, scored)
+    ]
 
 
 def prompt_outputs(sequence: Sequence, start: int, scored: Logprobs) -> list[StepOutput]:

@@ -19,6 +19,7 @@ from pagewire.tests.support.float32_reference import (
     random_prompts,
     write_random_llama,
 )
+from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -93,6 +94,14 @@ def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
     together = [output.token_ids for output in llm.generate(prompts, sampling)]
     alone = [llm.generate([prompt], sampling)[0].token_ids for prompt in prompts]
     assert together == alone
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "launched"])
+def test_supplied_steps_give_the_cpus_tokens(options: dict[str, bool]) -> None:
+    truth = run_supplied_steps(LLM("demo", device="cpu", dtype="float32").engine.runner)
+    assert [truth[1][row] for row in ALLOWED] == list(ALLOWED.values())
+    llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
+    assert run_supplied_steps(llm.engine.runner) == truth
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "launched"])

@@ -11,14 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, Sampled, prefill_shapes
+from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.outputs import RequestOutput
 from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillShape
+from pagewire.shared.engine.sampling_stage import Forwarded, Sampled
 from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.executor_pipe import PipeExecutor
+from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 from pagewire.tools.demo_model.prompts import standard_prompts
 
 MAX_TOKENS = 64
@@ -179,37 +181,58 @@ class PaddedSteps(DecodeGraphs):
     """Runs decode steps padded as CUDA graphs are, without CUDA."""
 
     runner: ModelRunner
+    rows: Forwarded
 
-    def replay(self, slots: list[int]) -> Sampled:
+    def forward(self, slots: list[int]) -> None:
         size = next(size for size in self.sizes if size >= len(slots))
         padded = slots + [self.padding_slot] * (size - len(slots))
-        return self.runner.decode(torch.tensor(padded)).first(len(slots))
+        self.rows = self.runner.decode(torch.tensor(padded))
+
+    def sample(self, num_rows: int, shaped: bool) -> Sampled:
+        return self.runner.sampling.sample(self.rows, shaped=shaped).first(num_rows)
 
 
 class PaddedPrefills(PrefillGraphs):
     """Likewise prefill steps."""
 
     runner: ModelRunner
+    rows: Forwarded
 
-    def replay(
-        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
-    ) -> Sampled:
-        sampled = self.runner.prefill(self._padded(chunks, shape, tables))
-        assert sampled.tokens.shape == (shape.num_chunks,)
-        return sampled.first(sum(chunk.samples for chunk in chunks))
+    def forward(self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables) -> None:
+        self.rows = self.runner.prefill(self._padded(chunks, shape, tables))
+        assert self.rows.slots.shape == (shape.num_chunks,)
+
+    def sample(self, shape: PrefillShape, num_rows: int, shaped: bool) -> Sampled:
+        sampling = self.runner.sampling
+        first = sampling.first_prefill_row
+        return sampling.sample(self.rows, shaped=shaped, first_row=first).first(num_rows)
+
+
+def run_padded(runner: ModelRunner) -> None:
+    """Let a runner's steps run as if they were captured."""
+    padding_slot = runner.state.padding_slot
+    decodes = PaddedSteps([2, 8, 48], torch.empty(0), padding_slot)
+    prefills = PaddedPrefills(prefill_shapes(2048, 8), runner.block_size, padding_slot)
+    decodes.runner = prefills.runner = runner
+    runner.decode_graphs, runner.prefill_graphs = decodes, prefills
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 64])
 def test_padded_steps_give_the_same_tokens(truth: Truth, max_num_batched_tokens: int) -> None:
     llm = make_llm(overlap=True, max_num_batched_tokens=max_num_batched_tokens)
     runner = llm.engine.runner
-    padding_slot = runner.state.padding_slot
-    decodes = PaddedSteps([2, 8, 48], torch.empty(0), padding_slot)
-    prefills = PaddedPrefills(prefill_shapes(2048, 8), runner.block_size, padding_slot)
-    decodes.runner = prefills.runner = runner
-    runner.decode_graphs, runner.prefill_graphs = decodes, prefills
+    run_padded(runner)
     assert_equal(tokens_of(llm.generate(truth.prompts, GREEDY)), truth.tokens)
-    assert runner.state.position[padding_slot] == 0
+    assert runner.state.position[runner.state.padding_slot] == 0
+
+
+def test_padded_steps_take_their_masks_when_they_are_supplied() -> None:
+    launched = run_supplied_steps(make_llm(max_num_seqs=8).engine.runner)
+    assert [launched[1][row] for row in ALLOWED] == list(ALLOWED.values())
+    assert launched[1][1] not in ALLOWED.values()
+    padded = make_llm(max_num_seqs=8).engine.runner
+    run_padded(padded)
+    assert run_supplied_steps(padded) == launched
 
 
 def test_padding_rows_never_run_out_of_positions() -> None:
@@ -217,7 +240,8 @@ def test_padding_rows_never_run_out_of_positions() -> None:
     runner = llm.engine.runner
     with torch.inference_mode():
         for _ in range(40):
-            runner.decode(torch.full((3,), runner.state.padding_slot))
+            rows = runner.decode(torch.full((3,), runner.state.padding_slot))
+            runner.sampling.sample(rows, shaped=False)
     assert runner.state.position[runner.state.padding_slot] == 0
 
 

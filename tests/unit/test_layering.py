@@ -34,6 +34,7 @@ PACKAGES = (
     "shared.index",
     "shared.text",
     "shared.tools",
+    "shared.grammar",
     "shared.engine",
     "shared.kv.carriers",
     "shared.kv.endpoint",

@@ -103,7 +103,8 @@ def test_a_list_of_token_ids_is_bounded_by_the_context():
         (
             chat,
             {"messages": [MESSAGE, {"role": "function", "content": "x"}]},
-            "messages[1].role must be one of assistant, developer, system, tool, user, not 'function'",
+            "messages[1].role must be one of assistant, developer, system, tool, user, "
+            "not 'function'",
         ),
         (
             chat,

@@ -26,6 +26,7 @@ from pagewire.services.router.http.responses import (
 )
 from pagewire.services.router.service import RouterService
 from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)
@@ -100,6 +101,7 @@ async def _generate(
     async with received_body(request, service.bodies) as raw:
         with service.admit():
             asked = await _read(request, kind, raw)
+            asked = await _check_grammar(request, asked)
     if asked.unknown_fields:
         service.metrics.unknown_fields.inc(asked.unknown_fields)
     form = make_format(service.model, asked)
@@ -129,6 +131,22 @@ async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> Gen
     if len(raw) <= INLINE_BODY_BYTES:
         return await reader.read_here(kind, raw, max_model_len)
     return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
+
+
+async def _check_grammar(request: Request, asked: GenerationInput) -> GenerationInput:
+    """Return the request with the first of its grammars that is not refused."""
+    others = list(asked.other_grammars)
+    while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
+        checker = _service(request).grammar_checker
+        try:
+            await cancel_on_disconnect(request, checker.check(text, asked.form_field))
+        except InvalidRequestError:
+            if not others:
+                raise
+            asked = asked.with_grammar(others.pop(0))
+        else:
+            break
+    return asked
 
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

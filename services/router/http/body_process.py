@@ -49,15 +49,15 @@ def serve(connection: socket.socket) -> None:
         try:
             asked = READERS[job.kind](raw, model, job.max_model_len)
         except InvalidRequestError as exc:
-            send_message(connection, Reply(Refusal.of(exc), _memory_bytes()))
+            send_message(connection, Reply(Refusal.of(exc), memory_bytes()))
             continue
         head = msgspec.structs.replace(asked, prompts=())
-        send_message(connection, Reply(head, _memory_bytes(), len(asked.prompts)))
+        send_message(connection, Reply(head, memory_bytes(), len(asked.prompts)))
         for prompt in asked.prompts:
             send_message(connection, prompt)
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Return how much memory this process holds; 0 where the system does not say it."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]

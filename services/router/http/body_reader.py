@@ -7,13 +7,8 @@ a time: a thread with a body of 13 MB would stall the event loop, and all stream
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from threading import Lock
-from typing import Any
 
 import msgspec
 
@@ -23,9 +18,9 @@ from pagewire.services.router.http.body_messages import (
     Refusal,
     Reply,
     receive_message,
-    send_message,
 )
 from pagewire.services.router.http.body_process import READERS
+from pagewire.services.router.http.child_process import ChildProcess
 from pagewire.services.router.http.inputs import GenerationInput, PromptInput
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
@@ -37,7 +32,6 @@ THREADS = 2
 PROCESSES = 2
 MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
 TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
-END_TIMEOUT_S = 5.0
 
 _PROGRAM = "pagewire.services.router.http.body_process"
 
@@ -158,7 +152,7 @@ class _Processes:
             if self._is_closed:
                 raise RequestFailedError("the router shuts down")
             try:
-                process = _Process(self._settings)
+                process = _Process(_PROGRAM, self._settings, TIMEOUT_S)
             except OSError as exc:
                 raise RequestFailedError(
                     f"a process that reads large bodies cannot be started: {exc.strerror}"
@@ -172,28 +166,8 @@ class _Processes:
         process.close()
 
 
-class _Process:
-    """One process, and the connection to it."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as stack:
-            self._connection = stack.enter_context(ours)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for the router
-            )
-            stack.pop_all()
-        self._connection.settimeout(TIMEOUT_S)
-        self._settings: dict[str, Any] | None = settings
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+class _Process(ChildProcess):
+    """One process that reads bodies."""
 
     def read(self, job: Job, raw: bytes | bytearray) -> tuple[Reply, tuple[PromptInput, ...]]:
         """Return what the process answers, and the request's prompts.
@@ -203,21 +177,8 @@ class _Process:
             OSError: it has, or takes too long.
             msgspec.DecodeError: its answer is not one.
         """
-        if self._settings is not None:
-            send_message(self._connection, self._settings)
-            self._settings = None
-        send_message(self._connection, job)
-        self._connection.sendall(raw)
-        reply = receive_message(self._connection, Reply)
-        prompts = [receive_message(self._connection, PromptInput) for _ in range(reply.num_prompts)]
+        self.send(job)
+        self.connection.sendall(raw)
+        reply = receive_message(self.connection, Reply)
+        prompts = [receive_message(self.connection, PromptInput) for _ in range(reply.num_prompts)]
         return reply, tuple(prompts)
-
-    def kill(self) -> None:
-        """End the process; a thread that waits for its answer then closes the rest."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process and the connection."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait(END_TIMEOUT_S)

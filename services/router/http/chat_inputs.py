@@ -8,6 +8,8 @@ import msgspec
 
 from pagewire.services.router.http.schemas import ChatBody
 from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.tools.answer import AnswerReading
@@ -90,3 +92,27 @@ def answer_reading(
         include_reasoning=body.include_reasoning is not False,
         shown=tuple(syntax.tokens.values()),
     )
+
+
+def tool_grammars(
+    wanted: CallsWanted, reading: AnswerReading, model: ServedModel
+) -> tuple[str | None, ...]:
+    """Return the grammars of answers with tools, the best first; None: any answer.
+
+    Of a function that is not strict, a schema that no grammar can express costs the request
+    nothing: its arguments are then any object, or the answer anything if no call is required.
+
+    Raises:
+        InvalidRequestError: the tools are too large for a grammar.
+    """
+    begins = reading.reasoning or "outside"
+    grammars: list[str | None] = [model.syntax.grammar(wanted, begins)]
+    if not any(function.strict for function in wanted.functions):
+        must_call = wanted.must_call
+        grammars.append(model.syntax.grammar(wanted, begins, loosely=True) if must_call else None)
+    fitting = [text for text in grammars if text is None or len(text) <= MAX_GRAMMAR_CHARS]
+    if not fitting:
+        raise InvalidRequestError(
+            f"tools must make a grammar of at most {MAX_GRAMMAR_CHARS} characters", "tools"
+        )
+    return tuple(fitting)

@@ -11,11 +11,13 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from pagewire.services.router.http.answer_form import form_of
 from pagewire.services.router.http.chat_inputs import (
     answer_reading,
     conversation,
     num_chars,
     template_options,
+    tool_grammars,
 )
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.schemas import (
@@ -65,6 +67,8 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
         reading: how calls and reasoning are found in the answers; None: they are only content.
+        form_field: the one that says what form answers must have; their `spec` has the grammar.
+        other_grammars: take its place in turn if it is refused; None: any answer.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -77,6 +81,30 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     prompt_logprobs: bool
     unknown_fields: int
     reading: AnswerReading | None = None
+    form_field: str | None = None
+    other_grammars: tuple[str | None, ...] = ()
+
+    def with_grammar(self, text: str | None) -> GenerationInput:
+        """Return the request with another grammar for its answers."""
+        prompts = tuple(_with_grammar(prompt, text) for prompt in self.prompts)
+        return msgspec.structs.replace(self, prompts=prompts)
+
+    def with_tools(self, grammars: tuple[str | None, ...], must_call: bool) -> GenerationInput:
+        """Return the request with the grammars of its tools; a form asked for takes precedence.
+
+        Raises:
+            InvalidRequestError: tools must be called and another form is asked for; names it.
+        """
+        if self.form_field is not None:
+            if not must_call:
+                return self
+            raise InvalidRequestError(
+                f"{self.form_field} cannot be combined with a tool_choice that requires a call",
+                self.form_field,
+            )
+        first, *others = grammars
+        asked = msgspec.structs.replace(self, form_field="tools", other_grammars=tuple(others))
+        return asked.with_grammar(first)
 
 
 def read_completion(
@@ -123,17 +151,21 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     max_tokens = asked or model.defaults.answer_length(room, room)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
-    return _input(body, [prompt], unknown_fields, answer_reading(body, wanted, ids, model))
+    reading = answer_reading(body, wanted, ids, model)
+    found = _input(body, [prompt], unknown_fields)
+    if wanted is not None and reading is not None:
+        found = found.with_tools(tool_grammars(wanted, reading, model), wanted.must_call)
+    return msgspec.structs.replace(found, reading=reading)
 
 
 def _input(
-    body: GenerationBody,
-    prompts: list[PromptInput],
-    unknown_fields: int,
-    reading: AnswerReading | None = None,
+    body: GenerationBody, prompts: list[PromptInput], unknown_fields: int
 ) -> GenerationInput:
     options = body.stream_options
     _check_prompt_logprobs(body, prompts)
+    form = form_of(body)
+    if form is not None:
+        prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
     return GenerationInput(
         prompts=tuple(prompts),
         n=body.n or 1,
@@ -144,8 +176,13 @@ def _input(
         generates=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         unknown_fields=unknown_fields,
-        reading=reading,
+        form_field=None if form is None else form[1],
     )
+
+
+def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
+    spec = msgspec.structs.replace(prompt.spec, grammar=text)
+    return msgspec.structs.replace(prompt, spec=spec)
 
 
 def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pagewire.services.router.http.answer_form import FormFields
 from pagewire.services.router.http.unsupported import refuse_unsupported, refused_fields
 from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.shared.control.protocol import MAX_FORKS
@@ -79,7 +80,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class GenerationBody(SamplingFields, frozen=True, kw_only=True):
+class GenerationBody(FormFields, frozen=True, kw_only=True):
     """What completion and chat requests have in common; null means the default.
 
     Attributes:

@@ -27,6 +27,7 @@ class ServedModel:
         max_model_len: prompt and answer together, in tokens; a worker may allow less.
         defaults: of sampling, where a request says nothing.
         syntax: how the model writes tool calls and reasoning.
+        eos_token_ids: any of them ends an answer.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     max_model_len: int
     defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
     syntax: ChatSyntax = ChatSyntax()  # noqa: RUF009 - immutable
+    eos_token_ids: tuple[int, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -64,6 +66,7 @@ class ServedModel:
             max_model_len=config.max_position_embeddings,
             defaults=load_sampling_defaults(path, settings.generation_config),
             syntax=syntax,
+            eos_token_ids=config.eos_token_ids,
         )
 
     def check_name(self, name: str) -> None:

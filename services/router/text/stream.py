@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagewire.shared.control.protocol import TokenOutput
-from pagewire.shared.errors import RequestFailedError
+from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta
 
 
@@ -30,6 +30,7 @@ class AnswerStream:
         """Return what an output adds; nothing may be pushed after a delta with a `finish_reason`.
 
         Raises:
+            InvalidRequestError: a worker could not do what the client asked for.
             RequestFailedError: a worker gave the request up.
         """
         if output.prompt_logprobs is not None:
@@ -37,6 +38,8 @@ class AnswerStream:
         if self.cached_tokens is None:  # what a migration finds cached is the answer itself
             self.cached_tokens = output.cached_tokens
         reason = output.finish_reason
+        if reason == "error" and output.param is not None:
+            raise InvalidRequestError(output.error or "the request cannot be done", output.param)
         if reason == "error" or reason == "abort":
             raise RequestFailedError(f"a worker ended the request: {output.error or reason}")
         if not self._generates:

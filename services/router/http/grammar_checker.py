@@ -1,0 +1,142 @@
+"""Has grammars tried in processes, each once, before any request with one is dispatched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from threading import Lock
+
+import msgspec
+
+from pagewire.services.router.http.body_messages import receive_message
+from pagewire.services.router.http.child_process import ChildProcess
+from pagewire.services.router.http.grammar_process import Verdict
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.errors import (
+    ChannelError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+)
+
+PROCESSES = 2
+TIMEOUT_S = 5.0  # of the clock: a backstop
+MAX_WAITING = 256
+MAX_KNOWN_CHARS = 16 << 20
+MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
+
+_PROGRAM = "pagewire.services.router.http.grammar_process"
+_ENDED = "the grammar is nested too deeply, or too large, to be compiled"
+_TOO_LONG = f"the grammar takes longer than {TIMEOUT_S:g} s to compile"
+
+
+class GrammarChecker:
+    """Says which grammars are accepted. Processes start with the first that is not known yet.
+
+    Close it with `close`.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._settings = {
+            "model": str(model.path),
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": model.eos_token_ids,
+        }
+        self._known: OrderedDict[str, str | None] = OrderedDict()  # text -> what is wrong
+        self._known_chars = 0
+        self._trying: dict[str, asyncio.Task[str | None]] = {}
+        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar")
+        self._idle: SimpleQueue[ChildProcess | None] = SimpleQueue()
+        for _ in range(PROCESSES):
+            self._idle.put(None)  # one that has not been started
+        self._lock = Lock()
+        self._all: set[ChildProcess] = set()
+        self._is_closed = False
+
+    async def check(self, text: str, field: str) -> None:
+        """Check a grammar text.
+
+        Args:
+            text: of the grammar.
+            field: the request's field that it comes from.
+
+        Raises:
+            InvalidRequestError: it is wrong, or costs too much; names the field.
+            OverloadedError: too many others are to be tried first.
+            RequestFailedError: no process can try it.
+        """
+        if text in self._known:
+            self._known.move_to_end(text)
+            problem = self._known[text]
+        else:
+            task = self._trying.get(text)
+            if task is None:
+                if len(self._trying) >= MAX_WAITING:
+                    raise OverloadedError("too many grammars are to be tried")
+                task = self._trying[text] = asyncio.create_task(self._learn(text))
+            problem = await asyncio.shield(task)
+        if problem is not None:
+            raise InvalidRequestError(f"{field}: {problem}", field)
+
+    async def _learn(self, text: str) -> str | None:
+        try:
+            loop = asyncio.get_running_loop()
+            problem, is_final = await loop.run_in_executor(self._threads, self._try, text)
+        finally:
+            del self._trying[text]
+        if is_final:
+            self._known[text] = problem
+            self._known_chars += len(text)
+            while self._known_chars > MAX_KNOWN_CHARS:
+                oldest, _ = self._known.popitem(last=False)
+                self._known_chars -= len(oldest)
+        return problem
+
+    def _try(self, text: str) -> tuple[str | None, bool]:
+        """Return what is wrong with a grammar, and whether it always is."""
+        process, ended = self._idle.get(), True
+        try:
+            if process is None:
+                process = self._start()
+            process.send(text)
+            verdict = receive_message(process.connection, Verdict)
+            ended = verdict.memory_bytes > MAX_PROCESS_BYTES
+        except TimeoutError:
+            return _TOO_LONG, False
+        except (ChannelError, OSError, msgspec.DecodeError) as exc:
+            if self._is_closed or process is None:
+                raise RequestFailedError(f"no process can try a grammar: {exc}") from exc
+            return _ENDED, True
+        finally:
+            if ended and process is not None:
+                self._end(process)
+            self._idle.put(None if ended else process)
+        return verdict.problem, True
+
+    def _start(self) -> ChildProcess:
+        process = ChildProcess(_PROGRAM, self._settings, TIMEOUT_S)
+        with self._lock:
+            self._all.add(process)
+            if self._is_closed:
+                process.kill()
+        return process
+
+    def _end(self, process: ChildProcess) -> None:
+        with self._lock:
+            self._all.discard(process)
+        process.close()
+
+    def close(self) -> None:
+        """End all threads and processes, whatever they try."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            for process in self._all:
+                process.kill()  # a thread that waits for its answer then closes the rest
+        with contextlib.suppress(Empty):
+            while True:
+                if (idle := self._idle.get_nowait()) is not None:
+                    self._end(idle)

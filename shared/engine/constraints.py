@@ -1,0 +1,166 @@
+"""The rows of a step that follow a grammar: their masks, and what becomes of those without one.
+
+    step n + 1 launched --> tokens of step n read --> masks filled in threads --> supply of n + 1
+    |<------------ the forward of step n + 1 runs on the device ------------->|
+
+A row whose mask is late is held: it samples nothing in this step, and runs again at the same
+position in the next one. The others do not wait for it for longer than most of a usual step. A row
+that has no token to go on with fails, alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.launched import Launched
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
+
+PATIENCE_S = (0.002, 0.05)  # the second also where no row could sample without the late ones
+OF_A_STEP = 0.75
+
+
+@dataclass(slots=True)
+class Masked:
+    """What a step's sampling is supplied with.
+
+    Attributes:
+        masks: index in the step's tokens -> what is allowed there.
+        held: rows whose mask is late, by that index.
+        failed: sequences that cannot go on, and why.
+    """
+
+    masks: dict[int, bytes] = field(default_factory=dict)
+    held: dict[int, Sequence] = field(default_factory=dict)
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Constraints:
+    """The grammars of an engine's sequences.
+
+    Attributes:
+        filler: None where grammars cannot be followed.
+        patience_s: at least and at most so long are a step's masks waited for.
+    """
+
+    filler: MaskFiller | None = None
+    patience_s: tuple[float, float] = PATIENCE_S
+    clock: Callable[[], float] = time.monotonic
+    _followers: dict[Sequence, Follower] = field(default_factory=dict)
+    _due_s: float | None = None  # of the step that waits for masks
+    _result_s: float = 0.0
+    _usual_s: float = 0.01  # from one step's result to the next
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any sequence follows a grammar."""
+        return bool(self._followers)
+
+    def check(self, sequence: Sequence) -> None:
+        """Check that a sequence's grammar, if it has one, can be followed here.
+
+        Raises:
+            InvalidRequestError: it cannot.
+        """
+        if sequence.spec.grammar is not None and self.filler is None:
+            raise InvalidRequestError("structured output is not possible in this engine", "grammar")
+
+    def check_text(self, text: str, field: str) -> None:
+        """Check that a grammar can be followed, and wait for that.
+
+        Raises:
+            InvalidRequestError: it cannot; names the request's field.
+        """
+        if self.filler is not None:
+            self.filler.check(text, field)
+
+    def open(self, sequence: Sequence) -> None:
+        """Begin to follow a sequence's grammar, if it has one."""
+        if sequence.spec.grammar is not None and self.filler is not None:
+            output = sequence.token_ids[sequence.output_start :]
+            self._followers[sequence] = self.filler.open(sequence.spec.grammar, output)
+
+    def close(self, sequence: Sequence) -> None:
+        """Follow a sequence no longer."""
+        self._followers.pop(sequence, None)
+
+    def note_result(self) -> None:
+        """Note that a step's result is here: how long steps usually take is measured by that."""
+        if self._followers:
+            now = self.clock()
+            self._usual_s = min(now - self._result_s, self._usual_s * 1.02)
+            self._result_s = now
+
+    def is_due(self) -> bool:
+        """Whether a step that waits for masks should be looked at; cheap."""
+        filler = self.filler
+        if filler is None or self._due_s is None:
+            return filler is not None
+        return filler.news.is_set() or self.clock() > self._due_s
+
+    def fill(self, launched: Launched, wait: bool) -> Masked | None:
+        """Return what a step's sampling is supplied with, or None if it is to wait for more.
+
+        Args:
+            launched: the step; the tokens of all steps before it are known.
+            wait: until there is something.
+        """
+        filler = self.filler
+        rows = self._rows_of(launched)
+        if filler is None or not rows:
+            return Masked()
+        pairs = [row for _, _, row in rows]
+        if self._due_s is None:
+            self._due_s = self._deadline(launched, filler.begin(pairs))
+        while True:
+            filler.news.clear()
+            missing = filler.begin(pairs)
+            left_s = self._due_s - self.clock()
+            if not missing or left_s <= 0:
+                break
+            if not wait:
+                return None
+            filler.news.wait(left_s)
+        self._due_s = None
+        filler.give_up(missing)
+        return _masked(rows)
+
+    def _deadline(self, launched: Launched, missing: list[Row]) -> float:
+        least, most = self.patience_s
+        patience = min(max(least, OF_A_STEP * self._usual_s), most)
+        if len(missing) >= len(launched.schedule.sampled):
+            patience = most
+        return self.clock() + patience
+
+    def _rows_of(self, launched: Launched) -> list[tuple[int, Sequence, Row]]:
+        """Return the rows that follow a grammar and are still wanted."""
+        schedule, followers = launched.schedule, self._followers
+        sampling = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
+        found = [*schedule.rows.constrained]
+        found += [
+            (index, sequence)
+            for index, sequence in enumerate(sampling, start=len(schedule.rows))
+            if sequence.spec.grammar is not None
+        ]
+        return [
+            (index, s, Row(followers[s], s.token_ids, s.output_start))
+            for index, s in found
+            if s in followers and s not in launched.lost
+        ]
+
+
+def _masked(rows: list[tuple[int, Sequence, Row]]) -> Masked:
+    masked = Masked()
+    for index, sequence, row in rows:
+        follower = row.follower
+        if follower.problem is not None:
+            masked.failed.append((sequence, follower.problem))
+        elif row.is_ready and follower.mask is not None:
+            masked.masks[index] = follower.mask
+        else:
+            masked.held[index] = sequence
+    return masked

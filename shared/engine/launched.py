@@ -1,0 +1,58 @@
+"""A step on the device, and counters of all steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.executor import PendingStep
+from pagewire.shared.engine.schedule import Schedule
+from pagewire.shared.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start.
+
+    Attributes:
+        rows_held: rows that sampled nothing in a step, because their mask was late.
+    """
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_generated: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    rows_held: int = 0
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on the device.
+
+    Attributes:
+        awaits_supply: its rows have not been sampled.
+        lost: sequences that have lost their blocks since; what they computed is not kept.
+        held: sequences that sampled nothing in it.
+    """
+
+    schedule: Schedule
+    pending: PendingStep
+    awaits_supply: bool = False
+    lost: set[Sequence] = field(default_factory=set)
+    held: set[Sequence] = field(default_factory=set)
+
+    @property
+    def number(self) -> int:
+        """Of its plan."""
+        return 0 if self.schedule.plan is None else self.schedule.plan.number
+
+    def special(self, row_tokens: list[int]) -> set[Sequence]:
+        """Return those whose token may be the first or the last, is none, or of an earlier life."""
+        schedule, rows = self.schedule, self.schedule.rows
+        parts = (*schedule.entries, *schedule.chunks)
+        special = {*self.lost, *self.held, *schedule.last}
+        special.update([part.sequence for part in parts])
+        if not rows.stop_token_ids.isdisjoint(row_tokens):
+            pairs = zip(rows.sequences, row_tokens, strict=True)
+            special.update(s for s, token in pairs if token in s.stop_token_ids)
+        return special

@@ -1,0 +1,107 @@
+"""Compiles grammar texts, each once, in threads of its own.
+
+llguidance drops the interpreter's lock while it compiles, so that an event loop or an engine goes
+on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock
+
+from llguidance import LLMatcher, LLTokenizer
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thread
+
+MAX_CACHED_BYTES = 256 << 20
+THREADS = 2
+# A compiled grammar's size is not to be had. These were measured with large enumerations.
+_BYTES_EACH = 256 << 10
+_BYTES_PER_CHAR = 64
+
+Vocabulary = Callable[[], LLTokenizer]
+
+
+def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
+    """Compile a grammar text; returns it at its start, to be copied for each answer.
+
+    Args:
+        text: e.g. of `grammar_text`.
+        vocabulary: the model's.
+
+    Raises:
+        InvalidRequestError: it is wrong, or exceeds a limit.
+    """
+    compiled = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits())
+    if compiled.is_error():
+        raise InvalidRequestError(problem_of(compiled))
+    return compiled
+
+
+def problem_of(matcher: LLMatcher) -> str:
+    """Return what is wrong with a matcher, in one line."""
+    lines = [line.strip() for line in matcher.get_error().splitlines()]
+    said = [line for line in lines if line and line != "<non-verbose/>"]
+    return f"the grammar cannot be followed: {' '.join(said)[:400] or 'of unknown reason'}"
+
+
+class GrammarCompiler:
+    """Compiled grammars by text, within a bound on bytes. Callable from any thread.
+
+    Args:
+        vocabulary: loads the model's; called in a thread, once.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._load = vocabulary
+        self._lock = Lock()
+        self._cached: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._num_bytes = 0
+        self._vocabulary: LLTokenizer | None = None
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._num_threads = 0
+
+    def compile(self, text: str) -> Future[LLMatcher]:
+        """Return a grammar at its start, to be copied; or the InvalidRequestError that it gives."""
+        with self._lock:
+            found = self._cached.get(text)
+            if found is not None:
+                self._cached.move_to_end(text)
+                return found
+            future = self._cached[text] = Future()
+            self._num_bytes += _cost(text)
+            while self._num_bytes > MAX_CACHED_BYTES and len(self._cached) > 1:
+                oldest, _ = self._cached.popitem(last=False)
+                self._num_bytes -= _cost(oldest)
+        self.run(lambda: self._compile(text, future))
+        return future
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task in a thread for grammars; tasks wait for each other in their order."""
+        with self._lock:
+            starts = self._num_threads < THREADS
+            self._num_threads += starts
+        self._tasks.put(task)
+        if starts:
+            start_thread(STACK_BYTES, "grammars", self._work)
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def _compile(self, text: str, future: Future[LLMatcher]) -> None:
+        try:
+            with self._lock:
+                if self._vocabulary is None:
+                    self._vocabulary = self._load()
+            future.set_result(check_grammar(text, self._vocabulary))
+        except Exception as exc:  # noqa: BLE001 whoever waits for it gets it
+            future.set_exception(exc)
+
+
+def _cost(text: str) -> int:
+    return _BYTES_EACH + _BYTES_PER_CHAR * len(text)

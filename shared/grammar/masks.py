@@ -1,0 +1,239 @@
+"""Fills the masks of a step's rows in threads, and knows which of them are late.
+
+    open ---> compile, follow earlier output, first mask        in the compiler's threads
+    begin --> follow a token, next mask     of most rows        in one call for all of them
+                                            of slow rows        each by itself, in threads
+
+Nobody waits for a mask longer than they want to: one that is not there yet is late, and is taken
+when it is there. A call for many rows ends with its slowest one. If it is late, each of its rows is
+filled by itself from then on, until it proves quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Event
+from typing import NamedTuple
+
+from llguidance import LLExecutor, LLMatcher
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.compiler import GrammarCompiler, Vocabulary
+from pagewire.shared.grammar.limits import STACK_BYTES, start_thread
+from pagewire.shared.grammar.matcher import Matcher, fill_masks
+from pagewire.shared.grammar.tokens import mask_words
+
+logger = logging.getLogger(__name__)
+
+SLOW_THREADS = 2
+MAX_THREADS = 8  # of one call for many rows
+QUICK_S = 0.002  # a row that takes no longer is filled with the others again
+MAX_WAIT_S = 10.0  # for one mask: then the row fails. Only a machine that is overloaded needs it.
+TOO_SLOW = "the grammar takes too long to follow"
+
+Task = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """One answer's grammar, matcher and next mask.
+
+    The engine's thread owns it; while `is_busy`, one thread for masks writes to it.
+
+    Attributes:
+        mask: what is allowed after the first `position` tokens of the answer.
+        position: -1 if there is no mask yet.
+        problem: why the answer cannot go on.
+        is_slow: filled by itself.
+        asked: the position whose mask was asked for last, and `since_s` the time of that.
+    """
+
+    compiled: Future[LLMatcher]
+    matcher: Matcher | None = None
+    mask: bytes | None = None
+    position: int = -1
+    problem: str | None = None
+    is_busy: bool = False
+    is_slow: bool = False
+    asked: int = -1
+    since_s: float = 0.0
+
+    def is_ready(self, position: int) -> bool:
+        """Whether the mask after so many tokens of the answer is known, or that there is none."""
+        return not self.is_busy and (self.position == position or self.problem is not None)
+
+    def note(self, mask: bytes | None) -> None:
+        """Take what has been filled; the last thing that a thread for masks does."""
+        if self.matcher is not None:
+            self.mask, self.position = mask, self.matcher.num_followed
+            self.problem = self.matcher.problem
+        self.is_busy = False
+
+
+class Row(NamedTuple):
+    """An answer whose next mask is wanted.
+
+    Attributes:
+        token_ids: prompt and answer.
+        start: position of the answer's first token.
+    """
+
+    follower: Follower
+    token_ids: list[int]
+    start: int
+
+    @property
+    def position(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - self.start
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its mask is known, or that there is none."""
+        return self.follower.is_ready(self.position)
+
+
+_Work = tuple[Follower, Matcher, list[int]]  # with the answer's new tokens
+
+
+@dataclass(slots=True)
+class MaskFiller:
+    """Fills masks. One thread, the engine's, calls it; threads start with the first grammar.
+
+    Args:
+        vocabulary: loads the model's.
+        vocab_size: logits of a row.
+
+    Attributes:
+        news: set when a mask or a compiled grammar has come; whoever waits clears it.
+    """
+
+    vocabulary: Vocabulary
+    vocab_size: int
+    clock: Callable[[], float] = time.monotonic
+    news: Event = field(default_factory=Event)
+    _compiler: GrammarCompiler = field(init=False)
+    _executor: LLExecutor | None = None
+    _many: SimpleQueue[Task] = field(default_factory=SimpleQueue)
+    _single: SimpleQueue[Task] = field(default_factory=SimpleQueue)
+    _batch: list[Follower] = field(default_factory=list)  # of the call under way
+    _num_single: int = 0
+
+    def __post_init__(self) -> None:
+        self._compiler = GrammarCompiler(self.vocabulary)
+
+    def open(self, text: str, output_ids: Sequence[int]) -> Follower:
+        """Begin to follow an answer: compile its grammar, follow what there is, fill a mask."""
+        follower = Follower(self._compiler.compile(text), is_busy=True)
+        known = list(output_ids)
+
+        def fill_first(_compiled: Future[LLMatcher]) -> None:
+            self._compiler.run(lambda: self._fill_first(follower, known))
+
+        follower.compiled.add_done_callback(fill_first)
+        return follower
+
+    def check(self, text: str, field: str) -> None:
+        """Compile a grammar text, and wait for it.
+
+        Raises:
+            InvalidRequestError: it cannot be followed; names the request's field.
+        """
+        try:
+            self._compiler.compile(text).result()
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"{field}: {exc.message}", field) from exc
+
+    def begin(self, rows: Iterable[Row]) -> list[Row]:
+        """Have masks filled that are neither there nor on their way; returns rows without one."""
+        missing = [row for row in rows if not row.is_ready]
+        together = not any(follower.is_busy for follower in self._batch)
+        many: list[_Work] = []
+        for row in missing:
+            follower, matcher = row.follower, row.follower.matcher
+            if follower.asked != row.position:
+                follower.asked, follower.since_s = row.position, self.clock()
+            if follower.is_busy or matcher is None:
+                continue
+            work = follower, matcher, row.token_ids[row.start + matcher.num_followed :]
+            follower.is_busy = True
+            if together and not follower.is_slow:
+                many.append(work)
+            else:
+                self._queue_single(work)
+        if many:
+            self._batch = [follower for follower, _, _ in many]
+            self._queue_many(many)
+        return missing
+
+    def give_up(self, rows: Iterable[Row]) -> None:
+        """Take rows for late. Those of a call for many are filled by themselves from now on."""
+        for row in rows:
+            follower = row.follower
+            follower.is_slow = follower.is_slow or follower in self._batch
+            if self.clock() > follower.since_s + MAX_WAIT_S:
+                follower.problem, follower.is_busy = TOO_SLOW, False
+
+    def _queue_many(self, work: list[_Work]) -> None:
+        if self._executor is None:
+            threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
+            executor = self._executor = LLExecutor(threads)
+            start_thread(STACK_BYTES, "masks", partial(_run_tasks, self._many, self.news))
+        executor = self._executor
+
+        def fill() -> None:
+            masks: list[bytes | None] = [None] * len(work)
+            try:
+                pairs = [(matcher, tokens) for _, matcher, tokens in work]
+                masks = fill_masks(executor, pairs, mask_words(self.vocab_size))
+            except Exception as exc:  # a fault of ours or llguidance's: these rows fail
+                logger.exception("masks could not be filled")
+                for _, matcher, _ in work:
+                    matcher.problem = f"the grammar cannot be followed: {exc}"
+            for (follower, _, _), mask in zip(work, masks, strict=True):
+                follower.note(mask)
+
+        self._many.put(fill)
+
+    def _queue_single(self, work: _Work) -> None:
+        while self._num_single < SLOW_THREADS:
+            self._num_single += 1
+            start_thread(STACK_BYTES, "slow-masks", partial(_run_tasks, self._single, self.news))
+        self._single.put(lambda: self._fill(*work))
+
+    def _fill_first(self, follower: Follower, output_ids: list[int]) -> None:
+        try:
+            matcher = follower.matcher = Matcher(follower.compiled.result())
+        except InvalidRequestError as exc:
+            follower.problem, follower.is_busy = exc.message, False
+        except Exception as exc:
+            logger.exception("a grammar could not be compiled")
+            follower.problem, follower.is_busy = f"the grammar cannot be compiled: {exc}", False
+        else:
+            self._fill(follower, matcher, output_ids)
+        self.news.set()
+
+    def _fill(self, follower: Follower, matcher: Matcher, tokens: list[int]) -> None:
+        """Follow an answer's new tokens and fill its next mask."""
+        started, mask = time.perf_counter(), None
+        try:
+            matcher.follow(tokens)
+            mask = matcher.fill_mask(mask_words(self.vocab_size))
+        except Exception as exc:
+            logger.exception("a mask could not be filled")
+            matcher.problem = f"the grammar cannot be followed: {exc}"
+        follower.is_slow = time.perf_counter() - started > QUICK_S
+        follower.note(mask)
+
+
+def _run_tasks(tasks: SimpleQueue[Task], news: Event) -> None:
+    while True:
+        tasks.get()()
+        news.set()

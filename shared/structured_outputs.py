@@ -1,0 +1,79 @@
+"""The form that a request asks its answer to have: fields as in vLLM's `structured_outputs`.
+
+shared/grammar makes a grammar of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_GRAMMAR_CHARS = 128 << 10
+MAX_CHOICES = 1024
+MAX_TAGS = 256
+
+JsonText = dict[str, Any] | str | bool
+Choices = Annotated[
+    list[Annotated[str, Meta(min_length=1)]],
+    Meta(
+        min_length=1,
+        max_length=MAX_CHOICES,
+        description=f"a list of 1 to {MAX_CHOICES} strings, none empty",
+    ),
+]
+Triggers = Annotated[
+    list[Annotated[str, Meta(min_length=1)]],
+    Meta(
+        min_length=1,
+        max_length=MAX_TAGS,
+        description=f"a list of 1 to {MAX_TAGS} strings, none empty",
+    ),
+]
+
+
+class TaggedStructure(msgspec.Struct, frozen=True):
+    """One kind of structure in the middle of text.
+
+    Attributes:
+        begin: the text that it begins with; begins with one of the triggers.
+        schema: of what follows, JSON.
+        end: the text after it.
+    """
+
+    begin: Annotated[str, Meta(min_length=1)]
+    schema: dict[str, Any]
+    end: str
+
+
+class StructuralTag(msgspec.Struct, frozen=True):
+    """Text in which structures begin at triggers."""
+
+    structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=MAX_TAGS)]
+    triggers: Triggers
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form that an answer must have: exactly one of the first six, None means unset.
+
+    Attributes:
+        json: a JSON schema, as an object or as text.
+        regex: a regular expression (Rust's syntax, without look-around) for the whole answer.
+        choice: the answer is one of these.
+        grammar: in Lark's or GBNF's syntax.
+        json_object: any JSON object.
+        structural_tag: text with structures that begin at triggers: {"structures": [{"begin",
+            "schema", "end"}], "triggers": [...]}, as an object or as text.
+        disable_any_whitespace: JSON without white space between its parts.
+        whitespace_pattern: a regular expression for that white space.
+    """
+
+    json: JsonText | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Choices | None = None
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None

@@ -1,0 +1,38 @@
+"""Steps of which one waits for masks while decode rows and a prompt are in it."""
+
+from __future__ import annotations
+
+from pagewire.shared.engine.model_runner import ModelRunner
+from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.sampling import RequestSpec
+
+PROMPTS = [[n * 37 % 1000 + 10 + 7 * row for n in range(12)] for row in range(3)]
+ALLOWED = {0: 5, 2: 77}  # index in the second step's tokens -> the only token that is allowed
+
+
+def mask_of(token: int, vocab_size: int) -> bytes:
+    """A mask that allows one token."""
+    mask = bytearray(-(-vocab_size // 8))
+    mask[token // 8] |= 1 << token % 8
+    return bytes(mask)
+
+
+def run_supplied_steps(runner: ModelRunner) -> list[list[int]]:
+    """Return the tokens of three steps of two or three rows; the second one is supplied."""
+    specs = [RequestSpec(temperature=0.7 if slot else 0.0, seed=slot) for slot in range(3)]
+    chunks = [PrefillChunk(slot, 0, PROMPTS[slot], samples=True) for slot in range(3)]
+    first = StepPlan(
+        number=1,
+        new_slots=[NewDeviceSlot(slot, spec) for slot, spec in enumerate(specs)],
+        blocks=TableEntries([0, 1, 2], [0, 0, 0], [3, 5, 6]),
+        chunks=chunks[:2],
+    )
+    results = [runner.execute(first).wait().tokens]
+    awaiting = runner.execute(
+        StepPlan(number=2, decodes=[0, 1], chunks=chunks[2:], awaits_supply=True)
+    )
+    masks = {index: mask_of(token, runner.vocab_size) for index, token in ALLOWED.items()}
+    runner.supply(Supply(number=2, masks=masks))
+    results.append(awaiting.wait().tokens)
+    results.append(runner.execute(StepPlan(number=3, decodes=[0, 1, 2])).wait().tokens)
+    return results
