@@ -69,8 +69,9 @@ class ObjectCall:
         self.is_done = self.has_failed = False
         self._names = names
         self._found: str | None = None  # the name, perhaps before the arguments begin
-        self._arguments: str | None = None  # as JSON, as far as they were read
+        self._arguments: str | None = None  # as JSON, as far as they were read before it began
         self._given = 0  # characters of them
+        self._more = ""  # of the arguments, since then
         self._expected: Literal["{", "key or end", "key", ":", "value", "next"] = "{"
         self._key = self._value = ""
         self._seen: set[str] = set()
@@ -116,7 +117,9 @@ class ObjectCall:
     def _scan(self, text: str, at: int) -> int:
         """Read on in a key or a value."""
         part, at = self._scanner.push(text, at)
-        if self._expected == "value":
+        if self._expected == "value" and self._key in ARGUMENT_KEYS and self.name is not None:
+            self._more += part
+        elif self._expected == "value":
             self._value += part
             if self._key in ARGUMENT_KEYS and self._value.startswith("{"):
                 self._arguments = self._value
@@ -173,7 +176,8 @@ class ObjectCall:
             return ""
         self.name = self._found
         given, self._given = self._given, len(self._arguments)
-        return self._arguments[given:]
+        more, self._more = self._more, ""
+        return self._arguments[given:] + more
 
 
 class HeadedCall:
