@@ -119,7 +119,7 @@ class _Grammar:
             return ""
         rest = self._until("reasoning_end", form.close)
         opened = self._literal(form.open)
-        self._rules["LINE_BREAKS"] = _regex(r"\n{1,2}")
+        self._rules["LINE_BREAKS"] = _regex(r"\n{1,8}")
         if self._begins == "inside":
             return f"{rest} LINE_BREAKS?"
         self._rules["reasoning"] = f"{opened} {rest} LINE_BREAKS?"
@@ -184,6 +184,8 @@ class _Grammar:
         if not self._form.open:
             functions = self._wanted.functions
             excluded += [self._form.begin + self._head(function) for function in functions]
+            if self._reasoning is not None:
+                excluded.append("\n")  # else the line breaks before a call would begin a text
         self._rules["TEXT"] = _text("", excluded)
         return "TEXT"
 
@@ -279,16 +281,21 @@ def _regex(pattern: str) -> str:
 
 
 def _text(end: str, excluded: Sequence[str]) -> str:
-    """Return a regular expression of any text with this end that does not begin with some texts."""
+    """Return a regular expression of any text with this end that does not begin with some texts.
+
+    Spaces before these count as little as they do for the parser.
+    """
     text = _regex(f"(?s:.*){end}")
     if not excluded:
         return text
-    return f"{text} & ~{_regex(f'(?s:(?:{chr(124).join(map(_quoted, excluded))}).*)')}"
+    any_of = "|".join(map(_quoted, excluded))
+    wrong = _regex(r"[ \t\r\n]*" + f"(?:{any_of})(?s:.*)")
+    return f"{text} & ~{wrong}"
 
 
 def _quoted(text: str) -> str:
     """Return a text as it is in a regular expression between slashes."""
-    return _SPECIAL.sub(r"\\\g<0>", text)
+    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")
 
 
 def any_arguments(functions: Sequence[Function]) -> tuple[Function, ...]:

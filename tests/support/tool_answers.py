@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 from hypothesis import strategies as st
@@ -35,17 +35,22 @@ NAMES = ("get_weather", "clock")
 Call = tuple[str, dict[str, Any]]
 
 
-def written(form: ToolFormat, calls: Sequence[Call]) -> str:
-    """Return calls as a model writes them."""
-    each = [_one(form, name, arguments) for name, arguments in calls]
+def written(form: ToolFormat, calls: Sequence[Call], show: Callable[[Any], str] = repr) -> str:
+    """Return calls as a model writes them; `show` writes values of Python."""
+    each = [_one(form, name, arguments, show) for name, arguments in calls]
     if form.is_list:
         return form.open + form.begin + form.separator.join(each) + form.end + form.close
     return form.separator.join(form.open + call + form.close for call in each)
 
 
-def _one(form: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
+def as_grammars_have_it(value: Any) -> str:
+    """Constants as Python's, all else as JSON's."""
+    return repr(value) if isinstance(value, bool | None) else json.dumps(value)
+
+
+def _one(form: ToolFormat, name: str, arguments: dict[str, Any], show: Callable[[Any], str]) -> str:
     if form.kind == "python":
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
     if form.kind == "headed":
         return name + ARGS_MARK + json.dumps(arguments)
     return json.dumps({"name": name, form.arguments_key: arguments}, ensure_ascii=False)
