@@ -15,8 +15,9 @@ MAX_CHOICES = 1024
 MAX_TAGS = 256
 
 JsonText = dict[str, Any] | str | bool
+NonEmpty = Annotated[str, Meta(min_length=1, description="a string that is not empty")]
 Choices = Annotated[
-    list[Annotated[str, Meta(min_length=1)]],
+    list[NonEmpty],
     Meta(
         min_length=1,
         max_length=MAX_CHOICES,
@@ -24,7 +25,7 @@ Choices = Annotated[
     ),
 ]
 Triggers = Annotated[
-    list[Annotated[str, Meta(min_length=1)]],
+    list[NonEmpty],
     Meta(
         min_length=1,
         max_length=MAX_TAGS,
@@ -42,7 +43,7 @@ class TaggedStructure(msgspec.Struct, frozen=True):
         end: the text after it.
     """
 
-    begin: Annotated[str, Meta(min_length=1)]
+    begin: NonEmpty
     schema: dict[str, Any]
     end: str
 
@@ -70,9 +71,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     json: JsonText | None = None
-    regex: Annotated[str, Meta(min_length=1)] | None = None
+    regex: NonEmpty | None = None
     choice: Choices | None = None
-    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    grammar: NonEmpty | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False

@@ -53,6 +53,7 @@ class DecodeRequest:
         return Prefill(
             job_id=expected.job,
             token_ids=[*self.message.prompt_token_ids, *self.message.output_token_ids],
+            num_prompt_tokens=len(self.message.prompt_token_ids),
             spec=self.message.spec,
             first_block=expected.coverage.positions.start,
         )

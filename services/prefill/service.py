@@ -103,6 +103,7 @@ class PrefillService:
         if max(ticket.token_ids, default=0) >= self._engine.vocab_size:
             raise InvalidRequestError(f"token ids must be below {self._engine.vocab_size}")
         sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, ())
+        sequence.output_start = min(ticket.num_prompt_tokens, len(ticket.token_ids))
         sequence.prefill_only = True
         core = self._engine.core
         core.add(sequence)

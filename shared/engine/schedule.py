@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pagewire.shared.engine.decode_batch import NO_ROWS, DecodeRows
 from pagewire.shared.engine.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.step import (
@@ -129,8 +131,14 @@ class PlanDraft:
     kv: list[KvWork] = field(default_factory=list)
 
     def add_device_slot(self, sequence: Sequence) -> None:
-        """Note the owner of a device slot, and its blocks so far."""
-        self.new_slots.append(NewDeviceSlot(device_slot_of(sequence), sequence.spec))
+        """Note the owner of a device slot, and its blocks so far.
+
+        Grammars stay here: the device gets masks.
+        """
+        spec = sequence.spec
+        if spec.grammar is not None:
+            spec = msgspec.structs.replace(spec, grammar=None)
+        self.new_slots.append(NewDeviceSlot(device_slot_of(sequence), spec))
         self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:

@@ -35,6 +35,8 @@ class Sequence:
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
         prefill_only: ends with its first token, and keeps its blocks until `forget`.
+        output_start: position of the first output. A prefill job's prompt may have output of an
+            interrupted answer at its end, which it computes as it does a prompt.
         num_replayed_tokens: outputs that an earlier worker delivered; not delivered again.
         status: moved by `transition` alone.
         block_ids: the block table.
@@ -48,8 +50,6 @@ class Sequence:
         run_until: position of its last token, unless a stop token ends it earlier.
         has_known_token: the host knows a token that was sampled in this life.
         children: wait, not in the queue, until its prompt is computed, and fork from it then.
-        output_start: position of the answer's first token, which a prefill job may have among
-            those that it computes.
     """
 
     request_id: str
@@ -60,6 +60,7 @@ class Sequence:
     arrival_s: float = 0.0
     remote_prefill: bool = False
     prefill_only: bool = False
+    output_start: int = 0
     num_replayed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -74,13 +75,8 @@ class Sequence:
     has_known_token: bool = False
     first_scheduled_s: float | None = None
     children: tuple[Sequence, ...] = ()
-    output_start: int = -1
     _computed: int = 0  # less the steps that it follows
     _steps: StepCount | None = None
-
-    def __post_init__(self) -> None:
-        if self.output_start < 0:
-            self.output_start = self.num_prompt_tokens
 
     @property
     def num_computed_tokens(self) -> int:
@@ -157,6 +153,7 @@ def new_sequence(
         request_id=request_id,
         token_ids=[*prompt_token_ids, *replayed],
         num_prompt_tokens=len(prompt_token_ids),
+        output_start=len(prompt_token_ids),
         num_replayed_tokens=len(replayed),
         spec=spec,
         stop_token_ids=stops if spec.ignore_eos else stops | frozenset(eos_token_ids),

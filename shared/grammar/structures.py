@@ -22,9 +22,9 @@ from pagewire.shared.structured_outputs import (
     StructuredOutputs,
 )
 
-# JSON between whose parts a model may put white space, but not without end: enough for an indented
-# line. Without a bound a model that likes spaces never comes to the next part.
-JSON_WHITE_SPACE = r"\n?[ \t]{0,32}"
+# Between the parts of JSON: a space or a new line, or nothing. Where more is allowed, a model that
+# likes spaces, or once has begun to indent, may never come to the next part.
+JSON_WHITE_SPACE = r"[ \n]?"
 _NO_WHITE_SPACE = {"whitespace_flexible": False}
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

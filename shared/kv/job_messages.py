@@ -18,11 +18,13 @@ class Prefill(Message, frozen=True, kw_only=True):
 
     Attributes:
         token_ids: prompt, and the output of an interrupted answer after it.
+        num_prompt_tokens: how many of them are the prompt; the first token may depend on it.
         first_block: the decode worker holds the blocks before this position already.
     """
 
     job_id: Id
     token_ids: TokenIds
+    num_prompt_tokens: Count
     spec: RequestSpec
     first_block: Count
 

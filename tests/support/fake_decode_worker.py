@@ -78,6 +78,7 @@ class FakeDecodeWorker:
         self.most_parts = 1 << 20
         self.refuse: str | None = None
         self.error: str | None = None
+        self.error_param: str | None = None
         self.cached_tokens = 0
         self.generated: list[Generate] = []
         self.groups: list[int] = []
@@ -195,7 +196,10 @@ class FakeDecodeWorker:
             )
             if self.error is not None:
                 output = TokenOutput(
-                    request_id=request.request_id, finish_reason="error", error=self.error
+                    request_id=request.request_id,
+                    finish_reason="error",
+                    error=self.error,
+                    param=self.error_param,
                 )
             self._server.post(peer_id, TokenBatch(outputs=[output]))
             if output.finish_reason is not None:

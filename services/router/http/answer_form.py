@@ -16,6 +16,7 @@ from pagewire.shared.sampling import SamplingFields
 from pagewire.shared.structured_outputs import (
     Choices,
     JsonText,
+    NonEmpty,
     StructuredOutputs,
     TaggedStructure,
     Triggers,
@@ -61,8 +62,9 @@ class StructuralTagFormat(msgspec.Struct, frozen=True, tag_field="type", tag="st
 ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat,
     Meta(
-        description='an object whose type is "text", "json_object", "json_schema" or '
-        '"structural_tag"'
+        description='an object whose type is "text", "json_object", "json_schema" (with '
+        'json_schema: {"name": ..., "schema": ...}) or "structural_tag" (with '
+        "structures and triggers)"
     ),
 ]
 
@@ -77,9 +79,14 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonText | None = None
-    guided_regex: str | None = None
+    guided_regex: NonEmpty | None = None
     guided_choice: Choices | None = None
-    guided_grammar: str | None = None
+    guided_grammar: NonEmpty | None = None
+
+
+_FORM_FIELDS = [
+    name for name in FormFields.__struct_fields__ if name not in SamplingFields.__struct_fields__
+]
 
 
 _FORM_FIELDS = [

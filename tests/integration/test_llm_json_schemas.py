@@ -1,0 +1,66 @@
+"""Many JSON schemas: nearly all are accepted, end in time, and let nothing wrong through.
+
+python -P -m pytest -s tests/integration/test_llm_json_schemas.py    prints the figures
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+
+from pagewire import LLM, SamplingParams, StructuredOutputs
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.structures import grammar_text
+from pagewire.tests.support.json_schemas import SchemaMaker
+
+COUNT = 500
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_500_schemas() -> None:
+    llm = LLM("demo", device="cpu", max_num_seqs=128, max_model_len=600)
+    maker = SchemaMaker(seed=19)
+    prompts, params, schemas, refused = [], [], [], []
+    for index in range(COUNT):
+        schema = maker.make()
+        Draft202012Validator.check_schema(schema)
+        asked = StructuredOutputs(json=schema)
+        try:
+            llm.engine.core.constraints.check_text(grammar_text(asked) or "", "json")
+        except InvalidRequestError as exc:
+            refused.append(exc.message)
+            continue
+        schemas.append(schema)
+        prompts.append("A JSON object:\n")
+        params.append(
+            SamplingParams(
+                temperature=0.0 if index % 2 else 0.8,
+                seed=index,
+                max_tokens=512,
+                structured_outputs=asked,
+            )
+        )
+    assert len(refused) <= 0.03 * COUNT, refused
+    outputs = llm.generate(prompts, params)
+    ended = 0
+    for schema, output in zip(schemas, outputs, strict=True):
+        if output.finish_reason == "stop":
+            ended += 1
+            Draft202012Validator(schema).validate(json.loads(output.text))
+    tokens = sorted(len(output.token_ids) for output in outputs)
+    print(
+        f"{COUNT} schemas: {len(refused)} refused, {ended} of {len(outputs)} ended by stop, median "
+        f"{tokens[len(tokens) // 2]} tokens, {llm.engine.core.stats}"
+    )
+    assert ended >= 0.95 * len(outputs)
