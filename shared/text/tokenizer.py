@@ -83,10 +83,10 @@ class Tokenizer:
         return self.token_bytes.text_table()
 
     def table_with(self, shown: Collection[int]) -> list[bytes] | None:
-        """Return `text_table` with the texts of some special tokens, which it leaves out."""
-        if not shown or self.text_table is None:
+        """Return `text_table` with the texts of some tokens: it leaves special ones out."""
+        key = frozenset(filter(self.token_bytes.is_special, shown))
+        if not key or self.text_table is None:
             return self.text_table
-        key = frozenset(shown)
         if key not in self._tables:
             table = list(self.text_table)
             for token_id in key:
@@ -109,6 +109,17 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(text)
         is_special = token_id is not None and self.token_bytes.is_special(token_id)
         return token_id if is_special else None
+
+    def marker_token_id(self, text: str) -> int | None:
+        """Return the id of a token that grammars know by its id alone; None for any other text.
+
+        For llguidance these are special tokens, and added ones such as Qwen's `<tool_call>`.
+        """
+        token_id: int | None = self._backend.token_to_id(text)
+        if token_id is None or not self.token_bytes.is_added(token_id):
+            return None
+        is_tag = text.startswith("<") and text.endswith(">")
+        return token_id if is_tag or self.token_bytes.is_special(token_id) else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""

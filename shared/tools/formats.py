@@ -119,5 +119,5 @@ def recognise_tools(template: str) -> ToolFormat | None:
     return None
 
 
-# Returns the id of a marker that is a special token; None if it is text to the tokenizer.
+# Returns the id of a marker that is a token to grammars; None if it is text to them.
 TokenOf = Callable[[str], int | None]

@@ -56,7 +56,7 @@ def tools_grammar(
         wanted: which calls.
         reasoning: how it writes reasoning, if it does.
         begins: whether the prompt has opened the reasoning.
-        token_of: the id of a marker that is a special token, None for text.
+        token_of: the id of a marker that is a token, None for text.
     """
     return _Grammar(form, wanted, reasoning, begins, token_of).text()
 
@@ -88,7 +88,7 @@ class _Grammar:
         return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
     def _literal(self, text: str) -> str:
-        """Return a text as it is in a rule; a special token in it is one."""
+        """Return a text as it is in a rule; a marker in it that is a token is one."""
         core = text.strip()
         token = self._token_of(core) if core else None
         if token is None:

@@ -27,8 +27,8 @@ class ChatSyntax:
     Attributes:
         tools: how it writes calls; None if that is not known.
         reasoning: how it writes reasoning; None if it does not.
-        tokens: ids of those of their markers that are special tokens. The text of an answer has
-            them only if the request has tools, or reasoning is split off.
+        tokens: ids of those of their markers that are tokens. Special ones are in the text of an
+            answer only if the request has tools, or reasoning is split off.
     """
 
     tools: ToolFormat | None = None
@@ -45,7 +45,7 @@ class ChatSyntax:
             template: the source of its chat template, by which `auto` chooses.
             tool_parser: `auto`, `none` or a name of `TOOL_FORMATS`.
             reasoning_parser: `auto`, `none` or a name of `REASONING_FORMATS`.
-            token_of: the id of a special token by its text, None for anything else.
+            token_of: see `Tokenizer.marker_token_id`.
         """
         tools = TOOL_FORMATS.get(tool_parser)
         if tool_parser == "auto":

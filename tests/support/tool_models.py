@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # Special tokens of each template, and tokens that are text nevertheless, as in Qwen's.
 SPECIAL = {
     "hermes": ["<|im_start|>", "<|im_end|>"],
     "llama3_json": ["<|start|>", "<|stop|>", "<|eot|>", "<|python_tag|>"],
-    "mistral": ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"]
-    + ["[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    "mistral": [
+        "[INST]",
+        "[/INST]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ],
 }
 TEXT = {"hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"]}
 
@@ -40,8 +46,6 @@ def make_model(folder: Path, name: str) -> Path:
         token = {"id": token_id, "content": text, "special": special, **flags}
         tokenizer["added_tokens"].append(token)
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = json.loads((path / "config.json").read_text()) | {"vocab_size": first + len(added)}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    return Tokenizer.from_dir(path)

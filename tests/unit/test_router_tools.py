@@ -98,7 +98,7 @@ def test_the_choice_decides_what_is_read_and_allowed(chat: Chat, choice: Any) ->
     asked = chat(tools=TOOLS, tool_choice=choice)
     (prompt,) = asked.prompts
     reading = asked.reading
-    assert reading is not None and reading.reasoning == "outside"  # noqa: PT018
+    assert reading is not None and reading.reasoning == "outside"
     if choice == "none":
         assert (reading.names, asked.form_field, prompt.spec.grammar) == ((), None, None)
         return
@@ -134,7 +134,7 @@ def test_a_model_whose_format_is_not_known_cannot_have_tools(chat: Chat) -> None
     assert chat(on=model, tools=TOOLS, tool_choice="none").reading is None
     chosen = ServedModel.load(RouterSettings(served_model_name="m", tool_parser="pythonic"))
     grammar = chat(on=chosen, tools=TOOLS, tool_choice="required").prompts[0].spec.grammar
-    assert grammar is not None and '"get_weather("' in grammar  # noqa: PT018
+    assert grammar is not None and '"get_weather("' in grammar
 
 
 def test_settings_turn_it_off(tmp_path: Path, chat: Chat) -> None:
@@ -175,7 +175,7 @@ def test_a_schema_too_large_for_a_grammar(chat: Chat) -> None:
 def test_one_call_at_once(chat: Chat) -> None:
     several = chat(tools=TOOLS, tool_choice="required")
     one = chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    assert one.reading is not None and one.reading.only_one  # noqa: PT018
+    assert one.reading is not None and one.reading.only_one
     assert "{0,31}" in str(several.prompts[0].spec.grammar)
     assert "{0,31}" not in str(one.prompts[0].spec.grammar)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
@@ -27,6 +29,7 @@ from pagewire.tests.support.tool_answers import (
     parser,
     written,
 )
+from pagewire.tests.support.tool_models import SPECIAL, TEXT, make_model
 
 FORMATS = sorted(TOOL_FORMATS)
 FUNCTIONS = tuple(Function(**each["function"]) for each in TOOLS)
@@ -39,18 +42,24 @@ REASONINGS: list[tuple[str | None, Begins]] = [
 ]
 
 
-def vocabulary(special: bool) -> tuple[LLTokenizer, dict[str, int]]:
-    """The demo's, with the markers as special tokens or without them."""
+def vocabulary(markers: list[str], special: bool) -> tuple[LLTokenizer, dict[str, int]]:
+    """The demo's, with markers as tokens."""
     content: dict[str, Any] = json.loads((demo_model_path() / "tokenizer.json").read_text())
     ids = {}
-    for token_id, text in enumerate(MARKERS if special else [], start=2048):
+    for token_id, text in enumerate(markers, start=2048):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        content["added_tokens"].append({"id": token_id, "content": text, "special": True, **flags})
+        token = {"id": token_id, "content": text, "special": special, **flags}
+        content["added_tokens"].append(token)
         ids[text] = token_id
     return LLTokenizer(json.dumps(content), eos_token=EOS), ids
 
 
-VOCABULARIES = [vocabulary(False), vocabulary(True)]
+# Without markers, as in Llama 3 and Mistral, and as in Qwen.
+VOCABULARIES = {
+    "text": vocabulary([], False),
+    "special": vocabulary(MARKERS, True),
+    "added": vocabulary(["<tool_call>", "</tool_call>", "<think>", "</think>"], False),
+}
 
 
 class Allowed:
@@ -62,10 +71,10 @@ class Allowed:
         must_call: bool = True,
         only_one: bool = False,
         reasoning: tuple[str | None, Begins] = (None, "outside"),
-        special: bool = False,
+        tokens: str = "text",
         functions: tuple[Function, ...] = FUNCTIONS,
     ) -> None:
-        self.tokenizer, ids = VOCABULARIES[special]
+        self.tokenizer, ids = VOCABULARIES[tokens]
         wanted = CallsWanted(functions=functions, must_call=must_call, only_one=only_one)
         thinks = REASONING_FORMATS[reasoning[0]] if reasoning[0] else None
         self.text = tools_grammar(TOOL_FORMATS[form], wanted, thinks, reasoning[1], ids.get)
@@ -108,17 +117,17 @@ def with_reasoning(text: str, reasoning: tuple[str | None, Begins]) -> str:
     return (form.open if begins == "outside" else "") + "Hm, so." + form.close + "\n\n" + text
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("tokens", VOCABULARIES)
 @pytest.mark.parametrize("reasoning", REASONINGS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_calls_are_allowed_and_text_unless_a_call_is_required(
-    form: str, reasoning: tuple[str | None, Begins], special: bool
+    form: str, reasoning: tuple[str | None, Begins], tokens: str
 ) -> None:
     calls = with_reasoning(calls_in(form, CALLS), reasoning)
     one = with_reasoning(calls_in(form, CALLS[1:]), reasoning)
     text = with_reasoning("It is [late] {now}.", reasoning)
     for must_call, only_one in product((True, False), (True, False)):
-        allowed = Allowed(form, must_call, only_one, reasoning, special)
+        allowed = Allowed(form, must_call, only_one, reasoning, tokens)
         assert allowed.allows(one)
         assert allowed.allows(calls) == (not only_one)
         assert allowed.allows(text) == (not must_call)
@@ -187,5 +196,15 @@ def test_references_and_nested_objects() -> None:
         assert not allowed.allows(calls_in(form, [("move", {"at": {"x": "1"}})]))
 
 
+def test_markers_are_tokens_where_they_are_to_grammars(tmp_path: Path) -> None:
+    for name in SPECIAL:
+        path = make_model(tmp_path, name)
+        ours, theirs = Tokenizer.from_dir(path), LLTokenizer((path / "tokenizer.json").read_text())
+        for text in [*SPECIAL[name], *TEXT.get(name, []), *MARKERS, "lambda", "<", "a"]:
+            (token_id, *more) = theirs.tokenize_str(text, parse_special=True)
+            is_token = not more and theirs.is_special_token(token_id)
+            assert ours.marker_token_id(text) == (token_id if is_token else None), text
+
+
 def test_names_of_functions_and_parsers_agree() -> None:
-    assert NAMES == tuple(function.name for function in FUNCTIONS)
+    assert tuple(function.name for function in FUNCTIONS) == NAMES

@@ -32,8 +32,9 @@ VALUES = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 KEYWORDS = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
@@ -44,9 +45,29 @@ CALLS = st.lists(
 )
 # What models may write, well or badly.
 FRAGMENTS = st.sampled_from(
-    [*"{}[]()\",:= \n'\\", "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]"]
-    + ["[CALL_ID]", "<|python_tag|>", '{"name": "clock"', ', "arguments": ', '"parameters": {']
-    + ["clock", "get_weather", "clock(", "a=1", "x", "1.5e", "tru", "None", "\\u00", "; "]
+    [
+        *"{}[]()\",:= \n'\\",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        '{"name": "clock"',
+        ', "arguments": ',
+        '"parameters": {',
+        "clock",
+        "get_weather",
+        "clock(",
+        "a=1",
+        "x",
+        "1.5e",
+        "tru",
+        "None",
+        "\\u00",
+        "; ",
+    ]
 )
 
 
@@ -116,7 +137,12 @@ def test_what_is_not_a_call_is_content(name: str, text: str, content: str | None
 @pytest.mark.parametrize(
     ("name", "text", "arguments", "content"),
     [
-        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "clock"}</tool_call>', '{"a": 1}', ""),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": 1}, "name": "clock"}</tool_call>',
+            '{"a": 1}',
+            "",
+        ),
         ("hermes", '<tool_call>{"name":"clock"}</tool_call>', "{}", ""),
         ("hermes", '<tool_call>{"name":"clock","arguments":null}</tool_call>', "{}", ""),
         ("hermes", '<tool_call>{"name":"clock","parameters":{"a":2}}</tool_call>', '{"a":2}', ""),
@@ -138,9 +164,7 @@ def test_what_is_not_a_call_is_content(name: str, text: str, content: str | None
         ("pythonic", "[clock(a=1), other()]", '{"a": 1}', ", other()]"),
     ],
 )
-def test_what_models_write_differently(
-    name: str, text: str, arguments: str, content: str
-) -> None:
+def test_what_models_write_differently(name: str, text: str, arguments: str, content: str) -> None:
     events = parsed(parser(name), text)
     assert [e.name for e in events if isinstance(e, CallBegin)] == ["clock"]
     assert "".join(e.text for e in events if isinstance(e, CallArguments)) == arguments
@@ -185,8 +209,28 @@ def test_a_value_is_read_as_json_has_it(value: object, is_python: bool) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a" 1}', "{1: 2}", "[1 2]", "[1,]", "[01]", "[+1]", "[.5]", "[True]", "['a']", "[NaN]"]
-    + ['["\\x41"]', '["\\u12G4"]', "[tru]", "[-]", "{,}", "[,]", "(1)", '{"a"}', '{"a":}', "]"],
+    [
+        '{"a" 1}',
+        "{1: 2}",
+        "[1 2]",
+        "[1,]",
+        "[01]",
+        "[+1]",
+        "[.5]",
+        "[True]",
+        "['a']",
+        "[NaN]",
+        '["\\x41"]',
+        '["\\u12G4"]',
+        "[tru]",
+        "[-]",
+        "{,}",
+        "[,]",
+        "(1)",
+        '{"a"}',
+        '{"a":}',
+        "]",
+    ],
 )
 def test_what_json_does_not_have_is_wrong(text: str) -> None:
     scanner = ValueScanner()

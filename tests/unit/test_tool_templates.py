@@ -21,7 +21,7 @@ from pagewire.tests.support.tool_models import SPECIAL, make_model, template_sou
 
 NAMES = sorted(SPECIAL)
 PLAIN_TOOLS = [
-    {"type": "function", "function": {**each["function"], "description": "Says <it> & \"that\"."}}
+    {"type": "function", "function": {**each["function"], "description": 'Says <it> & "that".'}}
     for each in TOOLS
 ]
 CALL = {

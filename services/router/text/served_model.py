@@ -54,7 +54,7 @@ class ServedModel:
             tokenizer.template_source,
             settings.tool_parser,
             settings.reasoning_parser,
-            tokenizer.special_token_id,
+            tokenizer.marker_token_id,
         )
         # Made now: the first request must not wait for it.
         tokenizer.table_with(syntax.tokens.values())
