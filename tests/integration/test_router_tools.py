@@ -98,9 +98,8 @@ def test_a_conversation_with_results_goes_on(ask: Callable[..., Any]) -> None:
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls
         ]
-        client.chat.completions.create(
-            model=MODEL, messages=[*QUESTION, message, *results], tools=TOOLS
-        )
+        chat: Any = [*QUESTION, message, *results]
+        client.chat.completions.create(model=MODEL, messages=chat, tools=TOOLS)
         prompts = [each.prompt_token_ids for each in worker.generated]
         shared = prompts[0][:-4]
         assert prompts[1][: len(shared)] == shared

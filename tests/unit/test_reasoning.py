@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +65,7 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
     begins: Begins = data.draw(st.sampled_from(["outside", "inside"]))
     reading = AnswerReading(("clock",), reasoning=begins)
 
-    def read(parts: list[str]) -> tuple[list[object], int | None]:
+    def read(parts: list[str]) -> tuple[Any, int | None]:
         parser = AnswerParser(SYNTAX, reading)
         return parsed(parser, parts), parser.reasoning_end
 

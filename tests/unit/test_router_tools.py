@@ -189,7 +189,7 @@ def test_variables_reach_the_template(chat: Chat, model: ServedModel) -> None:
 
     assert end() == ("", "outside")
     assert end(chat_template_kwargs={"open_reasoning": True}) == ("<think>\n", "inside")
-    thinks = {"chat_template_kwargs": {"enable_thinking": False}}
+    thinks: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
     assert end(**thinks) == ("<think>\n\n</think>\n\n", "outside")
     goes_on = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<think>so"}]
     assert end(messages=goes_on, continue_final_message=True) == ("<think>so", "inside")

@@ -38,7 +38,8 @@ MARKERS = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"]
 EOS = 1
 REASONINGS: list[tuple[str | None, Begins]] = [
     (None, "outside"),
-    *product(sorted(REASONING_FORMATS), ("outside", "inside")),
+    *[(name, "outside") for name in sorted(REASONING_FORMATS)],
+    *[(name, "inside") for name in sorted(REASONING_FORMATS)],
 ]
 
 

@@ -13,11 +13,9 @@ import msgspec
 
 from pagewire.services.router.http.answer_form import form_of
 from pagewire.services.router.http.chat_inputs import (
-    answer_reading,
     conversation,
     num_chars,
     template_options,
-    tool_grammars,
 )
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.schemas import (
@@ -33,6 +31,7 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.answer import AnswerReading
+from pagewire.shared.tools.asking import answer_reading, tool_grammars
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -151,10 +150,13 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     max_tokens = asked or model.defaults.answer_length(room, room)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
-    reading = answer_reading(body, wanted, ids, model)
+    continued = (body.messages[-1].text or "") if body.continue_final_message else None
+    reading = answer_reading(
+        model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
+    )
     found = _input(body, [prompt], unknown_fields)
     if wanted is not None and reading is not None:
-        found = found.with_tools(tool_grammars(wanted, reading, model), wanted.must_call)
+        found = found.with_tools(tool_grammars(model.syntax, wanted, reading), wanted.must_call)
     return msgspec.structs.replace(found, reading=reading)
 
 
