@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from pagewire.kernels.shaping_tables import ShapingTables
+
 BackendName = Literal["auto", "triton", "torch"]
 
 OP_NAMES = (
@@ -36,6 +38,9 @@ OP_NAMES = (
     "rms_norm",
     "linear",
     "silu_and_mul",
+    "shape_logits",
+    "enter_tokens",
+    "note_tokens",
     "sample",
     "token_logprobs",
     "pack_blocks",
@@ -135,10 +140,64 @@ class SiluAndMul(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
 
 
+class ShapeLogits(Protocol):
+    """Logits as requests want them shaped, in float32; the logits themselves stay as they are.
+
+    In this order: tokens outside of the row's mask or of the allowed ones become -inf; biases are
+    added; a token of prompt or output is divided by the repetition penalty if it is positive, else
+    multiplied by it; the frequency penalty times its count in the output is subtracted, and the
+    presence penalty if it is there at all. Stop tokens before their first position, and the last
+    token of a bad word whose others are the newest outputs, are -inf whatever else is said. NaN
+    counts as -inf, +inf as the largest float. See `ShapingTables` for where each lies.
+    """
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [B, V], any float dtype
+        slots: torch.Tensor,  # [B] int64, device slots: rows of the tables
+        positions: torch.Tensor,  # [B] int64: the position that the new token will have
+        tables: ShapingTables,
+        masks: torch.Tensor,  # [M, ceil(V / 32)] int32, a bit a token, the lowest first
+        mask_of_row: torch.Tensor,  # [B] int64: which of the M, negative for none
+        out: torch.Tensor | None = None,  # [B, V] float32
+    ) -> torch.Tensor: ...  # [B, V] float32
+
+
+class EnterTokens(Protocol):
+    """Make prompt masks and output counts of device slots from their tokens alone."""
+
+    def __call__(
+        self,
+        tables: ShapingTables,
+        slots: torch.Tensor,  # [N] int64, all different
+        ends: torch.Tensor,  # [N] int64: cumulative lengths
+        output_starts: torch.Tensor,  # [N] int64: how many of a device slot's tokens are prompt
+        tokens: torch.Tensor,  # [T] int64, those of one device slot after those of another
+        longest: int,  # tokens of one device slot
+    ) -> None: ...
+
+
+class NoteTokens(Protocol):
+    """Count a new output of each device slot, and add it to its history, where a row asks for it.
+
+    Each device slot comes once, but for those that ask for nothing.
+    """
+
+    def __call__(
+        self,
+        tables: ShapingTables,
+        tokens: torch.Tensor,  # [B] int64
+        slots: torch.Tensor,  # [B] int64
+        positions: torch.Tensor,  # [B] int64, of the tokens
+    ) -> None: ...
+
+
 class Sample(Protocol):
     """Draw one token per row: greedy at temperature 0, else the Gumbel-max trick.
 
-    The candidate set is top-k, then top-p over what is left (a token is kept while the
+    The candidate set is min-p (tokens at least `min_p` times as probable as the most probable one:
+    `logit >= highest + log(min_p) * temperature`), of these top-k, then top-p over what is left (a
+    token is kept while the
     probability mass before it, in descending order, is below p; at least one is kept; equal
     logits at the boundary are all kept), with probabilities at the row's temperature. A NaN
     logit counts as -inf. The draw is `argmax(logit / temperature + gumbel)`,
@@ -153,6 +212,7 @@ class Sample(Protocol):
         temperature: torch.Tensor,  # [B] float32, 0 = greedy
         top_k: torch.Tensor,  # [B] int32, 0 = all
         top_p: torch.Tensor,  # [B] float32 in (0, 1]
+        min_p: torch.Tensor,  # [B] float32 in [0, 1], 0 = all
         seeds: torch.Tensor,  # [B] int64
         positions: torch.Tensor,  # [B] int64: the position that the new token will have
         out: torch.Tensor | None = None,  # [B] int64
@@ -235,6 +295,9 @@ class Ops:
     rms_norm: RmsNorm
     linear: Linear
     silu_and_mul: SiluAndMul
+    shape_logits: ShapeLogits
+    enter_tokens: EnterTokens
+    note_tokens: NoteTokens
     sample: Sample
     token_logprobs: TokenLogprobs
     pack_blocks: PackBlocks
@@ -244,6 +307,8 @@ class Ops:
 _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
     "pack_blocks": "kv_pack",
     "unpack_blocks": "kv_pack",
+    "enter_tokens": "token_counts",
+    "note_tokens": "token_counts",
     "sample": "sampling",
 }
 

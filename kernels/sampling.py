@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Sampling: argmax, exact top-k and top-p thresholds by search, Gumbel-max by Philox.
+"""Sampling: argmax, min-p, exact top-k and top-p thresholds by search, Gumbel-max by Philox.
 
 Four small launches, all but the threshold search cut into chunks of the vocabulary:
 the largest logit per chunk; per row the greedy token and the smallest candidate logit; per chunk
@@ -198,9 +198,11 @@ def _threshold_kernel(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
+    min_p_ptr,
     limits_ptr,  # [B, 2] float32: the largest logit, the smallest candidate
     out_ptr,
     logits_stride,
+    parameter_stride,
     vocab_size,
     chunks,
     CHUNKS_PAD: tl.constexpr,
@@ -214,12 +216,13 @@ def _threshold_kernel(
     best_id = tl.load(best_id_ptr + row * chunks + columns, mask=inside, other=0x7FFFFFFF)
     highest = tl.max(best, axis=0)
     tl.store(out_ptr + row, tl.min(tl.where(best == highest, best_id, 0x7FFFFFFF), axis=0))
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * parameter_stride)
     if temperature > 0.0:
         temperature = tl.maximum(temperature, 1.0e-30)
         highest = tl.maximum(highest, -3.4028234663852886e38)
-        top_k = tl.load(top_k_ptr + row)
-        top_p = tl.load(top_p_ptr + row)
+        top_k = tl.load(top_k_ptr + row * parameter_stride)
+        top_p = tl.load(top_p_ptr + row * parameter_stride)
+        min_p = tl.load(min_p_ptr + row * parameter_stride)
         row_ptr = logits_ptr + row * logits_stride
         lowest = highest - float("inf")
         if (top_k > 0) & (top_k < vocab_size):
@@ -227,10 +230,13 @@ def _threshold_kernel(
                 row_ptr, vocab_size, lowest, highest, temperature, top_k.to(tl.float32),
                 False, BLOCK, SHIFT,
             )  # fmt: skip
+        if min_p > 0.0:
+            lowest = tl.maximum(lowest, highest + tl.log(min_p) * temperature)
         if top_p < 1.0:
-            lowest = _search_threshold(
+            found = _search_threshold(
                 row_ptr, vocab_size, lowest, highest, temperature, top_p, True, BLOCK, SHIFT
             )
+            lowest = tl.maximum(lowest, found)  # which lies below it if its dtype is coarser
         tl.store(limits_ptr + row * 2, highest)
         tl.store(limits_ptr + row * 2 + 1, lowest)
 
@@ -257,13 +263,14 @@ def _draw_kernel(
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
     logits_stride,
+    parameter_stride,
     vocab_size,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * parameter_stride)
     if temperature > 0.0:
         temperature = tl.maximum(temperature, 1.0e-30)
         highest = tl.load(limits_ptr + row * 2)
@@ -294,11 +301,12 @@ def _pick_kernel(
     best_id_ptr,  # [B, chunks] int32
     temperature_ptr,
     out_ptr,
+    parameter_stride,
     chunks,
     CHUNKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(temperature_ptr + row) > 0.0:
+    if tl.load(temperature_ptr + row * parameter_stride) > 0.0:
         columns = tl.arange(0, CHUNKS_PAD)
         inside = columns < chunks
         best = tl.load(best_ptr + row * chunks + columns, mask=inside, other=float("-inf"))
@@ -307,11 +315,19 @@ def _pick_kernel(
         tl.store(out_ptr + row, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), axis=0))
 
 
+def _equally_strided(*parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the parameters with one stride: a few columns of one tensor have it already."""
+    if len({parameter.stride(0) for parameter in parameters}) == 1:
+        return parameters
+    return tuple(parameter.contiguous() for parameter in parameters)
+
+
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -331,16 +347,21 @@ def sample(
     best_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     limits = torch.empty((rows, 2), dtype=torch.float32, device=device)
     stride, pad = logits.stride(0), next_power_of_2(chunks)
+    temperature, top_k, top_p, min_p = _equally_strided(temperature, top_k, top_p, min_p)
+    step = temperature.stride(0)
     _chunk_max_kernel[(chunks, rows)](
         logits, best, best_id, stride, vocab_size, CHUNK=chunk, num_warps=8
     )
     _threshold_kernel[(rows,)](
-        logits, best, best_id, temperature, top_k, top_p, limits, out, stride, vocab_size, chunks,
+        logits, best, best_id, temperature, top_k, top_p, min_p, limits, out, stride, step,
+        vocab_size, chunks,
         CHUNKS_PAD=pad, BLOCK=chunk, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
     )  # fmt: skip
     _draw_kernel[(chunks, rows)](
-        logits, temperature, seeds, positions, limits, best, best_id, stride, vocab_size,
-        CHUNK=chunk, STEP=_DRAW_STEP, num_warps=4,
+        logits, temperature, seeds, positions, limits, best, best_id, stride, step,
+        vocab_size, CHUNK=chunk, STEP=_DRAW_STEP, num_warps=4,
     )  # fmt: skip
-    _pick_kernel[(rows,)](best, best_id, temperature, out, chunks, CHUNKS_PAD=pad, num_warps=1)
+    _pick_kernel[(rows,)](
+        best, best_id, temperature, out, step, chunks, CHUNKS_PAD=pad, num_warps=1
+    )
     return out

@@ -10,7 +10,7 @@ msgspec checks what arrives as JSON, `check_fields` what is made in Python.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -137,6 +137,13 @@ def _fits(value: Any, kind: inspect.Type) -> bool:
             return is_number and _in_range(value, kind)
         case inspect.StrType():
             return isinstance(value, str) and _has_length(value, kind)
+        case inspect.DictType():
+            return (
+                isinstance(value, dict)
+                and _has_length(value, kind)
+                and all(_fits(key, kind.key_type) for key in value)
+                and all(_fits(item, kind.value_type) for item in value.values())
+            )
         case inspect.ListType() | inspect.VarTupleType():
             is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
             return (
@@ -156,9 +163,10 @@ def _in_range(value: float, kind: inspect.IntType | inspect.FloatType) -> bool:
     )
 
 
-def _has_length(
-    value: Sequence[Any], kind: inspect.StrType | inspect.ListType | inspect.VarTupleType
-) -> bool:
+_Sized = inspect.DictType | inspect.ListType | inspect.StrType | inspect.VarTupleType
+
+
+def _has_length(value: Sized, kind: _Sized) -> bool:
     low, high = kind.min_length or 0, kind.max_length
     return low <= len(value) and (high is None or len(value) <= high)
 

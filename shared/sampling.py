@@ -10,19 +10,28 @@ unchanged and stays with the engine's sequence. A further setting of a request i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.field_rules import check_fields
 from pagewire.shared.logprobs import MAX_TOP
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 16_384
+# At most what a device slot has room for, see kernels/shaping_tables.py.
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32
+MAX_BAD_TOKENS = 1024  # of all bad words together
+MAX_BAD_STRINGS = 128  # each is up to two bad words: with and without a space before it
+MAX_BAD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 16_384
 
 Temperature = Annotated[float, Meta(ge=0, le=100, description="a number between 0 and 100")]
 TopP = Annotated[float, Meta(gt=0, le=1, description="a number greater than 0 and at most 1")]
@@ -40,6 +49,46 @@ _GRAMMAR = Meta(
     description=f"the text of a grammar, at most {MAX_GRAMMAR_CHARS} characters",
 )
 _StopString = Annotated[str, Meta(min_length=1)]
+MinP = Annotated[float, Meta(ge=0, le=1, description="a number between 0 and 1")]
+Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number between -2 and 2")]
+# Not 0: it would make all logits of what was said equal.
+RepetitionPenalty = Annotated[
+    float, Meta(ge=0.01, le=100, description="a number between 0.01 and 100")
+]
+MinTokens = Annotated[int, Meta(ge=0, lt=2**31, description="an integer from 0 to 2**31 - 1")]
+Biases = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(
+        max_length=MAX_BIASES,
+        description=f"an object of at most {MAX_BIASES} token ids, each with a number between "
+        "-100 and 100",
+    ),
+]
+_AllowedTokenIds = Meta(
+    min_length=1,
+    max_length=MAX_ALLOWED_TOKEN_IDS,
+    description=f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids",
+)
+_BadWord = Annotated[
+    tuple[TokenId, ...],
+    Meta(
+        min_length=1,
+        max_length=MAX_BAD_WORD_TOKENS,
+        description=f"1 to {MAX_BAD_WORD_TOKENS} token ids",
+    ),
+]
+_BadString = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=MAX_BAD_CHARS,
+        description=f"a string of 1 to {MAX_BAD_CHARS} characters",
+    ),
+]
+_BadStrings = Meta(
+    max_length=MAX_BAD_STRINGS, description=f"a list of at most {MAX_BAD_STRINGS} strings"
+)
+PromptLength = Annotated[int, Meta(ge=1, lt=2**31, description="an integer from 1 to 2**31 - 1")]
 
 
 class RequestSpec(
@@ -53,6 +102,15 @@ class RequestSpec(
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
         top_k: keep the k most likely tokens; 0 keeps all.
+        min_p: keep tokens that are at least this many times as probable as the most probable one.
+        frequency_penalty: subtracted from a token's logit for each time it is in the output.
+        presence_penalty: subtracted from a token's logit if it is in the output.
+        repetition_penalty: divides positive logits of tokens of prompt and output, and multiplies
+            others.
+        logit_bias: added to logits, by token id.
+        min_tokens: no token ends the answer before it has that many.
+        allowed_token_ids: no other tokens are sampled; None allows all.
+        bad_words: no output has these tokens one after the other.
         seed: makes the tokens reproducible. If it is None, the router draws one
             (dispatch/dispatcher.py), or offline the engine does (`new_sequence`).
         max_tokens: upper bound on generated tokens.
@@ -68,6 +126,14 @@ class RequestSpec(
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: Annotated[int, Meta(ge=0, lt=2**31, description=_TOP_K)] = 0
+    min_p: MinP = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: Biases = {}
+    min_tokens: MinTokens = 0
+    allowed_token_ids: Annotated[tuple[TokenId, ...], _AllowedTokenIds] | None = None
+    bad_words: Annotated[tuple[_BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
     seed: Seed | None = None
     max_tokens: MaxTokens = 16
     stop_token_ids: Annotated[tuple[TokenId, ...], _StopTokenIds] = ()
@@ -77,12 +143,56 @@ class RequestSpec(
     grammar: Annotated[str, _GRAMMAR] | None = None
 
     def validate(self) -> None:
-        """Check types and ranges.
+        """Check types and ranges, and what goes together.
 
         Raises:
             InvalidRequestError: a field is out of range; names it.
         """
         check_fields(self)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must not be more than max_tokens, which is {self.max_tokens}",
+                "min_tokens",
+            )
+        if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words: they are more than {MAX_BAD_TOKENS} tokens together", "bad_words"
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that token ids lie in the model's vocabulary.
+
+        Raises:
+            InvalidRequestError: one does not; names the field.
+        """
+        ids_of = {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": self.logit_bias,
+            "bad_words": [token_id for word in self.bad_words for token_id in word],
+        }
+        for name, ids in ids_of.items():
+            if max(ids, default=0) >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name} must be token ids below {vocab_size}, not {max(ids)}", name
+                )
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether tokens of the output, or of the prompt as well, have other logits."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether tokens are chosen by more than temperature, min_p, top_k and top_p."""
+        return bool(
+            self.is_penalized
+            or self.logit_bias
+            or self.min_tokens
+            or self.allowed_token_ids is not None
+            or self.bad_words
+        )
 
     def for_choice(self, choice: int) -> RequestSpec:
         """Return the parameters of one of n answers: the first has the caller's own seed.
@@ -119,6 +229,39 @@ class SamplingDefaults:
         return min(room, otherwise if self.max_tokens is None else self.max_tokens)
 
 
+Encode = Callable[[str], list[int]]
+
+
+def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of words that must not come, as vLLM has them.
+
+    A word stands within a text without a space before it, or begins one with it. The second is a
+    bad word of its own if it is other tokens, as many of them.
+
+    Raises:
+        InvalidRequestError: there is no tokenizer, or a word is too many tokens.
+    """
+    if encode is None:
+        if words:
+            raise InvalidRequestError(
+                "bad_words: the model has no tokenizer.json, and so no text", "bad_words"
+            )
+        return ()
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (tuple(encode(space + word.lstrip())) for space in ("", " "))
+        several = [plain] if plain else []
+        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            several.append(spaced)
+        if len(plain) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words: {word!r} is {len(plain)} tokens: at most {MAX_BAD_WORD_TOKENS}",
+                "bad_words",
+            )
+        found += several
+    return tuple(found)
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may say about the choice of tokens. None means unset.
 
@@ -128,20 +271,47 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens that are at least this many times as probable as the most probable one.
+        frequency_penalty: subtracted from a token's logit for each time it is in the output.
+        presence_penalty: subtracted from a token's logit if it is in the output.
+        repetition_penalty: divides positive logits of tokens of prompt and output, and multiplies
+            others.
+        logit_bias: added to logits, by token id.
+        min_tokens: no stop token or stop string ends the answer before it has that many.
+        allowed_token_ids: no other tokens are sampled.
+        bad_words: texts that the answer never has, at the start of a word or within it.
         seed: makes the tokens reproducible; the further answers of `n` have seeds derived from it.
         stop_token_ids: tokens that end an answer, in addition to the model's own.
         ignore_eos: generate on past the end of the sequence.
         prompt_logprobs: report the log probability of each of the prompt's tokens but the first,
             and those of this many most likely tokens.
+        include_stop_str_in_output: the stop string that ends an answer is part of its text.
+        skip_special_tokens: the text has no special tokens; so it is if unset.
+        truncate_prompt_tokens: keep no more than the prompt's last tokens.
     """
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31, description=_TOP_K)] | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Biases | None = None
+    min_tokens: MinTokens | None = None
+    allowed_token_ids: Annotated[Sequence[TokenId], _AllowedTokenIds] | None = None
+    bad_words: Annotated[Sequence[_BadString], _BadStrings] | None = None
     seed: Seed | None = None
     stop_token_ids: Annotated[Sequence[TokenId], _StopTokenIds] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: NumTop | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: PromptLength | None = None
+
+
+# What concerns prompts and texts, not the choice of tokens: no worker hears of it.
+_OF_TEXT = {"include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"}
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True):
@@ -172,12 +342,21 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         """The stop strings, one or several."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def resolve(self, defaults: SamplingDefaults, max_tokens: int) -> RequestSpec:
+    def truncate(self, prompt_ids: list[int]) -> list[int]:
+        """Return as many of a prompt's last tokens as are to be kept."""
+        kept = self.truncate_prompt_tokens
+        return prompt_ids if kept is None else prompt_ids[-kept:]
+
+    def resolve(
+        self, defaults: SamplingDefaults, max_tokens: int, encode: Encode | None = None
+    ) -> RequestSpec:
         """Fill in what is unset, and check everything.
 
         Args:
             defaults: the model's.
             max_tokens: if unset; see `SamplingDefaults.answer_length`.
+            encode: returns a text's token ids without special ones; None if the model has no
+                tokenizer.
 
         Raises:
             InvalidRequestError: a field has a wrong type or is out of range; names it.
@@ -186,11 +365,14 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         fields = asdict(defaults) | {"max_tokens": max_tokens}
         for name in (*SamplingFields.__struct_fields__, "max_tokens", "logprobs"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and name not in _OF_TEXT:
                 fields[name] = value
         if fields["top_k"] == -1:
             fields["top_k"] = 0
         fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        fields["bad_words"] = bad_word_ids(self.bad_words or (), encode)
+        if self.allowed_token_ids is not None:
+            fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         resolved = RequestSpec(**fields)
         resolved.validate()
         return resolved

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case, sampling_inputs
+from pagewire.kernels.bench.inputs import (
+    PagedCase,
+    PagedInputs,
+    decode_case,
+    sampling_inputs,
+    shaping_inputs,
+    shaping_tables,
+)
 from pagewire.kernels.bench.peers import flash_attention_3
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
+from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
@@ -40,12 +49,19 @@ DECODE = (
     (256, 1024),
 )
 PREFILL = ((1024, 1024), (4096, 4096), (8192, 8192), (16384, 16384), (512, 8704))
-# temperature, top-k, top-p
+# temperature, top-k, top-p, min-p
 SAMPLING = {
-    "greedy": (0.0, 0, 1.0),
-    "temperature 1": (1.0, 0, 1.0),
-    "top-k 50": (1.0, 50, 1.0),
-    "top-p 0.9": (0.8, 0, 0.9),
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature 1": (1.0, 0, 1.0, 0.0),
+    "top-k 50": (1.0, 50, 1.0, 0.0),
+    "top-p 0.9": (0.8, 0, 0.9, 0.0),
+    "min-p 0.05": (1.0, 0, 1.0, 0.05),
+}
+SHAPING = {
+    "nothing": ShapingRow(),
+    "penalties": ShapingRow(1000, repetition=1.1, frequency=0.2, presence=0.3, output=range(500)),
+    "300 biases": ShapingRow(biases={37 * n: 1.0 for n in range(300)}),
+    "bad words": ShapingRow(1000, bad_words=[[n, n + 1] for n in range(100)], output=range(500)),
 }
 
 Call = Callable[[Ops], tuple[torch.Tensor, ...]]
@@ -163,6 +179,50 @@ def _sample(rows: int, kind: str) -> BenchCase:
     return BenchCase("sample", f"{rows} rows, {kind}", call, 2.0 * rows * VOCABULARY, exact=True)
 
 
+def _shape_logits(rows: int, kind: str) -> BenchCase:
+    logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
+    x = shaping_inputs(logits, [SHAPING[kind]] * rows, [list(range(1000))] * rows)
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.shape_logits(*x.arguments),)
+
+    def check(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.shape_logits(*x.arguments).clamp(min=-1e3),)  # the difference of -inf is NaN
+
+    work = 6.0 * rows * VOCABULARY
+    return BenchCase("shape_logits", f"{rows} rows, {kind}", call, work, check=check)
+
+
+def _note_tokens(rows: int) -> BenchCase:
+    logits = torch.zeros(rows, VOCABULARY, device="cuda", dtype=DTYPE)
+    x = shaping_inputs(logits, [SHAPING["penalties"]] * rows)
+    tokens = torch.randint(VOCABULARY, (rows,), device="cuda")
+
+    def run(ops: Ops, tables: ShapingTables) -> tuple[torch.Tensor, ...]:
+        ops.note_tokens(tables, tokens, x.slots, x.positions)
+        return tables.counts, tables.rows
+
+    def check(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
+
+    call = partial(run, tables=x.tables)
+    return BenchCase("note_tokens", f"{rows} rows", call, 16.0 * rows, check=check, exact=True)
+
+
+def _enter_tokens(length: int) -> BenchCase:
+    tables = shaping_tables(8, VOCABULARY, "cuda")
+    slots, ends = torch.tensor([3], device="cuda"), torch.tensor([length], device="cuda")
+    starts = ends // 2
+    tokens = torch.randint(VOCABULARY, (length,), device="cuda")
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        ops.enter_tokens(tables, slots, ends, starts, tokens, length)
+        return tables.prompt, tables.counts
+
+    work = 4.0 * VOCABULARY + 8.0 * length
+    return BenchCase("enter_tokens", f"{length} tokens", call, work, exact=True)
+
+
 def _token_logprobs(rows: int, top: int) -> BenchCase:
     logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
     wanted = torch.arange(rows, device="cuda")
@@ -221,6 +281,11 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "silu_and_mul": lambda: (_silu_and_mul(tokens) for tokens in TOKENS),
     "rotary_and_cache": lambda: (_rotary_and_cache(tokens) for tokens in TOKENS),
     "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
+    "shape_logits": lambda: (
+        _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING
+    ),
+    "enter_tokens": lambda: (_enter_tokens(length) for length in (100, 8192, 131072)),
+    "note_tokens": lambda: (_note_tokens(rows) for rows in (1, 256)),
     "sample": lambda: (_sample(rows, kind) for rows in (1, 64, 256) for kind in SAMPLING),
     "token_logprobs": lambda: (
         _token_logprobs(rows, top) for rows in (1, 64, 256) for top in (0, 1, 20)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 import torch
+
+from pagewire.kernels.shaping_tables import ROW_WORDS, ShapingRow, ShapingTables, pack_bits
 
 # Of a pool with this many layers, the last one is used: its cache is a strided view.
 _LAYERS = 2
@@ -99,6 +102,7 @@ class SamplingInputs:
     temperature: torch.Tensor  # [B] float32
     top_k: torch.Tensor  # [B] int32
     top_p: torch.Tensor  # [B] float32
+    min_p: torch.Tensor  # [B] float32
     seeds: torch.Tensor  # [B] int64
     positions: torch.Tensor  # [B] int64
 
@@ -113,6 +117,7 @@ def sampling_inputs(
     temperature: float | list[float] = 0.0,
     top_k: int | list[int] = 0,
     top_p: float | list[float] = 1.0,
+    min_p: float | list[float] = 0.0,
     first_seed: int = 0,
 ) -> SamplingInputs:
     """Return rows for `logits` [B, V]; a parameter is one for all rows or a list of one each."""
@@ -127,6 +132,76 @@ def sampling_inputs(
         temperature=column(temperature, torch.float32),
         top_k=column(top_k, torch.int32),
         top_p=column(top_p, torch.float32),
+        min_p=column(min_p, torch.float32),
         seeds=torch.arange(first_seed, first_seed + rows, device=device),
         positions=torch.arange(rows, device=device) % 97,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingInputs:
+    """Tensors of one call of `ShapeLogits`, in its order."""
+
+    logits: torch.Tensor  # [B, V]
+    slots: torch.Tensor  # [B] int64
+    positions: torch.Tensor  # [B] int64
+    tables: ShapingTables
+    masks: torch.Tensor  # [M, ceil(V / 32)] int32
+    mask_of_row: torch.Tensor  # [B] int64
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All of them, as `ShapeLogits` takes them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def shaping_tables(slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
+    """Return tables of device slots that ask for nothing."""
+    words = -(-vocab_size // 32)
+    widths = (ROW_WORDS, words, words, vocab_size)
+    return ShapingTables(
+        *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
+    )
+
+
+def shaping_inputs(
+    logits: torch.Tensor,
+    rows: list[ShapingRow],
+    prompts: list[list[int]] | None = None,
+    allowed: dict[int, list[int]] | None = None,
+    masks: dict[int, list[int]] | None = None,
+) -> ShapingInputs:
+    """Return rows for `logits` [B, V], whose device slots are B - 1, B - 2, ..., 0.
+
+    Args:
+        logits: of each row.
+        rows: what each asks for; its new token comes after its `output`.
+        prompts: tokens of each, as many as its `output_start`, if its counts matter.
+        allowed: row -> the tokens that its device slot is limited to.
+        masks: row -> the tokens that its mask in this step allows.
+    """
+    count, vocab_size = logits.shape
+    device = logits.device
+    tables = shaping_tables(count, vocab_size, device)
+    slots = list(range(count - 1, -1, -1))
+    step_masks = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+    mask_of_row = torch.full((count,), -1, dtype=torch.int64, device=device)
+    for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        tables.rows[slot] = torch.from_numpy(row.words())
+        prompt = [] if prompts is None else prompts[index]
+        tables.prompt[slot] = torch.from_numpy(pack_bits(prompt, vocab_size))
+        output = torch.tensor(row.output, dtype=torch.int64)
+        tables.counts[slot] = torch.bincount(output, minlength=vocab_size)
+    for index, tokens in (allowed or {}).items():
+        tables.allowed[slots[index]] = torch.from_numpy(pack_bits(tokens, vocab_size))
+    for place, (index, tokens) in enumerate((masks or {}).items()):
+        step_masks[place] = torch.from_numpy(pack_bits(tokens, vocab_size))
+        mask_of_row[index] = place
+    return ShapingInputs(
+        logits=logits,
+        slots=torch.tensor(slots, device=device),
+        positions=torch.tensor([r.output_start + len(r.output) for r in rows], device=device),
+        tables=tables,
+        masks=step_masks,
+        mask_of_row=mask_of_row,
     )

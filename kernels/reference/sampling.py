@@ -14,12 +14,15 @@ def _thresholds(
     temperature: torch.Tensor,  # [N]
     top_k: torch.Tensor,  # [N]
     top_p: torch.Tensor,  # [N]
+    min_p: torch.Tensor,  # [N]
 ) -> torch.Tensor:
     """Return each row's smallest score `[N, 1]` that is a candidate."""
     vocab_size = scores.shape[1]
     ordered = scores.sort(dim=-1, descending=True).values
     k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).long()
     threshold = ordered.gather(1, (k - 1)[:, None])
+    # Of min_p 0, -inf.
+    threshold = torch.maximum(threshold, ordered[:, :1] + (min_p.log() * temperature)[:, None])
     scaled = (ordered - ordered[:, :1]).double() / temperature[:, None].double()
     mass = scaled.exp_().masked_fill_(ordered < threshold, 0.0)
     mass_before = mass.cumsum(-1).sub_(mass)
@@ -34,6 +37,7 @@ def _draw(
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
@@ -41,10 +45,12 @@ def _draw(
     vocab_size = scores.shape[1]
     perturbed = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
     perturbed += gumbel_noise(seeds, positions, vocab_size)
-    limited = (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0)).nonzero()[:, 0]
+    is_limited = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
+    limited = is_limited.nonzero()[:, 0]
     if limited.numel():
         rows = scores[limited]
-        threshold = _thresholds(rows, temperature[limited], top_k[limited], top_p[limited])
+        limits = [each[limited] for each in (temperature, top_k, top_p, min_p)]
+        threshold = _thresholds(rows, *limits)
         perturbed[limited] = perturbed[limited].masked_fill(rows < threshold, -torch.inf)
     return perturbed.argmax(-1)
 
@@ -54,6 +60,7 @@ def sample(
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
+    min_p: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -61,7 +68,7 @@ def sample(
     """Draw one token per row: greedy at temperature 0, else the Gumbel-max trick.
 
     Shapes and meaning are those of `pagewire.kernels.Sample`. NaN counts as -inf. Random rows
-    alone pay for noise, and limited ones (top-k, top-p) alone for a sort.
+    alone pay for noise, and limited ones (min-p, top-k, top-p) alone for a sort.
     """
     scores = logits.float().nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
     tokens = scores.argmax(-1)
@@ -72,6 +79,7 @@ def sample(
             temperature[random],
             top_k[random],
             top_p[random],
+            min_p[random],
             seeds[random],
             positions[random],
         )

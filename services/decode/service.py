@@ -129,6 +129,7 @@ class DecodeService:
     def _check(self, peer_id: str, message: Generate) -> None:
         message.spec.validate()
         vocab_size = self._engine.vocab_size
+        message.spec.check_vocabulary(vocab_size)
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
         if max((*message.prompt_token_ids, *message.output_token_ids)) >= vocab_size:

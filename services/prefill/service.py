@@ -102,7 +102,9 @@ class PrefillService:
             raise OverloadedError("this prefill worker is shutting down")
         if max(ticket.token_ids, default=0) >= self._engine.vocab_size:
             raise InvalidRequestError(f"token ids must be below {self._engine.vocab_size}")
-        sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, ())
+        ticket.spec.check_vocabulary(self._engine.vocab_size)
+        eos = self._engine.eos_token_ids  # which a first token may not be, if the spec says so
+        sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, eos)
         sequence.output_start = min(ticket.num_prompt_tokens, len(ticket.token_ids))
         sequence.prefill_only = True
         core = self._engine.core

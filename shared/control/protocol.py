@@ -23,7 +23,7 @@ from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -32,7 +32,7 @@ MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_LAYER_GROUPS = 8  # of a block
-MAX_FORKS = 15  # of one `Generate`
+MAX_FORKS = 127  # of one `Generate`
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 MAX_EPOCH = 2**63 - 1

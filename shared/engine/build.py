@@ -23,7 +23,13 @@ from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, TableEntries
+from pagewire.shared.engine.step import (
+    DecodeInput,
+    NewDeviceSlot,
+    PrefillChunk,
+    StepPlan,
+    TableEntries,
+)
 from pagewire.shared.engine.torch_threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.grammar.masks import MaskFiller
@@ -330,6 +336,10 @@ def _warm_up(runner: ModelRunner, most_tokens: int) -> None:
     )
     runner.execute(prefill).wait()
     runner.execute(StepPlan(number=0, decodes=[0])).wait()
+    shaped = NewDeviceSlot(0, RequestSpec(seed=0, presence_penalty=1.0), [0] * length)
+    again = [DecodeInput(0, 0, length)]
+    plan = StepPlan(number=0, freed=[0], new_slots=[shaped], inputs=again, decodes=[0])
+    runner.execute(plan).wait()
     runner.execute(StepPlan(number=0, freed=[0]))
     groups = runner.mover.groups
     size = groups.packed_bytes(1)

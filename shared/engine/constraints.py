@@ -21,6 +21,7 @@ from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
 
 PATIENCE_S = (0.002, 0.05)  # the second also where no row could sample without the late ones
 OF_A_STEP = 0.75
+OF_A_CALL = 2.0  # a call that fills many masks is late if it takes longer than it usually does
 
 
 @dataclass(slots=True)
@@ -115,7 +116,9 @@ class Constraints:
             return Masked()
         pairs = [row for _, _, row in rows]
         if self._due_s is None:
-            self._due_s = self._deadline(launched, filler.begin(pairs))
+            missing = filler.begin(pairs)
+            usual_s = filler.usual_s(len(missing))
+            self._due_s = self._deadline(launched, len(missing), usual_s)
         while True:
             filler.news.clear()
             missing = filler.begin(pairs)
@@ -129,10 +132,11 @@ class Constraints:
         filler.give_up(missing)
         return _masked(rows)
 
-    def _deadline(self, launched: Launched, missing: list[Row]) -> float:
+    def _deadline(self, launched: Launched, missing: int, usual_s: float) -> float:
+        """Return until when masks are waited for, given how long the missing ones usually take."""
         least, most = self.patience_s
-        patience = min(max(least, OF_A_STEP * self._usual_s), most)
-        if len(missing) >= len(launched.schedule.sampled):
+        patience = min(max(least, OF_A_STEP * self._usual_s, OF_A_CALL * usual_s), most)
+        if missing >= len(launched.schedule.sampled):
             patience = most
         return self.clock() + patience
 

@@ -141,7 +141,7 @@ class EngineCore:
         has_rows = len(self._in_flight) > num_before
         supplied = self._supply(wait)
         due = len(self._in_flight) == depth or (self._in_flight and not has_rows)
-        finished = bool(due and (wait or self._in_flight[0].pending.is_done()))
+        finished = bool(due and (wait or self._in_flight[0].is_done()))
         if finished:
             self._postprocess(self._in_flight.popleft())
             supplied |= self._supply(wait)

@@ -40,6 +40,7 @@ PARAMETERS = (
     Parameter("temperature", torch.float32, 0.0, lambda params: params.temperature),
     Parameter("top_k", torch.int32, 0, lambda params: params.top_k),
     Parameter("top_p", torch.float32, 1.0, lambda params: params.top_p),
+    Parameter("min_p", torch.float32, 0.0, lambda params: params.min_p),
     Parameter("seeds", torch.int64, 0, lambda params: params.seed or 0),
 )
 
@@ -131,7 +132,11 @@ class DeviceState:
 
     def sampling(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parameters of device slots, [B] int64, as `kernels.Sample` takes them."""
-        return {name: tensor[slots] for name, tensor in self.parameters.items()}
+        found = self._parameters.index_select(1, slots)  # all in one launch
+        return {
+            parameter.name: _as_type(words, parameter.dtype)
+            for parameter, words in zip(PARAMETERS, found, strict=True)
+        }
 
 
 def _words_of_parameters(newcomers: list[NewDeviceSlot]) -> _Words:

@@ -46,6 +46,10 @@ class Launched:
         """Of its plan."""
         return 0 if self.schedule.plan is None else self.schedule.plan.number
 
+    def is_done(self) -> bool:
+        """Whether its result is here, without waiting."""
+        return not self.awaits_supply and self.pending.is_done()
+
     def special(self, row_tokens: list[int]) -> set[Sequence]:
         """Return those whose token may be the first or the last, is none, or of an earlier life."""
         schedule, rows = self.schedule, self.schedule.rows

@@ -19,14 +19,14 @@ from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
+from pagewire.shared.field_rules import check_fields
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason
-from pagewire.shared.text.detokenizer import make_detokenizer
+from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.syntax import ChatSyntax
 
@@ -151,14 +151,10 @@ class LLM:
         answers: dict[str, _Answer] = {}
         outputs = []
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-            room = max(1, self.engine.max_model_len - len(prompt.token_ids))
-            length = self._defaults.answer_length(room, default_tokens)
-            spec = asked.resolve(self._defaults, length)
-            if asked.structured_outputs is not None:
-                spec = self._constrained(spec, asked.structured_outputs)
-            elif isinstance(prompt, ChatPrompt):
+            spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
+            if isinstance(prompt, ChatPrompt) and spec.grammar is None:
                 spec = self._with_tools(spec, prompt.grammars)
-            output = RequestOutput(prompt.text, prompt.token_ids, [])
+            output = RequestOutput(prompt.text, token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
                 answer = _Answer(
@@ -168,6 +164,21 @@ class LLM:
         with self._running:
             self._run(answers, use_tqdm)
         return outputs
+
+    def _resolve(
+        self, prompt_ids: list[int], asked: SamplingParams, default_tokens: int
+    ) -> tuple[RequestSpec, list[int]]:
+        """Return what a request asks for, and its prompt's tokens, cut as it says."""
+        check_fields(asked)
+        prompt_ids = asked.truncate(prompt_ids)
+        room = max(1, self.engine.max_model_len - len(prompt_ids))
+        length = self._defaults.answer_length(room, default_tokens)
+        encode = None if self.tokenizer is None else self.tokenizer.encode_word
+        spec = asked.resolve(self._defaults, length, encode)
+        spec.check_vocabulary(self.engine.config.vocab_size)
+        if asked.structured_outputs is not None:
+            spec = self._constrained(spec, asked.structured_outputs)
+        return spec, prompt_ids
 
     def _constrained(self, spec: RequestSpec, asked: StructuredOutputs) -> RequestSpec:
         text = grammar_text(asked)
@@ -253,12 +264,14 @@ class _Answer:
         prompt: TokenizedPrompt,
     ) -> None:
         self._chat = prompt if isinstance(prompt, ChatPrompt) else None
-        self._shown = () if self._chat is None else self._chat.reading.shown
         self.prompt_index, self.output, self.spec = prompt_index, output, spec
         self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
         output.outputs.append(self._result)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._rules = tokenizer, TextRules.of(asked, asked.stop_strings)
+        if self._chat is not None:
+            shown = self._chat.reading.shown
+            self._rules = msgspec.structs.replace(self._rules, shown=shown)
         self._assembler: TextAssembler | None = None
         if asked.stop_strings:
             if tokenizer is None:
@@ -267,7 +280,7 @@ class _Answer:
                     "stop",
                 )
             prompt_ids = output.prompt_token_ids
-            self._assembler = TextAssembler(tokenizer, prompt_ids, asked.stop_strings, self._shown)
+            self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules)
 
     def take(self, step: StepOutput, progress: GenerationProgress) -> bool:
         """Add what a step gave; returns whether the answer has ended.
@@ -324,9 +337,8 @@ class _Answer:
         if self._assembler is not None:
             result.stop_reason = self._assembler.matched
         elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
-            prompt_ids = self.output.prompt_token_ids
-            text = make_detokenizer(self._tokenizer, prompt_ids, self._shown)
-            result.text = text.finish(result.token_ids)
+            text = TextAssembler(self._tokenizer, self.output.prompt_token_ids, self._rules)
+            result.text = text.push(result.token_ids, "length").text
         if self._chat is not None:
             result.message = self._chat.message(result.text)
         last = result.token_ids[-1:]

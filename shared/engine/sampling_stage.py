@@ -21,6 +21,7 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.shaping_state import ShapingState
 from pagewire.shared.engine.step import StepPlan
 
 _UNMASKED, _HELD = -1, -2  # in place of a mask
@@ -63,17 +64,22 @@ class SamplingStage:
 
     Attributes:
         vocab_size: logits of a row.
+        shaping: what the device slots ask for.
     """
 
     ops: Ops
     state: DeviceState
     vocab_size: int
+    shaping: ShapingState = field(init=False)
+    _shaped: torch.Tensor = field(init=False)  # [static rows, vocab] float32
     _masks: torch.Tensor = field(init=False)  # [static rows, ceil(vocab / 32)] int32
     _mask_of_row: torch.Tensor = field(init=False)  # [static rows] int64, or one of the above
     _has_masks: bool = False
 
     def __post_init__(self) -> None:
         rows, device = self.num_rows, self.state.device
+        self.shaping = ShapingState(self.ops, self.state, self.vocab_size)
+        self._shaped = torch.empty((rows, self.vocab_size), dtype=torch.float32, device=device)
         words = -(-self.vocab_size // 32)
         self._masks = torch.zeros((rows, words), dtype=torch.int32, device=device)
         self._mask_of_row = torch.full((rows,), _UNMASKED, dtype=torch.int64, device=device)
@@ -89,14 +95,15 @@ class SamplingStage:
         return self.state.num_slots
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin a step: it has no masks yet."""
+        """Begin a step, which has no masks yet; take in what device slots' new owners ask for."""
+        self.shaping.apply(plan)
         if self._has_masks:
             self._mask_of_row.fill_(_UNMASKED)
             self._has_masks = False
 
     def is_shaped(self, slots: list[int]) -> bool:
         """Whether a batch of these device slots takes the shaped variant."""
-        return self._has_masks
+        return self._has_masks or self.shaping.is_shaped(slots)
 
     def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
         """Upload what is allowed in static rows: a bit a token, the lowest first, in whole bytes.
@@ -136,22 +143,19 @@ class SamplingStage:
             # On the device all the same: a step is waited for by its tokens.
             return Sampled(slots, logits)
         state = self.state
+        tables, last = self.shaping.tables, first_row + len(slots)
         if shaped:
+            mask_of_row = self._mask_of_row[first_row:last]
             # What a held row samples goes to the padding device slot, which stays at position 0.
-            held = self._mask_of_row[first_row : first_row + len(slots)] == _HELD
-            slots = torch.where(held, state.padding_slot, slots)
-            positions = torch.where(held, 0, positions)
-        source = self._shape(rows, first_row) if shaped else logits
-        tokens = self.ops.sample(source, positions=positions, **state.sampling(slots))
+            slots = torch.where(mask_of_row == _HELD, state.padding_slot, slots)
+            positions = torch.where(mask_of_row == _HELD, 0, positions)
+            out = self._shaped[first_row:last]
+            logits = self.ops.shape_logits(
+                logits, slots, positions, tables, self._masks, mask_of_row, out
+            )
+        tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
+        if shaped:
+            self.ops.note_tokens(tables, tokens, slots, positions)
         state.last_token.index_copy_(0, slots, tokens)
         state.position.index_copy_(0, slots, positions)
-        return Sampled(tokens, logits)
-
-    def _shape(self, rows: Forwarded, first_row: int) -> torch.Tensor:
-        """Return [N, vocab] float32 logits from which the rows may be drawn."""
-        mask_of_row = self._mask_of_row[first_row : first_row + len(rows.slots)]
-        words = self._masks[mask_of_row.clamp(min=0)]
-        ids = torch.arange(self.vocab_size, device=words.device)
-        allowed = (words[:, ids // 32] >> (ids % 32)) & 1
-        allowed |= (mask_of_row < 0)[:, None]
-        return rows.logits.float().masked_fill(allowed == 0, -torch.inf)
+        return Sampled(tokens, rows.logits)

@@ -135,10 +135,15 @@ class PlanDraft:
 
         Grammars stay here: the device gets masks.
         """
-        spec = sequence.spec
+        slot, spec = device_slot_of(sequence), sequence.spec
         if spec.grammar is not None:
             spec = msgspec.structs.replace(spec, grammar=None)
-        self.new_slots.append(NewDeviceSlot(device_slot_of(sequence), spec))
+        new = NewDeviceSlot(slot, spec)
+        if spec.is_shaped:
+            stops = sorted(sequence.stop_token_ids)
+            tokens = list(sequence.token_ids)
+            new = NewDeviceSlot(slot, spec, tokens, sequence.output_start, stops)
+        self.new_slots.append(new)
         self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:

@@ -31,15 +31,21 @@ from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.sampling import RequestSpec
 
 
-class NewDeviceSlot(msgspec.Struct, frozen=True):
+class NewDeviceSlot(msgspec.Struct, frozen=True, omit_defaults=True):
     """A device slot of a sequence that has just been admitted; its block table is empty.
 
     Attributes:
         spec: with a seed.
+        token_ids: prompt and output so far, if the spec is shaped (`RequestSpec.is_shaped`).
+        output_start: how many of them are the prompt.
+        stop_token_ids: all that end it, the model's included; likewise.
     """
 
     slot: int
     spec: RequestSpec
+    token_ids: list[int] = []
+    output_start: int = 0
+    stop_token_ids: list[int] = []
 
 
 class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):

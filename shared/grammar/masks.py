@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_THREADS = 2
 MAX_THREADS = 8  # of one call for many rows
+MIN_ROW_S = 1e-5
 QUICK_S = 0.002  # a row that takes no longer is filled with the others again
 MAX_WAIT_S = 10.0  # for one mask: then the row fails. Only a machine that is overloaded needs it.
 TOO_SLOW = "the grammar takes too long to follow"
@@ -66,7 +67,7 @@ class Follower:
     since_s: float = 0.0
 
     def is_ready(self, position: int) -> bool:
-        """Whether the mask after so many tokens of the answer is known, or that there is none."""
+        """Whether the mask after this many tokens of the answer is known, or that there is none."""
         return not self.is_busy and (self.position == position or self.problem is not None)
 
     def note(self, mask: bytes | None) -> None:
@@ -125,6 +126,7 @@ class MaskFiller:
     _single: SimpleQueue[Task] = field(default_factory=SimpleQueue)
     _batch: list[Follower] = field(default_factory=list)  # of the call under way
     _num_single: int = 0
+    _row_s: float = 1e-4  # that a row of a call for many usually takes
 
     def __post_init__(self) -> None:
         self._compiler = GrammarCompiler(self.vocabulary)
@@ -181,6 +183,10 @@ class MaskFiller:
             if self.clock() > follower.since_s + MAX_WAIT_S:
                 follower.problem, follower.is_busy = TOO_SLOW, False
 
+    def usual_s(self, count: int) -> float:
+        """Return how long a call for this many rows usually takes."""
+        return count * self._row_s
+
     def _queue_many(self, work: list[_Work]) -> None:
         if self._executor is None:
             threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
@@ -189,6 +195,7 @@ class MaskFiller:
         executor = self._executor
 
         def fill() -> None:
+            started = time.perf_counter()
             masks: list[bytes | None] = [None] * len(work)
             try:
                 pairs = [(matcher, tokens) for _, matcher, tokens in work]
@@ -197,6 +204,8 @@ class MaskFiller:
                 logger.exception("masks could not be filled")
                 for _, matcher, _ in work:
                     matcher.problem = f"the grammar cannot be followed: {exc}"
+            took_s = (time.perf_counter() - started) / len(work)
+            self._row_s = min(max(took_s, MIN_ROW_S), self._row_s * 1.05)
             for (follower, _, _), mask in zip(work, masks, strict=True):
                 follower.note(mask)
 

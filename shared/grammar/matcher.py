@@ -6,10 +6,9 @@ is saved or sent when an answer is preempted or goes to another worker: it is fo
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from pagewire.shared.grammar.compiler import problem_of
@@ -63,23 +62,23 @@ class Matcher:
 
         None if there is a problem, or is one now.
         """
-        mask = np.zeros(words, np.int32)
+        mask = bytearray(words * 4)
         if self.problem is None:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, words * 4)
-        return self._checked(mask)
+            self._matcher.unsafe_compute_mask_ptr(_address(mask), len(mask))
+        return self._checked(bytes(mask))
 
-    def _checked(self, mask: npt.NDArray[np.int32]) -> bytes | None:
+    def _checked(self, mask: bytes) -> bytes | None:
         if self.problem is None:
             self._check()
-        if self.problem is None and not mask.any():
+        if self.problem is None and mask.count(0) == len(mask):
             self.problem = NOTHING_ALLOWED
-        return None if self.problem is not None else mask.tobytes()
+        return None if self.problem is not None else mask
 
 
 def allowed_tokens(mask: bytes) -> list[int]:
     """Return the tokens that a mask allows."""
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-    return [int(token) for token in np.flatnonzero(bits)]
+    set_bytes = [(8 * index, byte) for index, byte in enumerate(mask) if byte]
+    return [first + bit for first, byte in set_bytes for bit in range(8) if byte >> bit & 1]
 
 
 def fill_masks(
@@ -99,7 +98,14 @@ def fill_masks(
     for matcher, _ in pairs:
         matcher.num_followed += 1
         matcher._check()
-    masks = np.zeros((len(rows), words), np.int32)
+    size = words * 4
+    masks = bytearray(size * len(rows))
     good = [(m._matcher, row) for row, (m, _) in enumerate(rows) if m.problem is None]
-    executor.unsafe_compute_mask_ptr(good, masks.ctypes.data, words * 4, len(rows))
-    return [matcher._checked(masks[row]) for row, (matcher, _) in enumerate(rows)]
+    executor.unsafe_compute_mask_ptr(good, _address(masks), size, len(rows))
+    with memoryview(masks) as view:
+        found = [bytes(view[row * size : (row + 1) * size]) for row in range(len(rows))]
+    return [matcher._checked(mask) for (matcher, _), mask in zip(rows, found, strict=True)]
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

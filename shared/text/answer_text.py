@@ -5,13 +5,14 @@ The router and the offline `LLM` share it, so that both give the same text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
 
 import msgspec
 
 from pagewire.shared.logprobs import Logprobs, join
+from pagewire.shared.sampling import SamplingFields
 from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.stop_strings import StopMatcher
 from pagewire.shared.text.tokenizer import Tokenizer
@@ -48,29 +49,70 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     )
 
 
+class TextRules(msgspec.Struct, frozen=True):
+    """What of an answer's tokens becomes its text, and what ends it.
+
+    Attributes:
+        stops: strings that end an answer.
+        include_stop: the stop string or stop token that ends it is part of its text.
+        skip_special: special tokens have no text.
+        min_tokens: no stop string that ends in the first that many tokens counts.
+        stop_token_ids: of the request.
+        ignore_eos: the model's own do not end an answer.
+        shown: special tokens that have a text nevertheless.
+    """
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    shown: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, asked: SamplingFields, stops: tuple[str, ...]) -> TextRules:
+        """Return what a request says of its text."""
+        return cls(
+            stops,
+            bool(asked.include_stop_str_in_output),
+            asked.skip_special_tokens is not False,
+            asked.min_tokens or 0,
+            tuple(asked.stop_token_ids or ()),
+            bool(asked.ignore_eos),
+        )
+
+    def hidden(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Return the stop tokens that would have a text and are not to have it."""
+        if self.include_stop:
+            return frozenset()
+        if self.skip_special or self.ignore_eos:
+            return frozenset(self.stop_token_ids)
+        return frozenset(self.stop_token_ids) | tokenizer.eos_token_ids
+
+
 class TextAssembler:
     """The pure part: tokens in, text out.
 
     Args:
         tokenizer: the model's.
         prompt_ids: the answer's left context.
-        stops: strings that end it.
-        shown: special tokens that are part of the text nevertheless.
+        rules: of its text, or only its stop strings.
 
     Attributes:
         num_tokens: tokens of the answer so far; those after a stop string don't count.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
-        stops: Sequence[str],
-        shown: Collection[int] = (),
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], rules: TextRules | Sequence[str]
     ) -> None:
+        if not isinstance(rules, TextRules):
+            rules = TextRules(tuple(rules))
         self.num_tokens = 0
-        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, shown)
-        self._matcher, self._has_stops = StopMatcher(stops), bool(stops)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, rules.skip_special, rules.shown)
+        self._matcher = StopMatcher(rules.stops, rules.include_stop)
+        self._has_stops, self._min_tokens = bool(rules.stops), rules.min_tokens
+        self._hidden = rules.hidden(tokenizer)
 
     @property
     def matched(self) -> str | None:
@@ -90,20 +132,27 @@ class TextAssembler:
         """
         if not self._has_stops:
             self.num_tokens += len(token_ids)
-            text = self._detokenizer.push(token_ids)
-            if finish_reason is not None:
-                text += self._detokenizer.flush()
+            shown, is_end = self._shown(token_ids), finish_reason is not None
+            text = (self._detokenizer.finish if is_end else self._detokenizer.push)(shown)
             return TextDelta(text, finish_reason, tuple(token_ids), logprobs)
         texts = []
+        shown = self._shown(token_ids)
         for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
-            texts.append(self._matcher.push(self._detokenizer.push([token_id])))
+            text = self._detokenizer.push([token_id] if count <= len(shown) else ())
+            texts.append(self._matcher.push(text, self.num_tokens > self._min_tokens))
             if self._matcher.matched:
                 known = None if logprobs is None else logprobs.part(0, count)
                 return TextDelta("".join(texts), "stop", tuple(token_ids[:count]), known)
         if finish_reason is not None:
-            texts.append(self._matcher.push(self._detokenizer.flush()))
+            may_stop = self.num_tokens > self._min_tokens
+            texts.append(self._matcher.push(self._detokenizer.flush(), may_stop))
             if self._matcher.matched:
                 finish_reason = "stop"
             texts.append(self._matcher.flush())
         return TextDelta("".join(texts), finish_reason, tuple(token_ids), logprobs)
+
+    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that have a text: a stop token, always the last, has none."""
+        is_hidden = self._hidden and token_ids and token_ids[-1] in self._hidden
+        return token_ids[:-1] if is_hidden else token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
@@ -31,20 +32,26 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], shown: Collection[int] = ()
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    skip_special: bool = True,
+    shown: Collection[int] = (),
 ) -> Detokenizer:
     """Return the quickest detokenizer that gives the tokenizer's own text.
 
     Args:
-        tokenizer: the model's.
-        prompt_ids: the answer's left context.
-        shown: special tokens that are part of the text nevertheless.
+        tokenizer: of the model.
+        prompt_ids: what the text comes after.
+        skip_special: whether special tokens, such as one that ends an answer, have no text.
+        shown: special tokens that have one nevertheless.
     """
-    context, table = prompt_ids[-CONTEXT_TOKENS:], tokenizer.table_with(shown)
+    context = prompt_ids[-CONTEXT_TOKENS:]
+    table = tokenizer.table_with(shown) if skip_special else tokenizer.whole_text_table
     if table is not None:
         return TableDetokenizer(table, context)
-    detokenizer = ContextDetokenizer(tokenizer, context)
-    return MarkedDetokenizer(detokenizer, tokenizer, shown) if shown else detokenizer
+    detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
+    hidden = shown if skip_special else ()
+    return MarkedDetokenizer(detokenizer, tokenizer, hidden) if hidden else detokenizer
 
 
 class TableDetokenizer:
@@ -122,19 +129,22 @@ class ContextDetokenizer:
 
     Args:
         context: the last tokens of the prompt.
+        skip_special: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], skip_special: bool = True
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special)
         self._context = list(context)
         self._held: list[int] = []
         # A prompt may end inside a character, which the first generated tokens then finish.
-        prompt = tokenizer.decode(self._context)
+        prompt = self._decode(self._context)
         for _ in range(min(3, len(self._context))):
-            if not tokenizer.decode(self._context).endswith(REPLACEMENT):
+            if not self._decode(self._context).endswith(REPLACEMENT):
                 break
             self._held.insert(0, self._context.pop())
-        self._context_chars = len(tokenizer.decode(self._context))
+        self._context_chars = len(self._decode(self._context))
         # Of the held tokens' text the finished part is the prompt's, and what stays unfinished.
         rest = prompt[self._context_chars :]
         self._prompt_text = rest.rstrip(REPLACEMENT)
@@ -148,7 +158,7 @@ class ContextDetokenizer:
         """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
         if not self._held:
             return ""
-        return self._release(self._held, self._tokenizer.decode(self._context + self._held))
+        return self._release(self._held, self._decode(self._context + self._held))
 
     def finish(self, token_ids: Sequence[int]) -> str:
         """Add tokens and end the stream."""
@@ -157,12 +167,12 @@ class ContextDetokenizer:
 
     def _push_one(self, token_id: int) -> str:
         self._held.append(token_id)
-        text = self._tokenizer.decode(self._context + self._held)
+        text = self._decode(self._context + self._held)
         if not text.endswith(REPLACEMENT):
             return self._release(self._held, text)
         if len(self._held) >= MAX_HELD_TOKENS:
             head = self._held[: self._boundary()]
-            return self._release(head, self._tokenizer.decode(self._context + head))
+            return self._release(head, self._decode(self._context + head))
         return ""
 
     def _release(self, head: list[int], text: str) -> str:
@@ -173,14 +183,14 @@ class ContextDetokenizer:
         self._prompt_text, self._prompt_rest = "", 0
         self._held = self._held[len(head) :]
         self._context = (self._context + head)[-CONTEXT_TOKENS:]
-        self._context_chars = len(self._tokenizer.decode(self._context))
+        self._context_chars = len(self._decode(self._context))
         return released
 
     def _boundary(self) -> int:
         """How many held tokens end where a character ends, or all, if that cannot be seen."""
-        whole = self._tokenizer.decode(self._held)
+        whole = self._decode(self._held)
         for count in range(len(self._held) - 1, len(self._held) - 5, -1):
             head, tail = self._held[:count], self._held[count:]
-            if self._tokenizer.decode(head) + self._tokenizer.decode(tail) == whole:
+            if self._decode(head) + self._decode(tail) == whole:
                 return count
         return len(self._held)

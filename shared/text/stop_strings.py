@@ -11,13 +11,17 @@ class StopMatcher:
     The first is the one that is complete first, and of several that end at once the longest. So
     the result does not depend on how the text is cut.
 
+    Args:
+        stops: the stop strings.
+        include: let the stop string through as well.
+
     Attributes:
         matched_stop: the stop string that was found; then nothing more comes through.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self.matched_stop: str | None = None
-        self._stops = tuple(stops)
+        self._stops, self._include = tuple(stops), include
         self._held = ""  # the longest end of the text that may begin a stop string
 
     @property
@@ -25,16 +29,22 @@ class StopMatcher:
         """Whether a stop string was found."""
         return self.matched_stop is not None
 
-    def push(self, text: str) -> str:
-        """Add text; return what of it, and of the text held back, is certain."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Add text; return what of it, and of the text held back, is certain.
+
+        Args:
+            text: what comes next.
+            may_stop: whether a stop string that ends in it counts.
+        """
         if not self._stops or self.matched:
             return "" if self.matched else text
         text = self._held + text
-        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        stops = self._stops if may_stop else ()
+        found = [(at + len(s), at, s) for s in stops if (at := text.find(s)) >= 0]
         if found:
-            _end, at, self.matched_stop = min(found)
+            end, at, self.matched_stop = min(found)
             self._held = ""
-            return text[:at]
+            return text[: end if self._include else at]
         hold = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

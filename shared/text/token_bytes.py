@@ -76,6 +76,13 @@ class TokenBytes:
         texts = self._backend.decode_batch([[token_id] for token_id in ids])
         return table if texts == [raw.decode(errors="replace") for raw in table] else None
 
+    def with_special(self, table: list[bytes]) -> list[bytes]:
+        """Return a `text_table` in which special tokens have the bytes of their names."""
+        whole = list(table)
+        for token_id in self._special:
+            whole[token_id] = self.of(token_id)
+        return whole
+
     def text(self, token_id: int) -> str:
         """Return a token's text; U+FFFD for a part of a character."""
         return self.of(token_id).decode(errors="replace")

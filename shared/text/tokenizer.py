@@ -94,6 +94,12 @@ class Tokenizer:
             self._tables = {key: table}  # one model's markers
         return self._tables[key]
 
+    @cached_property
+    def whole_text_table(self) -> list[bytes] | None:
+        """The same with special tokens, which add their names."""
+        table = self.text_table
+        return None if table is None else self.token_bytes.with_special(table)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation becomes a prompt."""
@@ -124,6 +130,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
         return encode_text(self._backend, text, add_special_tokens)
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a text that stands alone, without special tokens."""
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""

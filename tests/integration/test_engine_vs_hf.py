@@ -11,15 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
-from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.outputs import RequestOutput
-from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillShape
-from pagewire.shared.engine.sampling_stage import Forwarded, Sampled
-from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.executor_pipe import PipeExecutor
+from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 from pagewire.tools.demo_model.prompts import standard_prompts
 
@@ -175,46 +171,6 @@ def test_generation_ends_after_the_end_of_sequence(truth: Truth, run_on: RunOn) 
     assert [output.finish_reason for output in outputs] == reasons
     assert set(reasons) == {"stop", "length"}
     assert_idle(llm)
-
-
-class PaddedSteps(DecodeGraphs):
-    """Runs decode steps padded as CUDA graphs are, without CUDA."""
-
-    runner: ModelRunner
-    rows: Forwarded
-
-    def forward(self, slots: list[int]) -> None:
-        size = next(size for size in self.sizes if size >= len(slots))
-        padded = slots + [self.padding_slot] * (size - len(slots))
-        self.rows = self.runner.decode(torch.tensor(padded))
-
-    def sample(self, num_rows: int, shaped: bool) -> Sampled:
-        return self.runner.sampling.sample(self.rows, shaped=shaped).first(num_rows)
-
-
-class PaddedPrefills(PrefillGraphs):
-    """Likewise prefill steps."""
-
-    runner: ModelRunner
-    rows: Forwarded
-
-    def forward(self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables) -> None:
-        self.rows = self.runner.prefill(self._padded(chunks, shape, tables))
-        assert self.rows.slots.shape == (shape.num_chunks,)
-
-    def sample(self, shape: PrefillShape, num_rows: int, shaped: bool) -> Sampled:
-        sampling = self.runner.sampling
-        first = sampling.first_prefill_row
-        return sampling.sample(self.rows, shaped=shaped, first_row=first).first(num_rows)
-
-
-def run_padded(runner: ModelRunner) -> None:
-    """Let a runner's steps run as if they were captured."""
-    padding_slot = runner.state.padding_slot
-    decodes = PaddedSteps([2, 8, 48], torch.empty(0), padding_slot)
-    prefills = PaddedPrefills(prefill_shapes(2048, 8), runner.block_size, padding_slot)
-    decodes.runner = prefills.runner = runner
-    runner.decode_graphs, runner.prefill_graphs = decodes, prefills
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 64])

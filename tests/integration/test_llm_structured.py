@@ -132,6 +132,32 @@ def test_from_any_token_on(alone: list[list[int]]) -> None:
         assert sequence.token_ids[len(prompt) :] == alone[row]
 
 
+def test_held_rows_do_not_count_towards_penalties() -> None:
+    asked = SamplingParams(
+        temperature=0.9,
+        seed=3,
+        max_tokens=60,
+        frequency_penalty=1.5,
+        repetition_penalty=1.2,
+        structured_outputs=StructuredOutputs(regex="([a-z]{1,6} ){12}"),
+    )
+    texts = []
+    for patience_s in (1.0, 0.0):
+        llm = make_llm()
+        llm.engine.core.constraints.patience_s = (patience_s, patience_s)
+        texts.append([output.text for output in llm.generate(PROMPTS[:3], asked)])
+        assert (llm.engine.core.stats.rows_held > 20) == (patience_s == 0.0)
+    assert texts[0] == texts[1]
+    other = msgspec.structs.replace(asked, frequency_penalty=0.0)
+    assert [output.text for output in make_llm().generate(PROMPTS[:3], other)] != texts[0]
+
+
+def test_mask_and_other_rules_that_leave_nothing_fail_the_row() -> None:
+    asked = SamplingParams(max_tokens=9, min_tokens=8, structured_outputs=ASKED[2])
+    with pytest.raises(RequestFailedError, match="the grammar cannot be followed"):
+        make_llm().generate("x", asked)
+
+
 def test_several_answers_to_a_prompt() -> None:
     asked = SamplingParams(temperature=1.0, seed=4, max_tokens=60, n=5, structured_outputs=ASKED[0])
     llm = make_llm()

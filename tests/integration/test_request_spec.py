@@ -13,7 +13,9 @@ import pytest
 from pagewire.shared.control.protocol import Generate
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.kv.job_messages import Prefill
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.sampling import RequestSpec, bad_word_ids
+from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.kv_router import prompt_of, router_of
@@ -38,19 +40,40 @@ def changed(default: Any) -> Any:
     raise AssertionError(f"no other value for {default!r}: add a case")
 
 
+# A body has texts of bad words, a spec their tokens.
+OTHERS: dict[str, Any] = {
+    "logit_bias": {3: 1.5},
+    "allowed_token_ids": (1, 5),
+    "bad_words": ((4, 6), (2,)),
+    "grammar": 'start: "import" | "this"',
+}
 SPEC = RequestSpec(
-    **{field.name: changed(field.default) for field in msgspec.structs.fields(RequestSpec)}
+    **{
+        field.name: changed(field.default)
+        for field in msgspec.structs.fields(RequestSpec)
+        if field.name not in OTHERS
+    },
+    **OTHERS,
 )
 
 
 def test_the_router_sends_each_field_that_a_body_has() -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        response = await router.complete(prompt=[5, 6, 7], **msgspec.to_builtins(SPEC))
+        body = msgspec.to_builtins(SPEC) | {"bad_words": ["import this"]}
+        body["guided_grammar"] = body.pop("grammar")
+        response = await router.complete(prompt=[5, 6, 7], **body)
         assert response.status_code == 200, response.text
-        assert [message.spec for message in worker.generated] == [SPEC]
+        encode = Tokenizer.from_dir(demo_model_path()).encode_word
+        words = bad_word_ids(["import this"], encode)
+        expected = msgspec.structs.replace(SPEC, bad_words=words)
+        assert [message.spec for message in worker.generated] == [expected]
 
     with RedisServer() as redis:
         with_worker(redis.url, scenario)
+
+
+# The fake engines have no vocabulary. tests/e2e/test_cluster_structured.py has such that do.
+UNFORMED = msgspec.structs.replace(SPEC, grammar=None)
 
 
 @pytest.mark.parametrize("workers", [["prefill-0"], []], ids=["prefilled there", "here"])
@@ -59,13 +82,16 @@ def test_workers_hand_it_to_their_engines(workers: list[str]) -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
             message = Generate(
-                request_id="r", prompt_token_ids=prompt_of(9), spec=SPEC, prefill_workers=workers
+                request_id="r",
+                prompt_token_ids=prompt_of(9),
+                spec=UNFORMED,
+                prefill_workers=workers,
             )
             router.client.post(message)
             await eventually(lambda: any(o.finish_reason for o in router.outputs["r"]))
-            assert [ticket.spec for ticket in p.taken(Prefill)] == [SPEC] * len(workers)
-            assert p.device.specs == [SPEC] * len(workers)
-            assert d.device.specs == [SPEC]
+            assert [ticket.spec for ticket in p.taken(Prefill)] == [UNFORMED] * len(workers)
+            assert p.device.specs == [UNFORMED] * len(workers)
+            assert d.device.specs == [UNFORMED]
 
     run_async(scenario())
 

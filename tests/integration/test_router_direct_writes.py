@@ -17,6 +17,7 @@ from pagewire.services.router.http.responses import CompletionFormat, Extras
 from pagewire.shared.control.protocol import TokenOutput
 from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.text.answer_text import TextRules
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.live_router import TOKENIZER
 
@@ -60,7 +61,7 @@ class Served:
         source = Source()
         self.sources.append(source)
         prompt = SimpleNamespace(token_ids=[1, 2, 3], spec=None)
-        asked = SimpleNamespace(prompts=[prompt], n=1, stops=[], generates=True)
+        asked = SimpleNamespace(prompts=[prompt], n=1, rules=TextRules(), generates=True)
         dispatcher = SimpleNamespace(open=lambda requests: [source])
         answers = AnswerSet(dispatcher, TOKENIZER, asked)
         rest = answers.deltas()

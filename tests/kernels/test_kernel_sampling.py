@@ -118,6 +118,18 @@ def test_sample_matches_reference(vocab, device, dtype, kernels, reference):
         first_seed=2**40,
     )
     assert torch.equal(_sample(kernels, x), _sample(reference, x))
+    x = replace(x, min_p=torch.tensor([0.1, 0.05, 0.2, 0, 0.01] * 2, device=device))
+    assert torch.equal(_sample(kernels, x), _sample(reference, x))
+
+
+def test_parameters_may_be_columns_of_one_tensor(device, kernels, reference):
+    x = sampling_inputs(torch.randn(6, 500, device=device), 0.9, 40, 0.9, 0.05)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    strided = {name: torch.stack([getattr(x, name)] * 2, dim=1).flatten()[::2] for name in names}
+    expected = _sample(reference, x)
+    assert torch.equal(_sample(kernels, replace(x, **strided)), expected)
+    del strided["top_k"]  # now they differ
+    assert torch.equal(_sample(kernels, replace(x, **strided)), expected)
 
 
 @pytest.mark.gpu
@@ -187,6 +199,31 @@ def test_a_row_does_not_depend_on_its_batch(backend, request, device):
 
 def _columns(x):
     return x.arguments
+
+
+_FOURS = [math.log(p) for p in (0.2, 0.4, 0.1, 0.3)]
+# logits, temperature, min_p, top_k, top_p -> tokens that can be drawn
+MIN_P_SUPPORTS = {
+    "min-p": (_FOURS, 1.0, 0.6, 0, 1.0, {1, 3}),
+    "min-p-lower": (_FOURS, 1.0, 0.49, 0, 1.0, {0, 1, 3}),
+    # at temperature 2 the masses 16 : 4 : 1 become 4 : 2 : 1
+    "min-p-at-temperature": ([math.log(p) for p in (16, 4, 1)], 2.0, 0.45, 0, 1.0, {0, 1}),
+    "min-p-1-keeps-equals": ([1.0, 2.0, 2.0, 0.0], 1.0, 1.0, 0, 1.0, {1, 2}),
+    "min-p-and-top-k": (_FOURS, 1.0, 0.2, 2, 1.0, {1, 3}),
+    # of 0.4, 0.3, 0.2, which min-p leaves, 0.4 is 0.444
+    "min-p-then-top-p": (_FOURS, 1.0, 0.3, 0, 0.44, {1}),
+    "min-p-then-top-p-wider": (_FOURS, 1.0, 0.3, 0, 0.45, {1, 3}),
+    "min-p-with-banned": ([-math.inf, 1.0, 1.1, -math.inf], 5.0, 0.01, 0, 1.0, {1, 2}),
+}
+
+
+@pytest.mark.parametrize("backend", ["kernels", "reference"])
+@pytest.mark.parametrize("case", MIN_P_SUPPORTS.values(), ids=MIN_P_SUPPORTS)
+def test_min_p_comes_before_top_k_and_top_p(case, backend, request, device, dtype):
+    logits, temperature, min_p, top_k, top_p, support = case
+    rows = torch.tensor(logits, device=device).repeat(40, 1).to(dtype)
+    x = sampling_inputs(rows, temperature, top_k, top_p, min_p)
+    assert set(_sample(request.getfixturevalue(backend), x).tolist()) == support
 
 
 SUPPORTS = {

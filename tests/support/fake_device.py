@@ -224,7 +224,11 @@ class FakeDevice:
         pending, self.awaiting = self.awaiting, None
         assert pending is not None and pending.result.number == supply.number
         slots = pending.result.tokens
-        tokens = [self._sample(slot, supply.masks.get(row)) for row, slot in enumerate(slots)]
+        held = set(supply.held)
+        tokens = [
+            self._hold(slot) if row in held else self._sample(slot, supply.masks.get(row))
+            for row, slot in enumerate(slots)
+        ]
         pending.result = StepResult(supply.number, tokens)
 
     def fail(self, where: str, message: str) -> None:
@@ -351,6 +355,13 @@ class FakeDevice:
 
     def _content(self, table: list[int], length: int) -> list[int | None]:
         return [cell for block in table for cell in self.cells[block]][:length]
+
+    def _hold(self, number: int) -> int:
+        """Sample nothing: the last token runs again, and a plan brings it. Returns no token."""
+        slot = self._slots[number]
+        assert slot.computed is not None
+        slot.token, slot.computed = None, slot.computed - 1
+        return VOCAB - 1
 
     def _sample(self, number: int, mask: bytes | None) -> int:
         slot = self._slots[number]

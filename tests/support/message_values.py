@@ -44,9 +44,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.LiteralType():
             return st.sampled_from(kind.values)
         case msgspec.inspect.ListType():
-            return st.lists(values_of(kind.item_type), max_size=5)
+            return _lists_of(kind)
         case msgspec.inspect.VarTupleType():
-            return st.lists(values_of(kind.item_type), max_size=5).map(tuple)
+            return _lists_of(kind).map(tuple)
         case msgspec.inspect.DictType():
             return st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3)
         case msgspec.inspect.UnionType():
@@ -56,3 +56,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.StructType():
             return st.builds(kind.cls, **{f.name: values_of(f.type) for f in kind.fields})
     raise AssertionError(f"no strategy for {kind}")
+
+
+def _lists_of(
+    kind: msgspec.inspect.ListType | msgspec.inspect.VarTupleType,
+) -> st.SearchStrategy[list[Any]]:
+    return st.lists(values_of(kind.item_type), min_size=kind.min_length or 0, max_size=5)

@@ -79,8 +79,8 @@ def test_a_list_of_token_ids_is_bounded_by_the_context():
 @pytest.mark.parametrize(
     ("call", "asked", "message"),
     [
-        (chat, {"n": 17}, "n must be an integer from 1 to 16, not 17"),
-        (chat, {"n": "2"}, "n must be an integer from 1 to 16, not '2'"),
+        (chat, {"n": 129}, "n must be an integer from 1 to 128, not 129"),
+        (chat, {"n": "2"}, "n must be an integer from 1 to 128, not '2'"),
         (chat, {"stream": "yes"}, "stream must be a boolean, not 'yes'"),
         (
             chat,

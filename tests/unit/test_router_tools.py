@@ -149,7 +149,8 @@ def test_settings_turn_it_off(tmp_path: Path, chat: Chat) -> None:
 
 
 def test_strict_functions_are_followed_or_refused(chat: Chat) -> None:
-    strict: dict[str, Any] = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    function: dict[str, Any] = WEATHER["function"]
+    strict = {**WEATHER, "function": {**function, "strict": True}}
     for choice in ("auto", "required"):
         assert chat(tools=[strict, CLOCK], tool_choice=choice).other_grammars == ()
 

@@ -49,11 +49,8 @@ class AnswerSet:
     ) -> None:
         self._asked = asked
         self._sources = dispatcher.open((p.token_ids, p.spec, asked.n) for p in asked.prompts)
-        shown = () if asked.reading is None else asked.reading.shown
         self._answers = [
-            AnswerStream(
-                TextAssembler(tokenizer, prompt.token_ids, asked.stops, shown), asked.generates
-            )
+            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.rules), asked.generates)
             for prompt in asked.prompts
             for _ in range(asked.n)
         ]

@@ -29,6 +29,7 @@ from pagewire.services.router.http.schemas import (
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec, SamplingParams
+from pagewire.shared.text.answer_text import TextRules
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
@@ -60,7 +61,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         prompts: at least one; each is answered `n` times.
-        stops: strings that end an answer and are not part of it.
+        rules: of the answers' texts.
         return_token_ids: the answer carries its token ids as well as its text.
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
@@ -72,7 +73,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
 
     prompts: tuple[PromptInput, ...]
     n: int
-    stops: tuple[str, ...]
+    rules: TextRules
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -119,7 +120,7 @@ def read_completion(
     prompts = []
     sampling = sampling_of(body, body.logprobs)
     for prompt in _split_prompts(body.prompt):
-        ids = _prompt_ids(prompt, model, max_model_len)
+        ids = sampling.truncate(_prompt_ids(prompt, model, max_model_len))
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
         max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
         if body.max_tokens is not None:
@@ -144,11 +145,11 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     messages, options = conversation(body), template_options(body, raw)
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     _check_chars(num_chars(messages, options), max_model_len, "messages")
-    ids = model.tokenizer.encode_chat(messages, options)
+    sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
+    ids = sampling.truncate(model.tokenizer.encode_chat(messages, options))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
-    sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
     continued = (body.messages[-1].text or "") if body.continue_final_message else None
     reading = answer_reading(
@@ -157,13 +158,17 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     found = _input(body, [prompt], unknown_fields)
     if wanted is not None and reading is not None:
         found = found.with_tools(tool_grammars(model.syntax, wanted, reading), wanted.must_call)
-    return msgspec.structs.replace(found, reading=reading)
+    if reading is not None:
+        rules = msgspec.structs.replace(found.rules, shown=reading.shown)
+        found = msgspec.structs.replace(found, reading=reading, rules=rules)
+    return found
 
 
 def _input(
     body: GenerationBody, prompts: list[PromptInput], unknown_fields: int
 ) -> GenerationInput:
     options = body.stream_options
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _check_prompt_logprobs(body, prompts)
     form = form_of(body)
     if form is not None:
@@ -171,7 +176,7 @@ def _input(
     return GenerationInput(
         prompts=tuple(prompts),
         n=body.n or 1,
-        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        rules=TextRules.of(body, stops),
         stream=bool(body.stream),
         include_usage=bool(options is not None and options.include_usage),
         return_token_ids=bool(body.return_token_ids),
@@ -204,11 +209,8 @@ def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> 
 
 
 def _spec(sampling: SamplingParams, max_tokens: int, model: ServedModel) -> RequestSpec:
-    spec = sampling.resolve(model.defaults, max_tokens)
-    if any(token_id >= model.vocab_size for token_id in spec.stop_token_ids):
-        raise InvalidRequestError(
-            f"stop_token_ids must be token ids below {model.vocab_size}", "stop_token_ids"
-        )
+    spec = sampling.resolve(model.defaults, max_tokens, model.tokenizer.encode_word)
+    spec.check_vocabulary(model.vocab_size)
     return spec
 
 

@@ -95,7 +95,10 @@ class _Answer:
         self._parser = AnswerParser(model.syntax, reading)
         self._splits = reading.reasoning is not None
         self._detokenizer = make_detokenizer(
-            model.tokenizer, asked.prompts[0].token_ids, reading.shown
+            model.tokenizer,
+            asked.prompts[0].token_ids,
+            asked.rules.skip_special,
+            reading.shown,
         )
         self._token_ids: list[int] = []  # up to the end of the reasoning
         self._counted: int | None = None

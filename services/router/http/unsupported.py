@@ -20,22 +20,11 @@ MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the othe
 
 # The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "cache_salt": (None,),
-    "frequency_penalty": _ZERO,
-    "include_stop_str_in_output": _OFF,
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_p": _ZERO,
-    "min_tokens": _ZERO,
-    "presence_penalty": _ZERO,
     "priority": _ZERO,
     "regex": (None,),
-    "repetition_penalty": (None, 1),
-    "skip_special_tokens": (None, True),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": _OFF,
 }
 REFUSED_IN_COMPLETIONS = _COMMON | {

@@ -1,0 +1,41 @@
+"""What is known of device slots' tokens, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.kernels import shaping_tables as layout
+from pagewire.kernels.shaping_tables import ShapingTables, pack_bits
+
+
+def enter_tokens(
+    tables: ShapingTables,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    output_starts: torch.Tensor,
+    tokens: torch.Tensor,
+    longest: int,
+) -> None:
+    """Replace what is known of device slots' tokens.
+
+    Shapes and meaning are those of `pagewire.kernels.EnterTokens`.
+    """
+    vocab_size, start = tables.vocab_size, 0
+    for slot, end, first in zip(slots.tolist(), ends.tolist(), output_starts.tolist(), strict=True):
+        own, start = tokens[start:end], end
+        prompt = torch.from_numpy(pack_bits(own[:first].tolist(), vocab_size))
+        tables.prompt[slot] = prompt.to(tables.prompt.device)
+        tables.counts[slot] = torch.bincount(own[first:], minlength=vocab_size)
+
+
+def note_tokens(
+    tables: ShapingTables, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Add an output to what is known of each device slot.
+
+    Shapes and meaning are those of `pagewire.kernels.NoteTokens`.
+    """
+    is_noted = (tables.rows[slots, layout.FLAGS] & layout.IS_NOTED) != 0
+    slots, tokens, positions = slots[is_noted], tokens[is_noted], positions[is_noted]
+    tables.rows[slots, layout.HISTORY_AT + positions % layout.HISTORY] = tokens.int()
+    tables.counts[slots, tokens] += 1

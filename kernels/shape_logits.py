@@ -1,0 +1,219 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Logits as requests want them shaped: masks, biases, penalties, banned tokens.
+
+Three launches: each logit by itself, over chunks of the vocabulary; then, a program a row, the few
+that have a bias, computed again from the raw logit since the bias comes before the penalties; last
+the banned tokens. A row that asks for nothing is copied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels import shaping_tables as layout
+from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels.shaping_tables import ShapingTables
+
+_CHUNK = 4096
+_ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
+_FLAGS = tl.constexpr(layout.FLAGS)
+_IS_LIMITED = tl.constexpr(layout.IS_LIMITED)
+_IS_PENALIZED = tl.constexpr(layout.IS_PENALIZED)
+_NUM_BIASES = tl.constexpr(layout.NUM_BIASES)
+_NUM_STOPS = tl.constexpr(layout.NUM_STOPS)
+_NUM_BAD_WORDS = tl.constexpr(layout.NUM_BAD_WORDS)
+_STOPS_FROM = tl.constexpr(layout.STOPS_FROM)
+_OUTPUT_START = tl.constexpr(layout.OUTPUT_START)
+_REPETITION = tl.constexpr(layout.REPETITION)
+_FREQUENCY = tl.constexpr(layout.FREQUENCY)
+_PRESENCE = tl.constexpr(layout.PRESENCE)
+_BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
+_BIAS_VALUES = tl.constexpr(layout.BIAS_VALUES)
+_STOP_IDS = tl.constexpr(layout.STOP_IDS)
+_BAD_ENDS = tl.constexpr(layout.BAD_ENDS)
+_BAD_TOKENS = tl.constexpr(layout.BAD_TOKENS)
+_HISTORY_AT = tl.constexpr(layout.HISTORY_AT)
+_HISTORY = tl.constexpr(layout.HISTORY)
+
+
+@triton.jit
+def _load_float(row_ptr, column):
+    return tl.load(row_ptr + column).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_bits(words_ptr, ids, inside):
+    """Return which ids' bits are set."""
+    words = tl.load(words_ptr + ids // 32, mask=inside, other=0)
+    return ((words >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def _shaped(
+    logits_ptr,  # of the row
+    row_ptr,  # of the device slot
+    allowed_ptr,
+    prompt_ptr,
+    counts_ptr,
+    mask_ptr,  # of the row, if it has one
+    has_mask,
+    ids,
+    biases,
+    inside,
+):
+    """Shape the logits of some ids, but for what is banned."""
+    scores = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    scores = tl.minimum(scores, 3.4028234663852886e38)
+    flags = tl.load(row_ptr + _FLAGS)
+    if has_mask:
+        scores = tl.where(_load_bits(mask_ptr, ids, inside), scores, float("-inf"))
+    if (flags & _IS_LIMITED) != 0:
+        scores = tl.where(_load_bits(allowed_ptr, ids, inside), scores, float("-inf"))
+    scores += biases
+    if (flags & _IS_PENALIZED) != 0:
+        counts = tl.load(counts_ptr + ids, mask=inside, other=0)
+        seen = (counts > 0) | _load_bits(prompt_ptr, ids, inside)
+        repetition = _load_float(row_ptr, _REPETITION)
+        repeated = tl.where(scores > 0.0, scores / repetition, scores * repetition)
+        scores = tl.where(seen, repeated, scores)
+        scores -= _load_float(row_ptr, _FREQUENCY) * counts.to(tl.float32)
+        scores -= tl.where(counts > 0, _load_float(row_ptr, _PRESENCE), 0.0)
+    return scores
+
+
+@triton.jit
+def _each_kernel(
+    logits_ptr,
+    slots_ptr,
+    rows_ptr,
+    allowed_ptr,
+    prompt_ptr,
+    counts_ptr,
+    masks_ptr,
+    mask_of_row_ptr,
+    out_ptr,
+    logits_stride,
+    out_stride,
+    vocab_size,
+    words,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    mask = tl.load(mask_of_row_ptr + row)
+    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab_size
+    scores = _shaped(
+        logits_ptr + row * logits_stride, rows_ptr + slot * _ROW_WORDS,
+        allowed_ptr + slot * words, prompt_ptr + slot * words, counts_ptr + slot * vocab_size,
+        masks_ptr + mask * words, mask >= 0, ids, 0.0, inside,
+    )  # fmt: skip
+    tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
+
+
+@triton.jit
+def _bias_kernel(
+    logits_ptr,
+    slots_ptr,
+    rows_ptr,
+    allowed_ptr,
+    prompt_ptr,
+    counts_ptr,
+    masks_ptr,
+    mask_of_row_ptr,
+    out_ptr,
+    logits_stride,
+    out_stride,
+    vocab_size,
+    words,
+    MOST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    row_ptr = rows_ptr + slot * _ROW_WORDS
+    count = tl.load(row_ptr + _NUM_BIASES)
+    if count > 0:
+        mask = tl.load(mask_of_row_ptr + row)
+        lanes = tl.arange(0, MOST)
+        inside = lanes < count
+        ids = tl.load(row_ptr + _BIAS_IDS + lanes, mask=inside, other=0)
+        biases = tl.load(row_ptr + _BIAS_VALUES + lanes, mask=inside, other=0)
+        scores = _shaped(
+            logits_ptr + row * logits_stride, row_ptr, allowed_ptr + slot * words,
+            prompt_ptr + slot * words, counts_ptr + slot * vocab_size, masks_ptr + mask * words,
+            mask >= 0, ids, biases.to(tl.float32, bitcast=True), inside,
+        )  # fmt: skip
+        tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
+
+
+@triton.jit
+def _ban_kernel(
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    out_ptr,
+    out_stride,
+    MOST_STOPS: tl.constexpr,
+    MOST_BAD_WORDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = rows_ptr + tl.load(slots_ptr + row) * _ROW_WORDS
+    out_ptr += row * out_stride
+    position = tl.load(positions_ptr + row)
+    if position < tl.load(row_ptr + _STOPS_FROM):
+        stops = tl.arange(0, MOST_STOPS)
+        is_stop = stops < tl.load(row_ptr + _NUM_STOPS)
+        ids = tl.load(row_ptr + _STOP_IDS + stops, mask=is_stop, other=0)
+        tl.store(out_ptr + ids, tl.full([MOST_STOPS], float("-inf"), tl.float32), mask=is_stop)
+    count = tl.load(row_ptr + _NUM_BAD_WORDS)
+    if count > 0:
+        known = position - tl.load(row_ptr + _OUTPUT_START)
+        lanes = tl.arange(0, MOST_BAD_WORDS)
+        inside = lanes < count
+        end = tl.load(row_ptr + _BAD_ENDS + lanes, mask=inside, other=1)
+        start = tl.load(row_ptr + _BAD_ENDS + lanes - 1, mask=inside & (lanes > 0), other=0)
+        before = end - start - 1  # tokens of a word but its last
+        matches = inside & (before <= known)
+        for index in range(_HISTORY - 1):
+            is_part = matches & (index < before)
+            wanted = tl.load(row_ptr + _BAD_TOKENS + start + index, mask=is_part, other=0)
+            place = (position - before + index) & (_HISTORY - 1)
+            found = tl.load(row_ptr + _HISTORY_AT + place, mask=is_part, other=0)
+            matches = matches & (wanted == found)
+        last = tl.load(row_ptr + _BAD_TOKENS + end - 1, mask=matches, other=0)
+        tl.store(out_ptr + last, tl.full([MOST_BAD_WORDS], float("-inf"), tl.float32), mask=matches)
+
+
+def shape_logits(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tables: ShapingTables,
+    masks: torch.Tensor,
+    mask_of_row: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return logits as the device slots' requests want them shaped.
+
+    Shapes and meaning are those of `pagewire.kernels.ShapeLogits`.
+    """
+    count, vocab_size = logits.shape
+    if out is None:
+        out = torch.empty((count, vocab_size), dtype=torch.float32, device=logits.device)
+    if count == 0:
+        return out
+    chunk = min(_CHUNK, next_power_of_2(vocab_size))
+    arguments = (
+        logits, slots, *tables, masks, mask_of_row, out, logits.stride(0), out.stride(0),
+        vocab_size, tables.allowed.shape[1],
+    )  # fmt: skip
+    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=8)
+    _bias_kernel[(count,)](*arguments, MOST=layout.MOST_BIASES, num_warps=8)
+    _ban_kernel[(count,)](
+        slots, positions, tables.rows, out, out.stride(0),
+        MOST_STOPS=layout.MOST_STOPS, MOST_BAD_WORDS=layout.MOST_BAD_WORDS, num_warps=4,
+    )  # fmt: skip
+    return out

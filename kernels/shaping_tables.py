@@ -1,0 +1,135 @@
+"""What shapes the logits of device slots, in tensors that kernels read: the layout, and how big.
+
+A row of `ShapingTables.rows` begins with scalars and goes on with bounded lists:
+
+    header | bias ids | bias values | stop ids | ends of bad words | their tokens | history
+
+Floats lie there as the bits of a float32. The history has the newest outputs, the one of position
+p at `p % HISTORY`. All zeros is a row that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    Words = npt.NDArray[np.int32]
+
+MOST_BIASES = 1024
+MOST_STOPS = 128
+MOST_BAD_WORDS = 256
+MOST_BAD_TOKENS = 1024  # of all bad words together
+HISTORY = 32  # outputs; a power of two, and more than the tokens of a bad word but its last
+
+# Flags
+IS_LIMITED, IS_PENALIZED, IS_NOTED = 1, 2, 4
+
+# Columns of the header
+FLAGS, NUM_BIASES, NUM_STOPS, NUM_BAD_WORDS, STOPS_FROM, OUTPUT_START = range(6)
+REPETITION, FREQUENCY, PRESENCE = range(6, 9)
+
+BIAS_IDS = 16
+BIAS_VALUES = BIAS_IDS + MOST_BIASES
+STOP_IDS = BIAS_VALUES + MOST_BIASES
+BAD_ENDS = STOP_IDS + MOST_STOPS
+BAD_TOKENS = BAD_ENDS + MOST_BAD_WORDS
+HISTORY_AT = BAD_TOKENS + MOST_BAD_TOKENS
+ROW_WORDS = HISTORY_AT + HISTORY
+
+
+class ShapingTables(NamedTuple):
+    """The tensors, with a row for each device slot.
+
+    Attributes:
+        rows: [S, ROW_WORDS] int32.
+        allowed: [S, ceil(V / 32)] int32, a bit a token, the lowest first.
+        prompt: likewise, the tokens of the prompt.
+        counts: [S, V] int32, how often each token is in the output.
+    """
+
+    rows: torch.Tensor
+    allowed: torch.Tensor
+    prompt: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.counts.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingRow:
+    """What one device slot asks for.
+
+    Attributes:
+        output_start: position of the first output.
+        stops_from: position before which stop tokens are banned.
+        bad_words: each at least one token and at most `HISTORY`.
+        is_limited: `ShapingTables.allowed` says which tokens are allowed.
+        output: tokens so far.
+    """
+
+    output_start: int = 0
+    stops_from: int = 0
+    stop_ids: Sequence[int] = ()
+    biases: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[Sequence[int]] = ()
+    is_limited: bool = False
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    output: Sequence[int] = ()
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether the counts of tokens matter."""
+        return self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
+
+    def words(self) -> Words:
+        """Return the row, [ROW_WORDS].
+
+        Raises:
+            ValueError: a list is longer than its bound.
+        """
+        row = np.zeros(ROW_WORDS, np.int32)
+        flags = IS_LIMITED * self.is_limited + IS_PENALIZED * self.is_penalized
+        row[FLAGS] = flags + IS_NOTED * (self.is_penalized or bool(self.bad_words))
+        row[STOPS_FROM], row[OUTPUT_START] = self.stops_from, self.output_start
+        penalties = [self.repetition, self.frequency, self.presence]
+        row[REPETITION : PRESENCE + 1] = np.array(penalties, np.float32).view(np.int32)
+        row[NUM_BIASES] = _put(row, BIAS_IDS, MOST_BIASES, list(self.biases))
+        values = np.array(list(self.biases.values()), np.float32).view(np.int32)
+        row[BIAS_VALUES : BIAS_VALUES + len(values)] = values
+        row[NUM_STOPS] = _put(row, STOP_IDS, MOST_STOPS, self.stop_ids)
+        ends = np.cumsum([len(word) for word in self.bad_words], dtype=np.int32)
+        row[NUM_BAD_WORDS] = _put(row, BAD_ENDS, MOST_BAD_WORDS, ends)
+        tokens = [token for word in self.bad_words for token in word]
+        _put(row, BAD_TOKENS, MOST_BAD_TOKENS, tokens)
+        newest = self.output[-HISTORY:]
+        end = self.output_start + len(self.output)
+        places = np.arange(end - len(newest), end) % HISTORY
+        row[HISTORY_AT + places] = newest
+        return row
+
+
+def _put(row: Words, start: int, most: int, values: Sequence[int] | Words) -> int:
+    """Write a list into a row; returns how long it is."""
+    if len(values) > most:
+        raise ValueError(f"a list of {len(values)} values, of which a row takes {most}")
+    row[start : start + len(values)] = values
+    return len(values)
+
+
+def pack_bits(token_ids: Sequence[int], vocab_size: int) -> Words:
+    """Return a mask of tokens, [ceil(vocab_size / 32)]."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

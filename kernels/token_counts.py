@@ -1,0 +1,128 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Which tokens a device slot's prompt has, and how often each is in its output.
+
+Both are made of token ids when a device slot gets an owner, in two launches: what the one before
+has left is cleared, and the tokens are entered. Then each sampled token is noted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels import shaping_tables as layout
+from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels.shaping_tables import ShapingTables
+
+_CHUNK = 4096
+_ENTERED = 1024  # tokens a program
+_ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
+_FLAGS = tl.constexpr(layout.FLAGS)
+_IS_NOTED = tl.constexpr(layout.IS_NOTED)
+_HISTORY_AT = tl.constexpr(layout.HISTORY_AT)
+_HISTORY = tl.constexpr(layout.HISTORY)
+
+
+@triton.jit
+def _clear_kernel(slots_ptr, prompt_ptr, counts_ptr, vocab_size, words, CHUNK: tl.constexpr):
+    slot = tl.load(slots_ptr + tl.program_id(1))
+    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    zeros = tl.zeros([CHUNK], dtype=tl.int32)
+    tl.store(counts_ptr + slot * vocab_size + ids, zeros, mask=ids < vocab_size)
+    # More words than there are for this chunk: others clear them, too.
+    tl.store(prompt_ptr + slot * words + ids, zeros, mask=ids < words)
+
+
+@triton.jit
+def _enter_kernel(
+    slots_ptr,
+    ends_ptr,  # [N] int64
+    output_starts_ptr,
+    tokens_ptr,
+    prompt_ptr,
+    counts_ptr,
+    vocab_size,
+    words,
+    SIZE: tl.constexpr,
+):
+    index = tl.program_id(1)
+    slot = tl.load(slots_ptr + index)
+    start = tl.load(ends_ptr + index - 1, mask=index > 0, other=0)
+    length = tl.load(ends_ptr + index) - start
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = place < length
+    tokens = tl.load(tokens_ptr + start + place, mask=inside, other=0)
+    is_output = place >= tl.load(output_starts_ptr + index)
+    ones = tl.full([SIZE], 1, dtype=tl.int32)
+    counts_ptr += slot * vocab_size
+    tl.atomic_add(counts_ptr + tokens, ones, mask=inside & is_output, sem="relaxed")
+    bits = ones << (tokens % 32).to(tl.int32)
+    prompt_ptr += slot * words
+    tl.atomic_or(prompt_ptr + tokens // 32, bits, mask=inside & (~is_output), sem="relaxed")
+
+
+@triton.jit
+def _note_kernel(
+    tokens_ptr,
+    slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    counts_ptr,
+    count,
+    vocab_size,
+    SIZE: tl.constexpr,
+):
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = index < count
+    slots = tl.load(slots_ptr + index, mask=inside, other=0)
+    row_ptr = rows_ptr + slots * _ROW_WORDS
+    flags = tl.load(row_ptr + _FLAGS, mask=inside, other=0)
+    is_noted = inside & ((flags & _IS_NOTED) != 0)
+    tokens = tl.load(tokens_ptr + index, mask=is_noted, other=0)
+    places = tl.load(positions_ptr + index, mask=is_noted, other=0) & (_HISTORY - 1)
+    tl.store(row_ptr + _HISTORY_AT + places, tokens.to(tl.int32), mask=is_noted)
+    cells = counts_ptr + slots * vocab_size + tokens
+    tl.store(cells, tl.load(cells, mask=is_noted, other=0) + 1, mask=is_noted)
+
+
+def enter_tokens(
+    tables: ShapingTables,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    output_starts: torch.Tensor,
+    tokens: torch.Tensor,
+    longest: int,
+) -> None:
+    """Replace what is known of device slots' tokens.
+
+    Shapes and meaning are those of `pagewire.kernels.EnterTokens`.
+    """
+    vocab_size, words, count = tables.vocab_size, tables.prompt.shape[1], slots.shape[0]
+    if count == 0:
+        return
+    chunk = min(_CHUNK, next_power_of_2(vocab_size))
+    _clear_kernel[(-(-vocab_size // chunk), count)](
+        slots, tables.prompt, tables.counts, vocab_size, words, CHUNK=chunk, num_warps=8
+    )
+    if longest > 0:
+        _enter_kernel[(-(-longest // _ENTERED), count)](
+            slots, ends, output_starts, tokens, tables.prompt, tables.counts, vocab_size, words,
+            SIZE=_ENTERED, num_warps=4,
+        )  # fmt: skip
+
+
+def note_tokens(
+    tables: ShapingTables, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Add an output to what is known of each device slot.
+
+    Shapes and meaning are those of `pagewire.kernels.NoteTokens`.
+    """
+    count = tokens.shape[0]
+    if count:
+        size = 128
+        _note_kernel[(-(-count // size),)](
+            tokens, slots, positions, tables.rows, tables.counts, count, tables.vocab_size,
+            SIZE=size, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Rows whose masks are late sample nothing and run again: the same tokens, whatever comes between.
+
+The device is a fake that notices every wrong read; which masks are late is drawn by a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from pagewire.shared.engine.constraints import Constraints, Masked
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.launched import Launched
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.tests.support.engine_iterations import LIMIT, assert_idle, drain
+from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+
+pytestmark = pytest.mark.usefixtures("each_executor")
+
+
+@dataclass(slots=True)
+class LateMasks(Constraints):
+    """Masks that allow everything, and are late or fail at random."""
+
+    choose: random.Random = field(default_factory=random.Random)
+    fails: frozenset[str] = frozenset()
+
+    def check(self, sequence: Sequence) -> None:
+        pass
+
+    def open(self, sequence: Sequence) -> None:
+        pass
+
+    def is_due(self) -> bool:
+        return True
+
+    def fill(self, launched: Launched, wait: bool) -> Masked | None:
+        if not wait and self.choose.random() < 0.3:
+            return None
+        masked = Masked()
+        for index, sequence in enumerate(launched.schedule.sampled):
+            if sequence.spec.grammar is None or sequence in launched.lost:
+                continue
+            if sequence.request_id in self.fails and self.choose.random() < 0.3:
+                masked.failed.append((sequence, "no token is allowed"))
+            elif self.choose.random() < 0.4:
+                masked.held[index] = sequence
+        return masked
+
+
+def constrained(sequence: Sequence) -> Sequence:
+    sequence.spec = msgspec.structs.replace(sequence.spec, grammar="any")
+    return sequence
+
+
+def make_late(seed: int, *, overlap: bool, num_blocks: int = 16) -> tuple[EngineCore, LateMasks]:
+    core, _device = make_core(overlap=overlap, num_blocks=num_blocks)
+    core.constraints = masks = LateMasks(choose=random.Random(seed))
+    return core, masks
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_same_tokens_with_preemption_forks_stops_and_prefill_jobs(seed: int, overlap: bool) -> None:
+    core, _masks = make_late(seed, overlap=overlap)
+    choose = random.Random(seed)
+    sequences = []
+    for index in range(9):
+        prompt = [choose.randrange(7) for _ in range(choose.randint(1, 20))]
+        sequence = make_sequence(
+            f"s{index}",
+            prompt,
+            seed=index,
+            max_tokens=choose.randint(1, 24),
+            stop=frozenset({choose.randrange(7)}) if index % 3 == 0 else frozenset(),
+            prefill_only=index == 4,
+        )
+        sequences.append(constrained(sequence) if index % 4 else sequence)
+    child = constrained(make_sequence("child", list(sequences[1].token_ids), seed=99))
+    expected = {each.request_id: generate(each, LIMIT) for each in (*sequences, child)}
+    for sequence in sequences:
+        core.add(sequence, (child,) if sequence is sequences[1] else ())
+    drain(core)
+    for sequence in (*sequences, child):
+        answer = sequence.token_ids[sequence.num_prompt_tokens :]
+        assert answer == expected[sequence.request_id], sequence.request_id
+    core.scheduler.forget("s4")
+    assert core.stats.rows_held > 10
+    assert core.stats.tokens_generated == sum(map(len, expected.values()))
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_row_that_cannot_go_on_fails_alone(overlap: bool) -> None:
+    core, masks = make_late(5, overlap=overlap)
+    masks.fails = frozenset({"bad"})
+    good = [make_sequence("free", [1] * 5, max_tokens=20), make_sequence("late", [2] * 9, seed=3)]
+    expected = [generate(each, LIMIT) for each in good]
+    bad = constrained(make_sequence("bad", [3] * 4, max_tokens=40, seed=1))
+    for each in (good[0], constrained(good[1]), bad):
+        core.add(each)
+    outputs = []
+    while core.has_work:
+        outputs += core.step(wait=False)[0].others
+    assert [each.token_ids[each.num_prompt_tokens :] for each in good] == expected
+    (failed,) = [output for output in outputs if output.finish_reason == "error"]
+    assert (failed.request_id, failed.error, failed.param) == (
+        "bad",
+        "no token is allowed",
+        "grammar",
+    )
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_aborted_while_its_step_runs(seed: int, overlap: bool) -> None:
+    core, _masks = make_late(seed, overlap=overlap)
+    kept = constrained(make_sequence("kept", [1] * 7, max_tokens=20))
+    expected = generate(kept, LIMIT)
+    core.add(kept)
+    core.add(constrained(make_sequence("gone", [2] * 7, max_tokens=40, seed=2)))
+    for _ in range(5 + seed):
+        core.step(wait=False)
+    core.abort("gone")
+    drain(core)
+    assert kept.token_ids[kept.num_prompt_tokens :] == expected
+    assert_idle(core)

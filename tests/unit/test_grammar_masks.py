@@ -1,0 +1,178 @@
+"""What is allowed next: a pure function of grammar and tokens; filled in time, late, or never."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar import compiler as compiling
+from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
+from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
+from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
+from pagewire.shared.grammar.structures import (
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
+from pagewire.shared.model.demo import demo_model_path
+
+VOCAB, EOS = 2048, (1, 5)
+PATH = demo_model_path()
+WORDS = mask_words(VOCAB)
+TEXTS = [
+    json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    regex_grammar("[a-c]{2,9}( x){3}"),
+    choice_grammar(["a list", "a tuple", "été"]),
+    lark_grammar('root ::= "[" item ("," item)* "]"\nitem ::= [0-9]+'),
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> LLTokenizer:
+    return load_vocabulary(PATH, VOCAB, EOS)
+
+
+def walk(matcher: Matcher, length: int, seed: int) -> list[int]:
+    """Follow tokens that are allowed, chosen by a seed; returns them."""
+    choose, tokens = random.Random(seed), []
+    while len(tokens) < length:
+        mask = matcher.fill_mask(WORDS)
+        assert mask is not None, matcher.problem
+        allowed = [token for token in allowed_tokens(mask) if token not in EOS]
+        if not allowed:
+            break
+        tokens.append(choose.choice(allowed))
+        matcher.follow(tokens[-1:])
+    return tokens
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_mask_depends_on_the_tokens_alone(vocabulary: LLTokenizer, text: str) -> None:
+    compiled = check_grammar(text, vocabulary)
+    for seed in range(4):
+        first = Matcher(compiled)
+        tokens = walk(first, 20, seed)
+        again = Matcher(check_grammar(text, vocabulary))
+        again.follow(tokens)
+        assert again.fill_mask(WORDS) == first.fill_mask(WORDS)
+        assert (again.is_accepting, again.has_ended) == (first.is_accepting, first.has_ended)
+
+
+def test_end_is_allowed_where_the_grammar_may_end_and_nothing_else_where_it_must(
+    vocabulary: LLTokenizer,
+) -> None:
+    matcher = Matcher(check_grammar(regex_grammar("ab?"), vocabulary))
+    (a,), (b,) = (vocabulary.tokenize_str(text) for text in "ab")
+    assert not set(EOS) & set(allowed_tokens(matcher.fill_mask(WORDS) or b""))
+    matcher.follow([a])
+    assert set(allowed_tokens(matcher.fill_mask(WORDS) or b"")) == {b, *EOS}
+    assert matcher.is_accepting and not matcher.has_ended
+    matcher.follow([b])
+    assert set(allowed_tokens(matcher.fill_mask(WORDS) or b"")) == set(EOS)
+    assert matcher.has_ended
+
+
+def test_token_that_is_not_allowed_is_a_problem(vocabulary: LLTokenizer) -> None:
+    matcher = Matcher(check_grammar(regex_grammar("ab?"), vocabulary))
+    matcher.follow(vocabulary.tokenize_str("x"))
+    assert matcher.fill_mask(WORDS) is None
+    assert "doesn't satisfy the grammar" in (matcher.problem or "")
+
+
+def test_compiled_grammars_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MAX_CACHED_BYTES", 3 << 20)
+    compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
+    first = compiler.compile(TEXTS[0])
+    assert compiler.compile(TEXTS[0]) is first
+    others = [compiler.compile(regex_grammar(f"a{{{count}}}")) for count in range(1, 20)]
+    assert isinstance(first.result(), LLMatcher) and all(each.result() for each in others)
+    assert compiler.compile(TEXTS[0]) is not first
+    with pytest.raises(InvalidRequestError, match="cannot be followed"):
+        compiler.compile("start: nothing").result()
+
+
+def test_model_without_tokenizer_cannot_follow_grammars(tmp_path: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json cannot be used"):
+        load_vocabulary(tmp_path, VOCAB, EOS)
+    with pytest.raises(InvalidRequestError, match="end-of-sequence"):
+        load_vocabulary(PATH, VOCAB, ())
+
+
+def make_filler(clock: Callable[[], float] = lambda: 0.0) -> MaskFiller:
+    return MaskFiller(lambda: load_vocabulary(PATH, VOCAB, EOS), VOCAB, clock)
+
+
+def settle(filler: MaskFiller, rows: list[Row]) -> None:
+    while filler.begin(rows):
+        filler.news.wait(5)
+        filler.news.clear()
+
+
+def test_filler_gives_what_matchers_give_step_by_step(vocabulary: LLTokenizer) -> None:
+    filler, prompt = make_filler(), [7, 8, 9]
+    answers = [walk(Matcher(check_grammar(t, vocabulary)), 12, 3) for t in TEXTS]
+    rows = [Row(filler.open(text, []), list(prompt), len(prompt)) for text in TEXTS]
+    truths = [Matcher(check_grammar(text, vocabulary)) for text in TEXTS]
+    for step in range(13):
+        settle(filler, rows)
+        for row, truth, answer in zip(rows, truths, answers, strict=True):
+            assert row.follower.mask == truth.fill_mask(WORDS)
+            if step < len(answer):
+                row.token_ids.append(answer[step])
+                truth.follow([answer[step]])
+
+
+def test_row_that_comes_with_output_goes_on_from_there(vocabulary: LLTokenizer) -> None:
+    filler = make_filler()
+    answer = walk(Matcher(check_grammar(TEXTS[1], vocabulary)), 6, 1)
+    row = Row(filler.open(TEXTS[1], answer), [9, *answer], 1)
+    settle(filler, [row])
+    truth = Matcher(check_grammar(TEXTS[1], vocabulary))
+    truth.follow(answer)
+    assert row.follower.mask == truth.fill_mask(WORDS)
+
+
+def test_wrong_grammar_is_a_problem_of_its_row() -> None:
+    filler = make_filler()
+    rows = [Row(filler.open(text, []), [1], 1) for text in ("start: nothing", TEXTS[1])]
+    settle(filler, rows)
+    assert "nothing" in (rows[0].follower.problem or "")
+    assert rows[1].follower.problem is None and rows[1].follower.mask is not None
+
+
+def test_rows_of_a_late_call_are_filled_by_themselves_until_they_are_quick() -> None:
+    filler = make_filler()
+    rows = [Row(filler.open(text, []), [1], 1) for text in TEXTS[:2]]
+    settle(filler, rows)
+    for row in rows:
+        row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
+        row.follower.is_slow = False
+    missing = filler.begin(rows)
+    assert missing == rows
+    filler.give_up(missing)
+    assert all(row.follower.is_slow for row in rows)
+    settle(filler, rows)  # what was on its way is taken when it comes
+    for row in rows:
+        row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
+    settle(filler, rows)
+    assert all(row.follower.position == 2 for row in rows)
+
+
+def test_mask_that_does_not_come_fails_its_row() -> None:
+    now = [0.0]
+    filler = make_filler(lambda: now[0])
+    stuck = Row(Follower(filler._compiler.compile(TEXTS[0]), is_busy=True), [1], 1)
+    assert filler.begin([stuck]) == [stuck]
+    problems = []
+    for now[0] in (0.0, 11.0):
+        filler.give_up(filler.begin([stuck]))
+        problems.append(stuck.follower.problem)
+    assert problems == [None, "the grammar takes too long to follow"]
+    assert filler.begin([stuck]) == []
