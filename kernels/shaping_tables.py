@@ -103,8 +103,9 @@ class ShapingRow:
         flags = IS_LIMITED * self.is_limited + IS_PENALIZED * self.is_penalized
         row[FLAGS] = flags + IS_NOTED * (self.is_penalized or bool(self.bad_words))
         row[STOPS_FROM], row[OUTPUT_START] = self.stops_from, self.output_start
-        penalties = [self.repetition, self.frequency, self.presence]
-        row[REPETITION : PRESENCE + 1] = np.array(penalties, np.float32).view(np.int32)
+        if self.is_penalized:
+            penalties = np.array([self.repetition, self.frequency, self.presence], np.float32)
+            row[REPETITION : PRESENCE + 1] = penalties.view(np.int32)
         row[NUM_BIASES] = _put(row, BIAS_IDS, MOST_BIASES, list(self.biases))
         values = np.array(list(self.biases.values()), np.float32).view(np.int32)
         row[BIAS_VALUES : BIAS_VALUES + len(values)] = values

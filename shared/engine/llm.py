@@ -20,7 +20,7 @@ from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.field_rules import check_fields
-from pagewire.shared.grammar.structures import grammar_text
+from pagewire.shared.grammar.structures import grammar_text, read_structured_outputs
 from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
@@ -181,9 +181,10 @@ class LLM:
         return spec, prompt_ids
 
     def _constrained(self, spec: RequestSpec, asked: StructuredOutputs) -> RequestSpec:
-        text = grammar_text(asked)
+        name = "structured_outputs"
+        text = grammar_text(read_structured_outputs(asked, name), name)
         if text is not None:
-            self.engine.core.constraints.check_text(text, "structured_outputs")
+            self.engine.core.constraints.check_text(text, name)
         return msgspec.structs.replace(spec, grammar=text)
 
     def _with_tools(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:

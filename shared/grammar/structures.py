@@ -59,6 +59,19 @@ def grammar_text(asked: StructuredOutputs, field: str = "structured_outputs") ->
     return checked_size(text, field)
 
 
+def read_structured_outputs(asked: object, field: str) -> StructuredOutputs:
+    """Return what was made in Python, a struct or its fields in a dictionary, with all checked.
+
+    Raises:
+        InvalidRequestError: a field is unknown or has a wrong type or value; names the field.
+    """
+    fields = msgspec.structs.asdict(asked) if isinstance(asked, StructuredOutputs) else asked
+    try:
+        return msgspec.convert(fields, StructuredOutputs)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"{field}: {exc}", field) from exc
+
+
 def checked_size(text: str, field: str) -> str:
     """Return a grammar text that is not too long.
 

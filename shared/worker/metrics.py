@@ -44,6 +44,7 @@ class EngineCollector:
             ("engine_steps", "Steps launched", stats.steps),
             ("prompt_tokens_computed", "Prompt tokens computed here", stats.prompt_tokens_computed),
             ("tokens_generated", "Tokens sampled here", stats.tokens_generated),
+            ("rows_held", "Rows that sampled nothing: their mask was late", stats.rows_held),
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
             ("preemptions", "Sequences preempted", snapshot.num_preemptions),

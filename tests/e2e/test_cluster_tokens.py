@@ -13,6 +13,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster, complete_all, local_cluster
+from pagewire.tests.support.shaped_requests import shaped_fields
 from pagewire.tools.demo_model.prompts import standard_prompts
 
 pytestmark = pytest.mark.timeout(300)
@@ -114,3 +115,16 @@ def test_seeded_tokens_equal_one_process_alone_and_in_a_batch(
     _assert_equal(_tokens(run_async(complete_all(cluster.url, bodies, 16), 240)), alone)
     one_by_one = run_async(complete_all(cluster.url, bodies[:4], 1), 240)
     _assert_equal(_tokens(one_by_one), alone[:4])
+
+
+def test_shaped_tokens_equal_one_process(
+    cluster: LocalCluster, llm: LLM, prompts: list[list[int]]
+) -> None:
+    """With penalties, biases, bad words and more, whoever samples the first token."""
+    chosen = prompts[::3]
+    fields = [shaped_fields(index) for index in range(len(chosen))]
+    params = [SamplingParams(**each, max_tokens=MAX_TOKENS, ignore_eos=True) for each in fields]
+    expected = [output.token_ids for output in llm.generate(chosen, params)]
+    bodies = [_body(prompt, **each) for prompt, each in zip(chosen, fields, strict=True)]
+    _assert_equal(_tokens(run_async(complete_all(cluster.url, bodies, IN_FLIGHT), 240)), expected)
+    cluster.wait_idle(workers=4)

@@ -19,6 +19,7 @@ from pagewire.tests.support.float32_reference import (
     random_prompts,
     write_random_llama,
 )
+from pagewire.tests.support.shaped_requests import shaped_fields
 from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -102,6 +103,24 @@ def test_supplied_steps_give_the_cpus_tokens(options: dict[str, bool]) -> None:
     assert [truth[1][row] for row in ALLOWED] == list(ALLOWED.values())
     llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
     assert run_supplied_steps(llm.engine.runner) == truth
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cuda_graphs": False}, {"num_blocks": 300, "max_num_batched_tokens": 100}],
+    ids=["graphs", "launched", "tight"],
+)
+def test_shaped_tokens_equal_the_cpus(options: dict[str, bool]) -> None:
+    """In batches with plain rows, from graphs of both variants."""
+    cpu = LLM("demo", device="cpu", dtype="float32")
+    prompts = _prompts(cpu, 32, 700)
+    params = [SamplingParams(**shaped_fields(i), max_tokens=48) for i in range(32)]
+    truth = [output.token_ids for output in cpu.generate(prompts, params)]
+    llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
+    for _ in range(2):
+        got = [output.token_ids for output in llm.generate(prompts, params)]
+        different = [i for i, (a, b) in enumerate(zip(got, truth, strict=True)) if a != b]
+        assert not different, [(i, shaped_fields(i)) for i in different]
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "launched"])

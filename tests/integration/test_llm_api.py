@@ -210,6 +210,40 @@ def test_stop_tokens_end_an_answer(llm: LLM) -> None:
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)  # the model's own end
 
 
+def test_texts_are_as_asked_for(llm: LLM) -> None:
+    token = ids(llm, " used")[-1]
+    plain = SamplingParams(max_tokens=40, stop_token_ids=[token])
+    (short,) = llm.generate(TEXT, plain)
+    shown = SamplingParams(max_tokens=40, stop_token_ids=[token], include_stop_str_in_output=True)
+    assert llm.generate(TEXT, shown)[0].text == short.text + " used"
+    answer = llm.chat(QUESTION, SamplingParams(skip_special_tokens=False))[0]
+    whole = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=True)
+    ended = llm.chat(QUESTION, whole)[0]
+    assert llm.tokenizer is not None
+    assert ended.text == answer.text + llm.tokenizer.token_bytes.text(ended.token_ids[-1])
+    assert ended.text == llm.tokenizer.decode(ended.token_ids, skip_special_tokens=False)
+
+
+def test_prompts_are_cut_and_bad_words_do_not_come(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXT, SamplingParams(max_tokens=9))
+    (cut,) = llm.generate(TEXT, SamplingParams(max_tokens=9, truncate_prompt_tokens=3))
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-3:]
+    bad = whole.text.split()[0]
+    (other,) = llm.generate(TEXT, SamplingParams(max_tokens=9, bad_words=[bad]))
+    assert other.text.split()[0] != bad
+    for name, value in (
+        ("allowed_token_ids", [10**6]),
+        ("logit_bias", {10**6: 1.0}),
+        ("logit_bias", {1: 1000.0}),
+        ("min_tokens", 10**5),
+        ("truncate_prompt_tokens", 0),
+        ("bad_words", "text"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.generate(TEXT, SamplingParams(**{name: value}))
+        assert caught.value.param == name
+
+
 def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=40, stop="used")]
     short, stopped = llm.generate([TEXT, TEXT], params)

@@ -116,6 +116,18 @@ def test_after_a_preemption(alone: list[list[int]], patience_s: float) -> None:
     assert llm.engine.core.scheduler.num_preemptions > 0
 
 
+@pytest.mark.gpu
+def test_with_captured_steps(alone: list[list[int]]) -> None:
+    """Forward and sampling are graphs of their own; a held row's token goes nowhere."""
+    runs = []
+    for patience_s in (0.05, 0.0):
+        llm = make_llm(device="cuda")
+        llm.engine.core.constraints.patience_s = (patience_s, patience_s)
+        runs.append(tokens_of(llm))
+        assert llm.engine.core.stats.rows_held > 20 or patience_s > 0
+    assert runs[0] == runs[1] == alone
+
+
 def test_from_any_token_on(alone: list[list[int]]) -> None:
     """As after a migration: the output so far comes with the request."""
     llm = make_llm()
@@ -217,9 +229,12 @@ def test_grammar_that_cannot_be_followed_fails_its_row_alone(alone: list[list[in
         (StructuredOutputs(json={"type": "text"}), "Invalid type"),
         (StructuredOutputs(grammar="start: missing"), "missing"),
         (StructuredOutputs(json={"enum": ["x" * 200_000]}), "too large"),
+        (StructuredOutputs(regex=3), "Expected `str"),
+        (StructuredOutputs(choice=[]), "length >= 1"),
+        ({"yaml": "a"}, "must be an object"),
     ],
 )
-def test_wrong_form_is_refused_before_anything_runs(asked: StructuredOutputs, said: str) -> None:
+def test_wrong_form_is_refused_before_anything_runs(asked: Any, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said) as caught:
         make_llm().generate("x", SamplingParams(structured_outputs=asked))
     assert caught.value.param == "structured_outputs"

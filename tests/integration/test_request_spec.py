@@ -90,8 +90,29 @@ def test_workers_hand_it_to_their_engines(workers: list[str]) -> None:
             router.client.post(message)
             await eventually(lambda: any(o.finish_reason for o in router.outputs["r"]))
             assert [ticket.spec for ticket in p.taken(Prefill)] == [UNFORMED] * len(workers)
-            assert p.device.specs == [UNFORMED] * len(workers)
-            assert d.device.specs == [UNFORMED]
+            assert [new.spec for new in p.device.new_slots] == [UNFORMED] * len(workers)
+            assert [new.spec for new in d.device.new_slots] == [UNFORMED]
+
+    run_async(scenario())
+
+
+def test_tickets_say_where_the_output_of_an_interrupted_answer_begins() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            prompt, output = prompt_of(9), [1, 2, 3]
+            message = Generate(
+                request_id="r", prompt_token_ids=prompt, output_token_ids=output, spec=UNFORMED,
+                prefill_workers=["prefill-0"],
+            )  # fmt: skip
+            router.client.post(message)
+            await eventually(lambda: any(o.finish_reason for o in router.outputs["r"]))
+            (ticket,) = p.taken(Prefill)
+            assert ticket.token_ids == prompt + output
+            assert ticket.num_prompt_tokens == len(prompt)
+            for worker in (p, d):
+                assert [new.output_start for new in worker.device.new_slots] == [len(prompt)]
+                assert [new.token_ids for new in worker.device.new_slots] == [prompt + output]
 
     run_async(scenario())
 

@@ -9,6 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from pagewire.kernels.bench.inputs import sampling_inputs
 from pagewire.kernels.reference.philox import gumbel_noise, philox
@@ -224,6 +231,24 @@ def test_min_p_comes_before_top_k_and_top_p(case, backend, request, device, dtyp
     rows = torch.tensor(logits, device=device).repeat(40, 1).to(dtype)
     x = sampling_inputs(rows, temperature, top_k, top_p, min_p)
     assert set(_sample(request.getfixturevalue(backend), x).tolist()) == support
+
+
+@pytest.mark.parametrize(
+    ("temperature", "min_p", "top_k", "top_p"),
+    [(0.7, 0.1, 0, 1.0), (1.5, 0.0, 4, 1.0), (1.2, 0.0, 0, 0.8), (2.0, 0.15, 7, 0.85)],
+)
+def test_candidates_are_hugging_faces(temperature, min_p, top_k, top_p, reference):
+    logits = torch.linspace(-2, 3, 12)[torch.randperm(12)][None]
+    warpers = [TemperatureLogitsWarper(temperature), MinPLogitsWarper(min_p)]
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    warpers.append(TopPLogitsWarper(top_p))
+    scores = LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.int64), logits)
+    kept = {token for token in range(12) if scores[0, token] > -math.inf}
+    assert 1 < len(kept) < 12
+    # Rows enough that each candidate is drawn.
+    x = sampling_inputs(logits.repeat(600, 1), temperature, top_k, top_p, min_p)
+    assert set(_sample(reference, x).tolist()) == kept
 
 
 SUPPORTS = {

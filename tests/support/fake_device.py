@@ -24,6 +24,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import (
     Expect,
     Export,
+    NewDeviceSlot,
     PrefillChunk,
     StepPlan,
     StepResult,
@@ -156,7 +157,7 @@ class FakeDevice:
         num_decode_rows: of all steps together.
         longest_table: most blocks that a device slot ever had in a step.
         prepared: device slots that were made known before they ran.
-        specs: of each device slot that was made known, in order.
+        new_slots: each device slot that was made known, in order.
         replays: steps are such that nothing but their end is known.
         moved: blocks, layer groups, and the plan that was waited for, of all that was packed.
         has_run: whether the device is done with its steps.
@@ -173,7 +174,7 @@ class FakeDevice:
     num_decode_rows: int = 0
     longest_table: int = 0
     prepared: list[int] = field(default_factory=list)
-    specs: list[RequestSpec] = field(default_factory=list)
+    new_slots: list[NewDeviceSlot] = field(default_factory=list)
     replays: bool = False
     moved: list[tuple[list[int], range, int]] = field(default_factory=list)
     has_run: bool = True
@@ -311,7 +312,7 @@ class FakeDevice:
         for new in plan.new_slots:
             owner = self._slots.get(new.slot)  # the same one, if the last plan failed to launch
             assert owner is None or owner.computed is None, "the device slot has an owner"
-            self.specs.append(new.spec)
+            self.new_slots.append(new)
             scores = new.spec.logprobs is not None
             self._slots[new.slot] = FakeSlot(new.spec.seed or 0, scores)
             if new.slot not in running:

@@ -76,7 +76,7 @@ def test_same_tokens_with_preemption_forks_stops_and_prefill_jobs(seed: int, ove
             seed=index,
             max_tokens=choose.randint(1, 24),
             stop=frozenset({choose.randrange(7)}) if index % 3 == 0 else frozenset(),
-            prefill_only=index == 4,
+            prefill_only=index == 5,
         )
         sequences.append(constrained(sequence) if index % 4 else sequence)
     child = constrained(make_sequence("child", list(sequences[1].token_ids), seed=99))
@@ -87,7 +87,7 @@ def test_same_tokens_with_preemption_forks_stops_and_prefill_jobs(seed: int, ove
     for sequence in (*sequences, child):
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
         assert answer == expected[sequence.request_id], sequence.request_id
-    core.scheduler.forget("s4")
+    core.scheduler.forget("s5")
     assert core.stats.rows_held > 10
     assert core.stats.tokens_generated == sum(map(len, expected.values()))
     assert_idle(core)

@@ -457,6 +457,8 @@ def test_a_prompt_is_cut_to_its_last_tokens():
     # A prompt that would not fit does then.
     long = completion(prompt=[5] * (CONTEXT + 9), truncate_prompt_tokens=20).prompts[0]
     assert len(long.token_ids) == 20
+    echoed = completion(prompt="one two three", truncate_prompt_tokens=1, echo=True).prompts[0]
+    assert echoed.echo == MODEL.tokenizer.decode(echoed.token_ids) != "one two three"
 
 
 def test_what_is_said_of_the_text_reaches_its_rules():

@@ -13,7 +13,7 @@ from pagewire.shared.control.protocol import Refused, Timings, TokenBatch, Token
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.text.answer_text import TextAssembler, TextDelta
+from pagewire.shared.text.answer_text import TextAssembler, TextDelta, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
 
@@ -252,3 +252,75 @@ def test_a_backlog_has_all_tokens_in_order_and_in_parts_that_are_not_long(puts):
         assert [token.id for token in delta.logprobs] == list(delta.token_ids)
         found.setdefault(index, []).extend(delta.token_ids)
     assert found == expected
+
+
+# What a request says of its text
+
+EOS = min(TOKENIZER.eos_token_ids)
+
+
+def text_by(rules: TextRules, token_ids: list[int], reason: str = "length") -> tuple[str, int]:
+    """The text of an answer that comes token by token, and how many tokens it has; the same at
+    once."""
+    assembler = TextAssembler(TOKENIZER, PROMPT, rules)
+    text = ""
+    for index, token_id in enumerate(token_ids):
+        delta = assembler.push([token_id], reason if index == len(token_ids) - 1 else None)
+        text += delta.text
+        if delta.finish_reason is not None:
+            break
+    whole = TextAssembler(TOKENIZER, PROMPT, rules)
+    assert whole.push(token_ids, reason).text == text
+    return text, assembler.num_tokens
+
+
+def test_the_stop_string_is_part_of_the_text_if_so_asked():
+    token_ids = ids(" red. The STOP sign")
+    assert text_by(TextRules(("STOP",)), token_ids)[0] == " red. The "
+    assert text_by(TextRules(("STOP",), include_stop=True), token_ids)[0] == " red. The STOP"
+
+
+def test_special_tokens_have_a_text_if_so_asked():
+    name = TOKENIZER.token_bytes.text(EOS)
+    token_ids = [*ids(" a"), EOS, *ids(" b")]
+    assert text_by(TextRules(ignore_eos=True), token_ids)[0] == " a b"
+    shown = TextRules(skip_special=False, ignore_eos=True)
+    assert text_by(shown, token_ids)[0] == f" a{name} b"
+    assert text_by(TextRules(("b",), skip_special=False, ignore_eos=True), token_ids)[0] == (
+        f" a{name} "
+    )
+
+
+def test_the_token_that_ends_an_answer_has_no_text_unless_asked_for():
+    stop = ids(" b")[-1]
+    token_ids = [*ids(" a"), stop]
+    rules = TextRules(stop_token_ids=(stop,))
+    assert text_by(rules, token_ids, "stop") == (" a", len(token_ids))
+    with_stop = TextRules(stop_token_ids=(stop,), include_stop=True)
+    assert text_by(with_stop, token_ids, "stop")[0] == " a b"
+    ended = [*ids(" a"), EOS]
+    assert text_by(TextRules(skip_special=False), ended, "stop")[0] == " a"
+    whole = TextRules(skip_special=False, include_stop=True)
+    assert text_by(whole, ended, "stop")[0] == " a" + TOKENIZER.token_bytes.text(EOS)
+
+
+def test_a_stop_string_counts_once_the_answer_is_long_enough():
+    token_ids = ids(" one two, three two, four two")
+    first = next(n for n in range(len(token_ids)) if "two" in TOKENIZER.decode(token_ids[:n]))
+    rules = TextRules(("two",))
+    assert text_by(rules, token_ids) == (" one ", first)
+    for least in range(len(token_ids) + 1):
+        text, count = text_by(TextRules(("two",), min_tokens=least), token_ids)
+        assert count >= least or count == len(token_ids)
+        assert TOKENIZER.decode([*PROMPT, *token_ids]).endswith(text) or " one" in text
+        if least < first:
+            assert text == " one "
+        elif least == first:
+            assert text == " one two, three "
+
+
+def test_a_stop_string_may_begin_before_the_answer_is_long_enough():
+    token_ids = ids(" red. STOP")
+    least = len(token_ids) - 1
+    assert text_by(TextRules(("STOP",), min_tokens=least), token_ids)[0] == " red. "
+    assert text_by(TextRules(("STOP",), min_tokens=least + 1), token_ids)[0] == " red. STOP"

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagewire.kernels import shaping_tables
+from pagewire.shared import sampling
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import (
     MAX_CHOICES,
@@ -169,3 +171,12 @@ def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:
     for choice in range(16):
         spec.for_choice(choice).validate()
     assert RequestSpec().for_choice(3).seed is None
+
+
+def test_a_device_slot_has_room_for_all_that_a_request_may_ask_for() -> None:
+    assert shaping_tables.MOST_BIASES >= sampling.MAX_BIASES
+    assert shaping_tables.MOST_BAD_WORDS >= sampling.MAX_BAD_WORDS >= 2 * sampling.MAX_BAD_STRINGS
+    assert shaping_tables.MOST_BAD_TOKENS >= sampling.MAX_BAD_TOKENS
+    assert shaping_tables.HISTORY >= sampling.MAX_BAD_WORD_TOKENS
+    assert shaping_tables.MOST_STOPS >= 2 * sampling.MAX_STOP_TOKEN_IDS  # the model's own as well
+    assert shaping_tables.HISTORY & (shaping_tables.HISTORY - 1) == 0

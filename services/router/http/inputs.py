@@ -129,7 +129,8 @@ def read_completion(
         spec = _spec(sampling, max_tokens, model)
         if body.echo and spec.prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
-        echo = _echo_text(prompt, model) if body.echo else None
+        kept = prompt if body.truncate_prompt_tokens is None else ids
+        echo = _echo_text(kept, model) if body.echo else None
         prompts.append(PromptInput(ids, spec, echo))
     return _input(body, prompts, unknown_fields)
 

@@ -1,0 +1,86 @@
+"""The tables of shaped device slots: made when these get an owner, and of nobody before."""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.kernels.shaping_tables import ShapingRow, pack_bits
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.shaping_state import ShapingState
+from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, StepPlan
+from pagewire.shared.sampling import RequestSpec
+
+VOCAB = 50
+PENALTY = RequestSpec(seed=0, frequency_penalty=0.5)
+PLAIN = RequestSpec(seed=0)
+
+
+def make_state() -> ShapingState:
+    state = DeviceState(num_slots=3, max_blocks=4, device=torch.device("cpu"))
+    return ShapingState(load_ops("torch", "cpu"), state, VOCAB)
+
+
+def plan(*new: NewDeviceSlot, freed: tuple[int, ...] = (), **more: list[DecodeInput]) -> StepPlan:
+    return StepPlan(number=1, new_slots=list(new), freed=list(freed), **more)
+
+
+def test_a_slot_has_what_its_owner_asks_for() -> None:
+    state = make_state()
+    spec = RequestSpec(
+        seed=0,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        logit_bias={7: 1.5},
+        min_tokens=4,
+        allowed_token_ids=(3, 40),
+        bad_words=((1, 2), (9,)),
+    )
+    state.apply(plan(NewDeviceSlot(1, spec, [5, 6, 5, 8, 8], 3, [11, 12])))
+    row = ShapingRow(
+        output_start=3,
+        stops_from=7,
+        stop_ids=[11, 12],
+        biases={7: 1.5},
+        bad_words=[[1, 2], [9]],
+        is_limited=True,
+        repetition=1.5,
+        presence=0.25,
+        output=[8, 8],
+    )
+    assert state.tables.rows[1].tolist() == row.words().tolist()
+    assert state.tables.allowed[1].tolist() == pack_bits([3, 40], VOCAB).tolist()
+    assert state.tables.prompt[1].tolist() == pack_bits([5, 6], VOCAB).tolist()
+    assert state.tables.counts[1].nonzero()[:, 0].tolist() == [8]
+    assert state.is_shaped([0, 1]) and not state.is_shaped([0, 2])
+
+
+def test_the_next_owner_finds_nothing_of_the_one_before() -> None:
+    state = make_state()
+    state.apply(plan(NewDeviceSlot(0, PENALTY, [1, 2, 3], 2)))
+    state.apply(plan(freed=(0,)))
+    assert not state.is_shaped([0])
+    state.apply(plan(NewDeviceSlot(0, PLAIN)))
+    assert not state.tables.rows.any()
+    state.apply(plan(NewDeviceSlot(0, PENALTY, [4], 1), freed=(0,)))
+    state.apply(plan(NewDeviceSlot(0, PLAIN), freed=(0,)))  # in one plan
+    assert not state.tables.rows.any() and not state.is_shaped([0, 1, 2])
+
+
+def test_an_input_is_noted_if_no_step_here_has_sampled_it() -> None:
+    state = make_state()
+    state.apply(plan(NewDeviceSlot(2, PENALTY, [1, 2, 3], 2), NewDeviceSlot(1, PLAIN)))
+    # One that it was given, the token of another slot, and one that another worker has sampled.
+    state.apply(plan(inputs=[DecodeInput(2, 3, 2), DecodeInput(1, 9, 7)]))
+    assert state.tables.counts.sum() == 1
+    state.apply(plan(inputs=[DecodeInput(2, 9, 3)]))
+    assert state.tables.counts[2].nonzero()[:, 0].tolist() == [3, 9]
+
+
+def test_a_plan_of_plain_slots_launches_nothing() -> None:
+    state = make_state()
+    state.ops = None
+    before = [table.data_ptr() for table in state.tables]
+    state.apply(plan(NewDeviceSlot(0, PLAIN), inputs=[DecodeInput(0, 1, 2)]))
+    assert [table.data_ptr() for table in state.tables] == before
+    assert not any(table.any() for table in state.tables)
