@@ -62,6 +62,11 @@ BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_tex
 Port = Annotated[int, Field(ge=0, le=65535)]
 GenerationConfig = Literal["auto", "none"]
 SpecialTokens = Literal["text", "tokens"]
+# Names of rows in shared/tools/formats.py and reasoning.py, which a test compares.
+ToolParserName = Literal[
+    "auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "pythonic"
+]
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -83,6 +88,16 @@ SPECIAL_TOKENS: Any = described(
     "What special tokens are that a chat message spells out, such as </s>. text: plain text; "
     "tokens: special tokens, as with Hugging Face's apply_chat_template, so that a message can end "
     "itself and go on in another role.",
+)
+
+TOOL_PARSER: Any = described(
+    "auto",
+    "How the model writes tool calls; auto goes by its chat template.",
+)
+REASONING_PARSER: Any = described(
+    "auto",
+    "How the model writes reasoning, which is split from its answers; auto goes by its chat "
+    "template.",
 )
 
 
@@ -224,6 +239,8 @@ class LLMSettings(EngineSettings):
 
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    tool_parser: ToolParserName = TOOL_PARSER
+    reasoning_parser: ReasoningParserName = REASONING_PARSER
 
 
 class WorkerSettings(ClusterSettings, EngineSettings):
@@ -285,6 +302,8 @@ class RouterSettings(ClusterSettings):
     )
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    tool_parser: ToolParserName = TOOL_PARSER
+    reasoning_parser: ReasoningParserName = REASONING_PARSER
     router_id: ServiceId = described(
         lambda: f"router-{secrets.token_hex(4)}",
         "Name of this router, and the label `router` of its metrics; no two have the same.",

@@ -65,6 +65,10 @@ GenerationConfig = Annotated[
 SpecialTokensInMessages = Annotated[
     config.SpecialTokens | None, setting(RouterSettings, "special_tokens_in_messages")
 ]
+ToolParser = Annotated[config.ToolParserName | None, setting(RouterSettings, "tool_parser")]
+ReasoningParser = Annotated[
+    config.ReasoningParserName | None, setting(RouterSettings, "reasoning_parser")
+]
 Device = Annotated[config.Device | None, _engine("device")]
 Dtype = Annotated[config.Dtype | None, _engine("dtype")]
 LoadFormat = Annotated[config.LoadFormat | None, _engine("load_format")]

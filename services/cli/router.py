@@ -15,6 +15,8 @@ def router(
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
     special_tokens_in_messages: options.SpecialTokensInMessages = None,
+    tool_parser: options.ToolParser = None,
+    reasoning_parser: options.ReasoningParser = None,
     host: options.Host = None,
     port: options.Port = None,
     fd: options.Fd = None,

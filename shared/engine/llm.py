@@ -6,12 +6,13 @@ import itertools
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine
+from pagewire.shared.engine.chats import ChatArguments, ChatPrompt, read_chats
 from pagewire.shared.engine.llm_progress import GenerationProgress
 from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
@@ -26,8 +27,8 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
-from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.syntax import ChatSyntax
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
 DEFAULT_TOKENS = 16  # of an answer to a prompt; in a chat, what fits
@@ -65,6 +66,14 @@ class LLM:
             self.tokenizer = Tokenizer.from_dir(
                 self.engine.model_path, self.settings.special_tokens_in_messages
             )
+        self._syntax = ChatSyntax()
+        if self.tokenizer is not None:
+            self._syntax = ChatSyntax.choose(
+                self.tokenizer.template_source,
+                self.settings.tool_parser,
+                self.settings.reasoning_parser,
+                self.tokenizer.marker_token_id,
+            )
         self._defaults = load_sampling_defaults(
             self.engine.model_path, self.settings.generation_config
         )
@@ -98,6 +107,7 @@ class LLM:
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **arguments: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Answer conversations, by the model's chat template.
 
@@ -106,6 +116,11 @@ class LLM:
             sampling_params: one for all, or one for each conversation. Without `max_tokens` an
                 answer has the model's `max_new_tokens`, or what fits.
             use_tqdm: show a progress bar if stderr is a terminal.
+            arguments: see `ChatArguments`: tools, and what else the template is given.
+
+        Returns:
+            Outputs whose answers have a `message`. A special token that belongs to a call or to
+            the reasoning is in the text.
 
         Raises:
             InvalidRequestError: the model has no chat template, or a message or a parameter is
@@ -117,11 +132,8 @@ class LLM:
         several = isinstance(messages, list | tuple) and all(
             isinstance(conversation, list | tuple) for conversation in messages
         )
-        prompts = []
-        for conversation in messages if several else [messages]:
-            checked = read_conversation(conversation)
-            text, ids = self.tokenizer.render_chat(checked), self.tokenizer.encode_chat(checked)
-            prompts.append(TokenizedPrompt(text, ids))
+        conversations = messages if several else [messages]
+        prompts = read_chats(conversations, self.tokenizer, self._syntax, arguments)
         return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
 
     def block_counts(self) -> BlockCounts:
@@ -130,7 +142,7 @@ class LLM:
 
     def _answer(
         self,
-        prompts: list[TokenizedPrompt],
+        prompts: Seq[TokenizedPrompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         default_tokens: int,
         use_tqdm: bool,
@@ -140,11 +152,13 @@ class LLM:
         outputs = []
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
+            if isinstance(prompt, ChatPrompt) and spec.grammar is None:
+                spec = self._with_tools(spec, prompt.grammars)
             output = RequestOutput(prompt.text, token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
                 answer = _Answer(
-                    index, choice, output, spec.for_choice(choice), asked, self.tokenizer
+                    index, choice, output, spec.for_choice(choice), asked, self.tokenizer, prompt
                 )
                 answers[f"llm-{next(self._ids)}"] = answer
         with self._running:
@@ -172,6 +186,19 @@ class LLM:
         if text is not None:
             self.engine.core.constraints.check_text(text, name)
         return msgspec.structs.replace(spec, grammar=text)
+
+    def _with_tools(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:
+        """Return the settings with the first grammar that is not refused."""
+        for index, text in enumerate(grammars):
+            try:
+                if text is not None:
+                    self.engine.core.constraints.check_text(text, "tools")
+            except InvalidRequestError:
+                if index == len(grammars) - 1:
+                    raise
+            else:
+                return msgspec.structs.replace(spec, grammar=text)
+        return spec
 
     def _run(self, answers: dict[str, _Answer], use_tqdm: bool) -> None:
         """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""
@@ -235,12 +262,17 @@ class _Answer:
         spec: RequestSpec,
         asked: SamplingParams,
         tokenizer: Tokenizer | None,
+        prompt: TokenizedPrompt,
     ) -> None:
+        self._chat = prompt if isinstance(prompt, ChatPrompt) else None
         self.prompt_index, self.output, self.spec = prompt_index, output, spec
         self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
         output.outputs.append(self._result)
         self._tokenizer, self._rules = tokenizer, TextRules.of(asked, asked.stop_strings)
+        if self._chat is not None:
+            shown = self._chat.reading.shown
+            self._rules = msgspec.structs.replace(self._rules, shown=shown)
         self._assembler: TextAssembler | None = None
         if asked.stop_strings:
             if tokenizer is None:
@@ -308,6 +340,8 @@ class _Answer:
         elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
             text = TextAssembler(self._tokenizer, self.output.prompt_token_ids, self._rules)
             result.text = text.push(result.token_ids, "length").text
+        if self._chat is not None:
+            result.message = self._chat.message(result.text)
         last = result.token_ids[-1:]
         if result.stop_reason is None and result.finish_reason == "stop" and last:
             result.stop_reason = last[0] if last[0] in self.spec.stop_token_ids else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pagewire.shared.logprobs import Token
+from pagewire.shared.tools.answer import AnswerMessage
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class CompletionOutput:
         stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None if
             it was the model's own end of sequence.
         logprobs: of each token, if `SamplingParams.logprobs` asks for them.
+        message: in a chat, the text's parts: content, reasoning, tool calls.
     """
 
     index: int
@@ -46,6 +48,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: Logprobs | None = None
+    message: AnswerMessage | None = None
 
 
 @dataclass(slots=True)

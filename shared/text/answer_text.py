@@ -59,6 +59,7 @@ class TextRules(msgspec.Struct, frozen=True):
         min_tokens: no stop string that ends in the first that many tokens counts.
         stop_token_ids: of the request.
         ignore_eos: the model's own do not end an answer.
+        shown: special tokens that have a text nevertheless.
     """
 
     stops: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class TextRules(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    shown: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, asked: SamplingFields, stops: tuple[str, ...]) -> TextRules:
@@ -92,6 +94,11 @@ class TextRules(msgspec.Struct, frozen=True):
 class TextAssembler:
     """The pure part: tokens in, text out.
 
+    Args:
+        tokenizer: the model's.
+        prompt_ids: the answer's left context.
+        rules: of its text, or only its stop strings.
+
     Attributes:
         num_tokens: tokens of the answer so far; those after a stop string don't count.
     """
@@ -102,7 +109,7 @@ class TextAssembler:
         if not isinstance(rules, TextRules):
             rules = TextRules(tuple(rules))
         self.num_tokens = 0
-        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, rules.skip_special)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, rules.skip_special, rules.shown)
         self._matcher = StopMatcher(rules.stops, rules.include_stop)
         self._has_stops, self._min_tokens = bool(rules.stops), rules.min_tokens
         self._hidden = rules.hidden(tokenizer)

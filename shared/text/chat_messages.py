@@ -3,29 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 
-ROLES = Literal["system", "developer", "user", "assistant"]
+ROLES = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_CALLS = 128  # of one message
+MAX_NAME_CHARS = 256
+
+Name = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        description=f"a string of 1 to {MAX_NAME_CHARS} characters",
+    ),
+]
 
 
-class _TextPart(msgspec.Struct):
+class TextPart(msgspec.Struct, frozen=True):
+    """A part of a message."""
+
     type: Literal["text"]
     text: str
 
 
-class _Message(msgspec.Struct):
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function that an earlier answer has called.
+
+    Attributes:
+        arguments: a JSON object, as text or as an object; null or no text: there are none.
+    """
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledTool(msgspec.Struct, frozen=True):
+    """A call in an earlier answer."""
+
+    function: CalledFunction
+    id: Name | None = None
+    type: Literal["function"] = "function"
+
+
+CalledTools = Annotated[
+    list[CalledTool],
+    Meta(max_length=MAX_CALLS, description=f"a list of at most {MAX_CALLS} tool calls"),
+]
+
+
+class SaidMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message may have besides its role and content.
+
+    Attributes:
+        tool_calls: of an answer.
+        tool_call_id: of a tool's result: the call that it is of.
+        reasoning: that came before an answer.
+        reasoning_content: the same by its older name.
+    """
+
+    name: str | None = None
+    tool_calls: CalledTools | None = None
+    tool_call_id: Name | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    function_call: Annotated[None, Meta(description="null: it is tool_calls now")] = None
+
+
+class _Message(SaidMessage, frozen=True, kw_only=True):
     role: ROLES
     content: Any = None
-    name: str | None = None
-    tool_calls: None = None
-    function_call: None = None
 
 
-def read_conversation(messages: object) -> list[dict[str, str]]:
+def read_conversation(messages: object) -> list[dict[str, Any]]:
     """Check a conversation and return it as chat templates take it.
 
     Args:
@@ -43,7 +97,7 @@ def read_conversation(messages: object) -> list[dict[str, str]]:
     return [_read_message(index, message) for index, message in enumerate(messages)]
 
 
-def _read_message(index: int, message: object) -> dict[str, str]:
+def _read_message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
             f"messages[{index}] must be a mapping with role and content, not "
@@ -60,36 +114,81 @@ def _read_message(index: int, message: object) -> dict[str, str]:
         read = msgspec.convert(dict(message), _Message)
     except msgspec.ValidationError as exc:
         raise InvalidRequestError(f"messages[{index}]: {exc}", "messages") from exc
-    return template_message(index, read.role, read.content, read.name)
+    return template_message(index, read.role, read.content, read)
 
 
-def template_message(index: int, role: str, content: object, name: str | None) -> dict[str, str]:
+def template_message(index: int, role: str, content: object, said: SaidMessage) -> dict[str, Any]:
     """Check a message and return it as chat templates take it.
 
     Args:
         index: in the conversation, for error messages.
         role: one of `ROLES`.
         content: text, or a list of parts of type "text".
-        name: of the speaker, if there is one.
+        said: the rest of the message.
 
     Raises:
-        InvalidRequestError: the content is not text; names the field.
+        InvalidRequestError: the content is not text, or a field is another role's; names the field.
     """
-    field = f"messages[{index}].content"
+    place = f"messages[{index}]"
+    entry: dict[str, Any] = {
+        # Templates of most models lack "developer", which is OpenAI's newer name for "system".
+        "role": "system" if role == "developer" else role,
+        "content": _text(place, role, content, said),
+    }
+    if said.name is not None:
+        entry["name"] = said.name
+    if said.tool_calls:
+        _check_role(place, "tool_calls", role, "assistant")
+        calls = enumerate(said.tool_calls)
+        entry["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in calls]
+    if said.tool_call_id is not None:
+        _check_role(place, "tool_call_id", role, "tool")
+        entry["tool_call_id"] = said.tool_call_id
+    reasoning = said.reasoning_content if said.reasoning is None else said.reasoning
+    if reasoning is not None:
+        field = "reasoning_content" if said.reasoning is None else "reasoning"
+        _check_role(place, field, role, "assistant")
+        # Templates have one of three names for it.
+        entry |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
+    return entry
+
+
+def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
+    field = f"{place}.content"
     if isinstance(content, list):
         try:
-            parts = msgspec.convert(content, list[_TextPart])
+            parts = msgspec.convert(content, list[TextPart])
         except msgspec.ValidationError as exc:
             raise InvalidRequestError(
                 f'{field}: only parts of type "text" are supported: {exc}', field
             ) from exc
         content = "".join(part.text for part in parts)
-    # An answer may have been empty, and its client sends the whole conversation again.
-    may_be_empty = role == "assistant"
+    if content is None and role == "assistant" and (said.tool_calls or said.reasoning):
+        return ""
+    # An answer may have been empty, and its client sends the whole conversation again. So may a
+    # tool's result.
+    may_be_empty = role in ("assistant", "tool")
     if not isinstance(content, str) or not (content or may_be_empty):
         raise InvalidRequestError(f"{field} must be text that is not empty", field)
-    # Templates of most models lack the role "developer", which is OpenAI's newer name for "system".
-    entry = {"role": "system" if role == "developer" else role, "content": content}
-    if name is not None:
-        entry["name"] = name
-    return entry
+    return content
+
+
+def _check_role(place: str, field: str, role: str, right: str) -> None:
+    if role != right:
+        raise InvalidRequestError(
+            f"{place}.{field} is only allowed in messages with the role {right}", f"{place}.{field}"
+        )
+
+
+def _call(place: str, call: CalledTool) -> dict[str, Any]:
+    """Return a call as templates take it: with its arguments as an object."""
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        field = f"{place}.function.arguments"
+        try:
+            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        except UNDECODABLE as exc:
+            raise InvalidRequestError(f"{field} must be a JSON object as text", field) from exc
+    function = {"name": call.function.name, "arguments": arguments}
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": function}

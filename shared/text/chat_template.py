@@ -8,6 +8,9 @@ chose both.
 from __future__ import annotations
 
 import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -33,6 +36,29 @@ RENDER_ERRORS = (
 )
 
 
+# Names of variables that are not the caller's own to set.
+OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a template is given besides the messages.
+
+    Attributes:
+        tools: as OpenAI has them; None if there are none.
+        variables: further ones, such as `enable_thinking`; none of `OWN_VARIABLES`.
+        add_generation_prompt: end where the answer begins.
+        continue_final_message: end within the last message, so that the answer goes on with it.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -40,11 +66,15 @@ class ChatTemplate:
         source: the Jinja source.
         special_tokens: names and texts of special tokens that the template may use (`bos_token`).
 
+    Attributes:
+        source: the Jinja source.
+
     Raises:
         ModelLoadError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
         self._special_tokens = dict(special_tokens)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
@@ -59,18 +89,35 @@ class ChatTemplate:
                 f"the model's chat template is not valid Jinja ({exc}): correct it"
             ) from exc
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
         """Render a conversation.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or writes without end.
+            InvalidRequestError: the template refuses the messages, or writes without end, or
+                leaves out the message that is to be continued.
         """
+        if not options.continue_final_message:
+            return self._generate(messages, options)
+        # A mark is where the last message ends. Templates may take spaces away from its end.
+        mark = secrets.token_hex(16)
+        last = messages[-1] | {"content": f"{messages[-1]['content']}{mark} "}
+        text = self._generate([*messages[:-1], last], options)
+        before, found, after = text.rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "continue_final_message: this model's chat template leaves out the last message",
+                "continue_final_message",
+            )
+        return before if after.startswith(" ") else before.rstrip()
+
+    def _generate(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
         variables = {
             **self._special_tokens,
+            **options.variables,
             "messages": messages,
-            "tools": None,
+            "tools": options.tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": options.add_generation_prompt,
         }
         parts: list[str] = []
         missing = MAX_RENDERED_CHARS

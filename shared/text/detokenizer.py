@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -32,7 +32,10 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool = True
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    skip_special: bool = True,
+    shown: Collection[int] = (),
 ) -> Detokenizer:
     """Return the quickest detokenizer that gives the tokenizer's own text.
 
@@ -40,12 +43,15 @@ def make_detokenizer(
         tokenizer: of the model.
         prompt_ids: what the text comes after.
         skip_special: whether special tokens, such as one that ends an answer, have no text.
+        shown: special tokens that have one nevertheless.
     """
     context = prompt_ids[-CONTEXT_TOKENS:]
-    table = tokenizer.text_table if skip_special else tokenizer.whole_text_table
-    if table is None:
-        return ContextDetokenizer(tokenizer, context, skip_special)
-    return TableDetokenizer(table, context)
+    table = tokenizer.table_with(shown) if skip_special else tokenizer.whole_text_table
+    if table is not None:
+        return TableDetokenizer(table, context)
+    detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
+    hidden = shown if skip_special else ()
+    return MarkedDetokenizer(detokenizer, tokenizer, hidden) if hidden else detokenizer
 
 
 class TableDetokenizer:
@@ -88,6 +94,31 @@ class TableDetokenizer:
             if text[0] == REPLACEMENT and not raw.startswith(_REPLACEMENT_BYTES):
                 return text[1:]
         return text
+
+
+class MarkedDetokenizer:
+    """Shows special tokens in the text that another detokenizer gives of the others."""
+
+    def __init__(self, inner: Detokenizer, tokenizer: Tokenizer, shown: Collection[int]) -> None:
+        self._inner = inner
+        self._shown = {token_id: tokenizer.token_bytes.text(token_id) for token_id in shown}
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that they finish, perhaps none."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
+        return self._inner.flush()
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream."""
+        return self.push(token_ids) + self.flush()
+
+    def _push_one(self, token_id: int) -> str:
+        if (marker := self._shown.get(token_id)) is None:
+            return self._inner.push([token_id])
+        return self._inner.flush() + marker
 
 
 class ContextDetokenizer:

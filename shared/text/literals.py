@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -20,9 +20,16 @@ import tokenizers
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.encoding import encode_text
 
-Messages = list[dict[str, Any]]
+# What a template is given by the sender: texts in lists and mappings.
+Given = dict[str, Any]
 
 _INDEX_DIGITS = 4
+# Keys that templates look for, as against those of tools' arguments and schemas.
+_OWN_KEYS = frozenset(
+    {"messages", "tools", "variables", "role", "content", "name", "tool_calls", "tool_call_id"}
+    | {"id", "type", "function", "arguments", "description", "parameters"}
+    | {"reasoning", "reasoning_content", "thinking"}
+)
 
 
 class Literals:
@@ -53,33 +60,48 @@ class Literals:
             for token_id, token in specials.items()
         }
 
-    def are_in(self, messages: Messages) -> bool:
-        """Return whether any message spells out a special token, perhaps once it is normalized."""
-        values = [value for message in messages for _, value in _texts(message)]
-        return any(self._pattern.search(value) or self._normalized.in_(value) for value in values)
+    def are_in(self, given: Given) -> bool:
+        """Return whether any text spells out a special token, perhaps once it is normalized."""
+        return any(
+            self._pattern.search(text) or self._normalized.in_(text) for text in _texts(given)
+        )
 
-    def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
+    def encode(self, given: Given, render: Callable[[Given], str]) -> list[int]:
         """Return the token ids of a conversation in which literals are text.
+
+        Args:
+            given: messages, tools and the like, by name.
+            render: by the template.
 
         Raises:
             InvalidRequestError: the template or the tokenizer cannot keep a literal as it is.
         """
-        text = render(messages)
-        marked = render([self._with_marks(message) for message in messages])
+        text = render(given)
+        marked = render({key: self._with_marks(value) for key, value in given.items()})
         if self._with_literals(marked) != text:
-            raise self._refusal("chat template", messages)
+            raise self._refusal("chat template", given)
         replaced, count = self._pattern.subn(lambda found: self._stand_ins[found[0]], marked)
         ids = encode_text(self._copy, self._with_literals(replaced), add_special_tokens=False)
         # A vocabulary's own words may have a special token's name, or a stand-in be overlooked.
         if sum(each in self._ids for each in ids) != count or not self._special.isdisjoint(ids):
-            raise self._refusal("tokenizer", messages)
+            raise self._refusal("tokenizer", given)
         return [self._ids.get(each, each) for each in ids]
 
-    def _with_marks(self, message: dict[str, Any]) -> dict[str, Any]:
-        return message | {
-            key: self._pattern.sub(lambda found: self._marks[found[0]], value)
-            for key, value in _texts(message)
-        }
+    def _with_marks(self, value: Any) -> Any:
+        """Return a value with marks in all of its texts, keys included."""
+        match value:
+            case str():
+                return self._pattern.sub(lambda found: self._marks[found[0]], value)
+            case list():
+                return [self._with_marks(each) for each in value]
+            case Mapping():
+                return {
+                    key if key in _OWN_KEYS else self._with_marks(key): (
+                        each if key == "role" else self._with_marks(each)
+                    )
+                    for key, each in value.items()
+                }
+        return value
 
     def _with_literals(self, text: str) -> str:
         return self._mark_pattern.sub(lambda found: self._literals[found[0]], text)
@@ -95,9 +117,8 @@ class Literals:
             special=False,
         )
 
-    def _refusal(self, what: str, messages: Messages) -> InvalidRequestError:
-        everything = "\n".join(value for message in messages for _, value in _texts(message))
-        found = self._pattern.findall(everything)
+    def _refusal(self, what: str, given: Given) -> InvalidRequestError:
+        found = self._pattern.findall("\n".join(_texts(given)))
         return InvalidRequestError(
             f"this model's {what} cannot keep {found[0]!r}, which a message spells out, as text: "
             "leave it out",
@@ -129,11 +150,20 @@ class _NormalizedTexts:
             return False
 
 
-def _texts(message: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what the sender of a message has written, by key; the role is one of a few."""
-    return [
-        (key, value) for key, value in message.items() if isinstance(value, str) and key != "role"
-    ]
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts that the sender has written, keys included; a role is one of a few."""
+    match value:
+        case str():
+            yield value
+        case list():
+            for each in value:
+                yield from _texts(each)
+        case Mapping():
+            for key, each in value.items():
+                if key not in _OWN_KEYS:
+                    yield from _texts(key)
+                if key != "role":
+                    yield from _texts(each)
 
 
 def _any_of(texts: Iterable[str]) -> str:

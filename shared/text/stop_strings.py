@@ -45,7 +45,7 @@ class StopMatcher:
             end, at, self.matched_stop = min(found)
             self._held = ""
             return text[: end if self._include else at]
-        hold = max(_overlap(text, stop) for stop in self._stops)
+        hold = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
@@ -55,7 +55,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest proper beginning of `stop` that `text` ends with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

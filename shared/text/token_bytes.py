@@ -46,6 +46,10 @@ class TokenBytes:
         """Whether a token is not part of an answer's text, such as one that ends it."""
         return token_id in self._special
 
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token was added to the vocabulary, and is found in a text as a whole."""
+        return token_id in self._added
+
     def of(self, token_id: int) -> bytes:
         """Return a token's bytes; none for an id that the vocabulary does not have."""
         if (content := self._added.get(token_id)) is not None:

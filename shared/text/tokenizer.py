@@ -7,7 +7,8 @@ The router and the offline `LLM` share it. It reads what a Hugging Face model di
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import tokenizers
 
 from pagewire.shared.config import SpecialTokens
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
-from pagewire.shared.text.chat_template import ChatTemplate
+from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
 from pagewire.shared.text.encoding import encode_text
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+NO_OPTIONS = ChatOptions()
 
 
 class Tokenizer:
@@ -52,6 +54,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(backend)
+        self._tables: dict[frozenset[int], list[bytes]] = {}
 
     @classmethod
     def from_dir(cls, path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
@@ -79,6 +82,18 @@ class Tokenizer:
         """What each token adds to a text, see `TokenBytes.text_table`; 3 us a token to make."""
         return self.token_bytes.text_table()
 
+    def table_with(self, shown: Collection[int]) -> list[bytes] | None:
+        """Return `text_table` with the texts of some tokens: it leaves special ones out."""
+        key = frozenset(filter(self.token_bytes.is_special, shown))
+        if not key or self.text_table is None:
+            return self.text_table
+        if key not in self._tables:
+            table = list(self.text_table)
+            for token_id in key:
+                table[token_id] = self.token_bytes.of(token_id)
+            self._tables = {key: table}  # one model's markers
+        return self._tables[key]
+
     @cached_property
     def whole_text_table(self) -> list[bytes] | None:
         """The same with special tokens, which add their names."""
@@ -89,6 +104,28 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation becomes a prompt."""
         return self._chat_template is not None
+
+    @property
+    def template_source(self) -> str | None:
+        """The source of the chat template."""
+        return None if self._chat_template is None else self._chat_template.source
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of a special token by its text; None for any other text."""
+        token_id: int | None = self._backend.token_to_id(text)
+        is_special = token_id is not None and self.token_bytes.is_special(token_id)
+        return token_id if is_special else None
+
+    def marker_token_id(self, text: str) -> int | None:
+        """Return the id of a token that grammars know by its id alone; None for any other text.
+
+        For llguidance these are special tokens, and added ones such as Qwen's `<tool_call>`.
+        """
+        token_id: int | None = self._backend.token_to_id(text)
+        if token_id is None or not self.token_bytes.is_added(token_id):
+            return None
+        is_tag = text.startswith("<") and text.endswith(">")
+        return token_id if is_tag or self.token_bytes.is_special(token_id) else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
@@ -103,9 +140,7 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         """The prompt text of a conversation, by the model's chat template.
 
         Raises:
@@ -115,25 +150,27 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions instead", param="messages"
             )
-        return self._chat_template.render(messages, add_generation_prompt)
+        return self._chat_template.render(messages, options)
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS
     ) -> list[int]:
         """Token ids of a conversation; the template alone places the special tokens.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses, or a
-                special token that a message spells out cannot be kept as text.
+                special token that a message or a tool spells out cannot be kept as text.
         """
-        if self._literals is None or not self._literals.are_in(messages):
-            text = self.render_chat(messages, add_generation_prompt)
+        given = {"messages": messages, "tools": options.tools, "variables": options.variables}
+        if self._literals is None or not self._literals.are_in(given):
+            text = self.render_chat(messages, options)
             return self.encode(text, add_special_tokens=False)
 
-        def render(conversation: list[dict[str, Any]]) -> str:
-            return self.render_chat(conversation, add_generation_prompt)
+        def render(chat: dict[str, Any]) -> str:
+            marked = replace(options, tools=chat["tools"], variables=chat["variables"])
+            return self.render_chat(chat["messages"], marked)
 
-        return self._literals.encode(messages, render)
+        return self._literals.encode(given, render)
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:

@@ -33,6 +33,7 @@ PACKAGES = (
     "shared.kv",
     "shared.index",
     "shared.text",
+    "shared.tools",
     "shared.grammar",
     "shared.engine",
     "shared.kv.carriers",

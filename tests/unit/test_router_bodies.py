@@ -102,8 +102,9 @@ def test_a_list_of_token_ids_is_bounded_by_the_context():
         (chat, {"messages": []}, "messages must be a list of 1 to 4096 messages, not []"),
         (
             chat,
-            {"messages": [MESSAGE, {"role": "tool", "content": "x"}]},
-            "messages[1].role must be one of assistant, developer, system, user, not 'tool'",
+            {"messages": [MESSAGE, {"role": "function", "content": "x"}]},
+            "messages[1].role must be one of assistant, developer, system, tool, user, "
+            "not 'function'",
         ),
         (
             chat,
@@ -115,7 +116,7 @@ def test_a_list_of_token_ids_is_bounded_by_the_context():
         (
             chat,
             {"messages": [MESSAGE | {"tool_calls": [{}]}]},
-            "messages[0].tool_calls must be null, tools are not supported, not [{}]",
+            "messages[0].tool_calls[0].function is required",
         ),
         (chat, {"stream": True, "stream_options": 1}, "stream_options must be an object, not 1"),
         (

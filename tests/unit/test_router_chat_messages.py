@@ -58,11 +58,11 @@ def test_an_empty_answer_may_be_part_of_the_conversation():
         ("Hi", "messages"),
         ([5], "messages[0]"),
         ([{"content": "Hi"}], "messages[0].role"),
-        ([{"role": "tool", "content": "Hi"}], "messages[0].role"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "function", "content": "Hi"}], "messages[0].role"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
         ([{"role": "user", "content": "x"}] * 5000, "messages"),
     ],
-    ids=["empty", "text", "number", "no role", "tool", "tool calls", "too many"],
+    ids=["empty", "text", "number", "no role", "other role", "tool calls", "too many"],
 )
 def test_wrong_lists_of_messages_are_refused(messages, param):
     assert refused_field(messages) == param

@@ -178,13 +178,9 @@ def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", []),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "auto"),
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
         ("chat_template", "{{ x }}"),
-        ("continue_final_message", True),
         ("echo", True),
     ],
     ids=lambda value: str(value)[:30],

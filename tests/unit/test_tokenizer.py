@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from pagewire.shared.text.chat_template import MAX_RENDERED_CHARS, ChatOptions, ChatTemplate
 from pagewire.shared.text.tokenizer import Tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())
@@ -94,8 +94,9 @@ class TestAgainstHuggingFace:
         ids = hf_tokenizer.apply_chat_template(
             messages, add_generation_prompt=generation, return_dict=False
         )
-        assert DEMO.render_chat(messages, generation) == text
-        assert DEMO.encode_chat(messages, generation) == ids
+        options = ChatOptions(add_generation_prompt=generation)
+        assert DEMO.render_chat(messages, options) == text
+        assert DEMO.encode_chat(messages, options) == ids
 
     def test_special_tokens_and_size(self, hf_tokenizer: Any) -> None:
         assert DEMO.bos_token_id == hf_tokenizer.bos_token_id
@@ -222,7 +223,7 @@ class TestChatTemplate:
             messages, chat_template=source, tokenize=False, add_generation_prompt=True
         )
         names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-        assert ChatTemplate(source, names).render(messages, True) == expected
+        assert ChatTemplate(source, names).render(messages, ChatOptions()) == expected
 
     @pytest.mark.parametrize(
         ("source", "message"),
@@ -242,15 +243,15 @@ class TestChatTemplate:
         self, source: str, message: str
     ) -> None:
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}], True)
+            ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}], ChatOptions())
         assert caught.value.param == "messages"
 
     def test_length_up_to_the_bound_is_allowed(self) -> None:
         template = ChatTemplate("{{ messages[0].content }}", {})
         full = "x" * MAX_RENDERED_CHARS
-        assert template.render([{"content": full}], True) == full
+        assert template.render([{"content": full}], ChatOptions()) == full
         with pytest.raises(InvalidRequestError, match="longer than"):
-            template.render([{"content": full + "x"}], True)
+            template.render([{"content": full + "x"}], ChatOptions())
 
     def test_demo_template_names_an_unknown_role(self) -> None:
         with pytest.raises(InvalidRequestError, match="not wizard"):

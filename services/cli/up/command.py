@@ -27,6 +27,8 @@ ROUTER_ONLY = (
     "served_model_name",
     "generation_config",
     "special_tokens_in_messages",
+    "tool_parser",
+    "reasoning_parser",
     "policy",
     "max_queue",
 )
@@ -65,6 +67,8 @@ def up(
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
     special_tokens_in_messages: options.SpecialTokensInMessages = None,
+    tool_parser: options.ToolParser = None,
+    reasoning_parser: options.ReasoningParser = None,
     host: options.Host = None,
     port: options.Port = None,
     device: options.Device = None,

@@ -22,11 +22,16 @@ Push = Callable[[int, TextDelta], bool]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request."""
+    """Tokens of one request.
+
+    Attributes:
+        reasoning_tokens: of the completion's; None where reasoning is not split off.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
 
 
 class AnswerSet:

@@ -16,6 +16,7 @@ from pagewire.services.router.http.body_reader import INLINE_BODY_BYTES
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect, received_body
 from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.logprobs import CompletionLogprobs
+from pagewire.services.router.http.parsed_chat import ParsedChatFormat
 from pagewire.services.router.http.responses import (
     ChatFormat,
     CompletionFormat,
@@ -25,6 +26,7 @@ from pagewire.services.router.http.responses import (
 )
 from pagewire.services.router.service import RouterService
 from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)
@@ -68,6 +70,8 @@ async def chat(request: Request) -> Response:
     """Answer a conversation."""
 
     def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        if asked.reading is not None:
+            return ParsedChatFormat(model, asked, _extras(model, asked))
         return ChatFormat(model.name, asked.n, _extras(model, asked))
 
     return await _generate(request, "chat", make_format)
@@ -97,7 +101,7 @@ async def _generate(
     async with received_body(request, service.bodies) as raw:
         with service.admit():
             asked = await _read(request, kind, raw)
-            await _check_grammar(request, asked)
+            asked = await _check_grammar(request, asked)
     if asked.unknown_fields:
         service.metrics.unknown_fields.inc(asked.unknown_fields)
     form = make_format(service.model, asked)
@@ -129,10 +133,20 @@ async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> Gen
     return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
 
 
-async def _check_grammar(request: Request, asked: GenerationInput) -> None:
-    if asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
+async def _check_grammar(request: Request, asked: GenerationInput) -> GenerationInput:
+    """Return the request with the first of its grammars that is not refused."""
+    others = list(asked.other_grammars)
+    while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
         checker = _service(request).grammar_checker
-        await cancel_on_disconnect(request, checker.check(text, asked.form_field))
+        try:
+            await cancel_on_disconnect(request, checker.check(text, asked.form_field))
+        except InvalidRequestError:
+            if not others:
+                raise
+            asked = asked.with_grammar(others.pop(0))
+        else:
+            break
+    return asked
 
 
 async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

@@ -12,6 +12,11 @@ from typing import Any, TypeGuard
 import msgspec
 
 from pagewire.services.router.http.answer_form import form_of
+from pagewire.services.router.http.chat_inputs import (
+    conversation,
+    num_chars,
+    template_options,
+)
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.schemas import (
     PROMPT_RULE,
@@ -25,8 +30,9 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextRules
-from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.tokenizer import REPLACEMENT
+from pagewire.shared.tools.answer import AnswerReading
+from pagewire.shared.tools.asking import answer_reading, tool_grammars
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -60,7 +66,9 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
+        reading: how calls and reasoning are found in the answers; None: they are only content.
         form_field: the one that says what form answers must have; their `spec` has the grammar.
+        other_grammars: take its place in turn if it is refused; None: any answer.
     """
 
     prompts: tuple[PromptInput, ...]
@@ -72,7 +80,31 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     generates: bool
     prompt_logprobs: bool
     unknown_fields: int
+    reading: AnswerReading | None = None
     form_field: str | None = None
+    other_grammars: tuple[str | None, ...] = ()
+
+    def with_grammar(self, text: str | None) -> GenerationInput:
+        """Return the request with another grammar for its answers."""
+        prompts = tuple(_with_grammar(prompt, text) for prompt in self.prompts)
+        return msgspec.structs.replace(self, prompts=prompts)
+
+    def with_tools(self, grammars: tuple[str | None, ...], must_call: bool) -> GenerationInput:
+        """Return the request with the grammars of its tools; a form asked for takes precedence.
+
+        Raises:
+            InvalidRequestError: tools must be called and another form is asked for; names it.
+        """
+        if self.form_field is not None:
+            if not must_call:
+                return self
+            raise InvalidRequestError(
+                f"{self.form_field} cannot be combined with a tool_choice that requires a call",
+                self.form_field,
+            )
+        first, *others = grammars
+        asked = msgspec.structs.replace(self, form_field="tools", other_grammars=tuple(others))
+        return asked.with_grammar(first)
 
 
 def read_completion(
@@ -111,19 +143,26 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     """
     body, unknown_fields = parse_body(ChatBody, raw)
     model.check_name(body.model)
-    messages = [
-        template_message(index, message.role, message.text, message.name)
-        for index, message in enumerate(body.messages)
-    ]
-    num_chars = sum(len(message["content"]) for message in messages)
-    _check_chars(num_chars, max_model_len, "messages")
+    messages, options = conversation(body), template_options(body, raw)
+    wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
+    _check_chars(num_chars(messages, options), max_model_len, "messages")
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
-    ids = sampling.truncate(model.tokenizer.encode_chat(messages))
+    ids = sampling.truncate(model.tokenizer.encode_chat(messages, options))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
-    return _input(body, [prompt], unknown_fields)
+    continued = (body.messages[-1].text or "") if body.continue_final_message else None
+    reading = answer_reading(
+        model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
+    )
+    found = _input(body, [prompt], unknown_fields)
+    if wanted is not None and reading is not None:
+        found = found.with_tools(tool_grammars(model.syntax, wanted, reading), wanted.must_call)
+    if reading is not None:
+        rules = msgspec.structs.replace(found.rules, shown=reading.shown)
+        found = msgspec.structs.replace(found, reading=reading, rules=rules)
+    return found
 
 
 def _input(
@@ -149,7 +188,7 @@ def _input(
     )
 
 
-def _with_grammar(prompt: PromptInput, text: str) -> PromptInput:
+def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
     spec = msgspec.structs.replace(prompt.spec, grammar=text)
     return msgspec.structs.replace(prompt, spec=spec)
 

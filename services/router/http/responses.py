@@ -150,15 +150,27 @@ class ChatFormat:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": self.message(index, answer),
                 "logprobs": self._logprobs(answer),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": self.finish_reason(index, answer),
                 **_tokens(answer, self._extras.token_ids),
             }
             for index, answer in enumerate(answers)
         ]
         head = {**self._head, **self._extras.prompt(answers[0])}
-        return _encode({**head, "choices": choices, "usage": _usage(usage)})
+        return _encode({**head, "choices": choices, "usage": _usage(self.usage(usage))})
+
+    def message(self, index: int, answer: TextDelta) -> dict[str, Any]:
+        """Return the message of a whole answer."""
+        return {"role": "assistant", "content": answer.text, "refusal": None}
+
+    def finish_reason(self, index: int, delta: TextDelta) -> str | None:
+        """Return why an answer ends, None if it continues."""
+        return delta.finish_reason
+
+    def usage(self, usage: Usage) -> Usage:
+        """Return the tokens of the request."""
+        return usage
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
@@ -170,11 +182,15 @@ class ChatFormat:
         if not is_begun:
             self._unbegun.discard(index)
             content = {"role": "assistant", "content": text}
+        return self.chunk(index, content, delta)
+
+    def chunk(self, index: int, content: dict[str, Any], delta: TextDelta) -> bytes:
+        """Return the event of what a delta adds to a message; empty if that is nothing."""
         choice = {
             "index": index,
             "delta": content,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self.finish_reason(index, delta),
             **_tokens(delta, self._extras.token_ids),
         }
         if not content and delta.finish_reason is None and not _has_tokens(choice):
@@ -188,7 +204,7 @@ class ChatFormat:
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        return _last(self._chunk_head, usage, self._extras.usage)
+        return _last(self._chunk_head, self.usage(usage), self._extras.usage)
 
 
 Format = CompletionFormat | ChatFormat
@@ -230,12 +246,15 @@ def _tokens(part: TextDelta, wanted: bool) -> dict[str, list[int]]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    return {
+    fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return fields
 
 
 def _event(head: dict[str, Any], choices: list[dict[str, Any]], with_usage: bool) -> bytes:

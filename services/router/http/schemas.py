@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from functools import cache
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,9 @@ from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import NumTop, SamplingFields, SamplingParams
+from pagewire.shared.text.chat_messages import ROLES, SaidMessage, TextPart
+from pagewire.shared.text.chat_template import OWN_VARIABLES
+from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES, ToolChoice, Tools, check_tools
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_METADATA = 64
+MAX_TEMPLATE_VARIABLES = 64
 
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
@@ -55,6 +59,14 @@ Metadata = Annotated[
 NumChoices = Annotated[
     int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
 ]
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Meta(
+        max_length=MAX_TEMPLATE_VARIABLES,
+        description=f"an object of at most {MAX_TEMPLATE_VARIABLES} values",
+    ),
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PROMPT_RULE = (
     "a string, a list of strings, a list of token ids, or a list of lists of token ids, none of "
     "them empty"
@@ -105,20 +117,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: NumTop | None = None
 
 
-NotSupported = Annotated[None, Meta(description="null, tools are not supported")]
-
-
-class TextPart(msgspec.Struct, frozen=True):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
+class ChatMessage(SaidMessage, frozen=True, kw_only=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: ROLES
     content: Annotated[
         str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None,
         Meta(
@@ -126,9 +128,6 @@ class ChatMessage(msgspec.Struct, frozen=True):
             'parts of type "text" are supported'
         ),
     ] = None
-    name: str | None = None
-    tool_calls: NotSupported = None
-    function_call: NotSupported = None
 
     @property
     def text(self) -> str | None:
@@ -141,7 +140,14 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`.
 
     Attributes:
-        parallel_tool_calls: changes no answer, nor do the fields after it.
+        tool_choice: whether tools are called; by default the model chooses, if there are any.
+        parallel_tool_calls: an answer may have several calls; by default it may.
+        include_reasoning: answers have their reasoning; by default they do.
+        reasoning_effort: given to the chat template.
+        chat_template_kwargs: given to the chat template.
+        add_generation_prompt: the prompt ends where an answer begins; by default it does.
+        continue_final_message: the answer goes on with the last message.
+        prompt_cache_key: changes no answer, nor do the fields after it.
     """
 
     messages: Annotated[
@@ -155,9 +161,15 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     prompt_cache_key: str | None = None
-    reasoning_effort: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
 
@@ -178,6 +190,8 @@ def parse_body(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
     except UNDECODABLE as exc:
         raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     _check_together(body)
+    if isinstance(body, ChatBody):
+        _check_chat(body, fields)
     unknown = fields.keys() - _known(kind)
     if unknown:
         logger.debug("fields that are not known: %s", reprlib.repr(sorted(unknown)))
@@ -214,3 +228,24 @@ def _check_together(body: GenerationBody) -> None:
         problems["best_of"] = f"must not be less than n, which is {body.n}: leave it out"
     for field, problem in problems.items():
         raise InvalidRequestError(f"{field} {problem}", field)
+
+
+def _check_chat(body: ChatBody, fields: dict[str, msgspec.Raw]) -> None:
+    """Check what goes together in a chat's body, and the size of its tools.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    if body.tools is not None and memoryview(fields["tools"]).nbytes > MAX_TOOLS_BYTES:
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes", "tools")
+    check_tools(body.tools, body.tool_choice)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message cannot be true together with add_generation_prompt",
+            "continue_final_message",
+        )
+    for name in OWN_VARIABLES.intersection(body.chat_template_kwargs or ()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs cannot have {name}: it is a field of its own or not possible",
+            "chat_template_kwargs",
+        )

@@ -34,20 +34,15 @@ REFUSED_IN_COMPLETIONS = _COMMON | {
     "suffix": (None, ""),
 }
 REFUSED_IN_CHATS = _COMMON | {
-    "add_generation_prompt": (None, True),
     "add_special_tokens": _OFF,
     "audio": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": _OFF,
     "documents": (None, []),
     "echo": _OFF,
     "function_call": (None, "none"),
     "functions": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "tool_choice": (None, "none"),
-    "tools": (None,),
     "web_search_options": (None,),
 }
 

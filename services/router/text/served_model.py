@@ -13,6 +13,7 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import default_served_name, resolve_model
 from pagewire.shared.sampling import SamplingDefaults
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.syntax import ChatSyntax
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ServedModel:
         vocab_size: width of the logits: token ids lie below it.
         max_model_len: prompt and answer together, in tokens; a worker may allow less.
         defaults: of sampling, where a request says nothing.
+        syntax: how the model writes tool calls and reasoning.
         eos_token_ids: any of them ends an answer.
     """
 
@@ -34,6 +36,7 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
+    syntax: ChatSyntax = ChatSyntax()  # noqa: RUF009 - immutable
     eos_token_ids: tuple[int, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -47,7 +50,14 @@ class ServedModel:
         path = resolve_model(settings.model, weights=False)
         config = load_config(path)
         tokenizer = Tokenizer.from_dir(path, settings.special_tokens_in_messages)
-        tokenizer.text_table  # noqa: B018 - made now: the first request must not wait for it
+        syntax = ChatSyntax.choose(
+            tokenizer.template_source,
+            settings.tool_parser,
+            settings.reasoning_parser,
+            tokenizer.marker_token_id,
+        )
+        # Made now: the first request must not wait for it.
+        tokenizer.table_with(syntax.tokens.values())
         return cls(
             name=settings.served_model_name or default_served_name(settings.model),
             path=path,
@@ -55,6 +65,7 @@ class ServedModel:
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             defaults=load_sampling_defaults(path, settings.generation_config),
+            syntax=syntax,
             eos_token_ids=config.eos_token_ids,
         )
 

@@ -1,0 +1,58 @@
+"""What the body of a chat request gives the chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pagewire.services.router.http.schemas import ChatBody
+from pagewire.shared.text.chat_messages import template_message
+from pagewire.shared.text.chat_template import ChatOptions
+
+
+class _PlainTools(msgspec.Struct):
+    """Tools as the client has written them: templates show also what `Tool` leaves out."""
+
+    tools: list[dict[str, Any]] | None = None
+
+
+def conversation(body: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages as the chat template takes them.
+
+    Raises:
+        InvalidRequestError: one of them is wrong; names the field.
+    """
+    return [
+        template_message(index, message.role, message.text, message)
+        for index, message in enumerate(body.messages)
+    ]
+
+
+def template_options(body: ChatBody, raw: bytes | bytearray) -> ChatOptions:
+    """Return what the template is given besides the messages.
+
+    Args:
+        body: the checked body.
+        raw: the same as it came.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    goes_on = bool(body.continue_final_message)
+    prompt = body.add_generation_prompt
+    return ChatOptions(
+        tools=msgspec.json.decode(raw, type=_PlainTools).tools if body.tools else None,
+        variables=variables,
+        add_generation_prompt=not goes_on if prompt is None else prompt,
+        continue_final_message=goes_on,
+    )
+
+
+def num_chars(messages: list[dict[str, Any]], options: ChatOptions) -> int:
+    """Return how many characters a template is given at least."""
+    count = sum(len(message["content"]) for message in messages)
+    more = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    for given in (more, options.tools, options.variables):
+        count += len(msgspec.json.encode(given)) if given else 0
+    return count

@@ -1,0 +1,115 @@
+"""The conversations that the offline `LLM` takes, with tools and all else that templates show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import msgspec
+
+from pagewire.shared.engine.prompts import TokenizedPrompt
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.text.chat_messages import read_conversation
+from pagewire.shared.text.chat_template import OWN_VARIABLES, ChatOptions
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
+from pagewire.shared.tools.asking import answer_reading, tool_grammars
+from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools
+from pagewire.shared.tools.syntax import ChatSyntax
+
+
+class ChatArguments(TypedDict, total=False):
+    """What `LLM.chat` takes besides messages and sampling parameters; as OpenAI and vLLM name it.
+
+    Attributes:
+        tools: as `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        tool_choice: "auto", "none", "required" or `{"type": "function", "function": {"name"}}`.
+        parallel_tool_calls: False: one call at most.
+        chat_template_kwargs: further variables of the template.
+        add_generation_prompt: the prompt ends where an answer begins; by default it does.
+        continue_final_message: the answer goes on with the last message.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same, with types and bounds."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt(TokenizedPrompt):
+    """A conversation as a prompt, and how its answers are read.
+
+    Attributes:
+        grammars: that the answers follow: the first that can be followed; None: any answer.
+    """
+
+    syntax: ChatSyntax = field(default_factory=ChatSyntax)
+    reading: AnswerReading = field(default_factory=AnswerReading)
+    grammars: tuple[str | None, ...] = ()
+
+    def message(self, text: str) -> AnswerMessage:
+        """Return the parts of an answer."""
+        return read_answer(self.syntax, self.reading, text)
+
+
+def read_chats(
+    conversations: Sequence[object],
+    tokenizer: Tokenizer,
+    syntax: ChatSyntax,
+    arguments: ChatArguments,
+) -> list[ChatPrompt]:
+    """Check, render and tokenize conversations.
+
+    Raises:
+        InvalidRequestError: a message or an argument is wrong; names it.
+    """
+    try:
+        asked = msgspec.convert(dict(arguments), _Checked)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"arguments of chat: {exc}") from exc
+    check_tools(asked.tools, asked.tool_choice)
+    goes_on, prompt = bool(asked.continue_final_message), asked.add_generation_prompt
+    if goes_on and prompt:
+        raise InvalidRequestError(
+            "continue_final_message cannot be true together with add_generation_prompt",
+            "continue_final_message",
+        )
+    variables = asked.chat_template_kwargs or {}
+    for name in OWN_VARIABLES.intersection(variables):
+        raise InvalidRequestError(
+            f"chat_template_kwargs cannot have {name}", "chat_template_kwargs"
+        )
+    options = ChatOptions(
+        tools=[dict(tool) for tool in arguments.get("tools") or ()] or None,
+        variables=variables,
+        add_generation_prompt=not goes_on if prompt is None else prompt,
+        continue_final_message=goes_on,
+    )
+    wanted = syntax.wanted(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    found = []
+    for conversation in conversations:
+        messages = read_conversation(conversation)
+        text, ids = (
+            tokenizer.render_chat(messages, options),
+            tokenizer.encode_chat(messages, options),
+        )
+        continued = messages[-1]["content"] if goes_on else None
+        reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
+        grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
+        found.append(ChatPrompt(text, ids, syntax, reading, grammars))
+    return found

@@ -1,0 +1,11 @@
+"""Tool calls and reasoning in answers: what a model writes for them, allowed and read back.
+
+Entry points: `ChatSyntax` (syntax.py), which a model's chat template chooses, and `AnswerParser`
+(answer.py), which reads one answer.
+Read first: `formats.py` (one row for each way to write calls; grammar and parser come of it),
+`parser.py` (parts of text in, events out), `grammar.py` (what an answer may be, for llguidance).
+`definitions.py` has the tools of a request, `reasoning.py` the text before an answer, `calls.py`
+and `scanner.py` read one call and one value.
+
+May import: small modules of `shared`. Pure, and never torch: routers import it.
+"""

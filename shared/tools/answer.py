@@ -1,0 +1,166 @@
+"""One answer as its parts: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pagewire.shared.text.detokenizer import Detokenizer
+from pagewire.shared.tools.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegin,
+    ContentText,
+    ReasoningText,
+)
+from pagewire.shared.tools.parser import ToolParser
+from pagewire.shared.tools.reasoning import Begins, ReasoningSplitter
+from pagewire.shared.tools.syntax import ChatSyntax
+
+
+class AnswerReading(msgspec.Struct, frozen=True):
+    """How the answers to one request are read.
+
+    Attributes:
+        names: of the functions whose calls are looked for; none: calls are text.
+        only_one: calls after the first are left out.
+        reasoning: where an answer begins; None: reasoning is not split off.
+        include_reasoning: the client is to have it.
+        shown: special tokens that the text must have to be read.
+    """
+
+    names: tuple[str, ...] = ()
+    only_one: bool = False
+    reasoning: Begins | None = None
+    include_reasoning: bool = True
+    shown: tuple[int, ...] = ()
+
+
+class AnswerParser:
+    """Reads one answer, part by part."""
+
+    def __init__(self, syntax: ChatSyntax, reading: AnswerReading) -> None:
+        self._splitter: ReasoningSplitter | None = None
+        self._tools: ToolParser | None = None
+        self._include_reasoning = reading.include_reasoning
+        if syntax.reasoning is not None and reading.reasoning is not None:
+            self._splitter = ReasoningSplitter(syntax.reasoning, reading.reasoning)
+        if syntax.tools is not None and reading.names:
+            most = 1 if reading.only_one else None
+            self._tools = ToolParser(syntax.tools, reading.names, most)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any call has begun."""
+        return self._tools is not None and self._tools.num_calls > 0
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether what comes next may be reasoning."""
+        return self._splitter is not None and not self._splitter.has_ended
+
+    @property
+    def reasoning_end(self) -> int | None:
+        """Where the reasoning ends in the text, its close tag included; None if it has no end."""
+        return None if self._splitter is None else self._splitter.close_end
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the answer began with reasoning."""
+        return self._splitter is not None and self._splitter.is_open
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        """Add text; return what is certain."""
+        if self._splitter is None:
+            return self._content(text)
+        reasoning, content = self._splitter.push(text)
+        return [*self._reasoning(reasoning), *self._content(content)]
+
+    def flush(self) -> list[AnswerEvent]:
+        """End the answer; return what was held back."""
+        found: list[AnswerEvent] = []
+        if self._splitter is not None:
+            reasoning, content = self._splitter.flush()
+            found += [*self._reasoning(reasoning), *self._content(content)]
+        if self._tools is not None:
+            found += self._tools.flush()
+        return found
+
+    def _reasoning(self, text: str) -> list[AnswerEvent]:
+        return [ReasoningText(text)] if text and self._include_reasoning else []
+
+    def _content(self, text: str) -> list[AnswerEvent]:
+        if not text:
+            return []
+        return [ContentText(text)] if self._tools is None else list(self._tools.push(text))
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a function.
+
+    Attributes:
+        arguments: a JSON object as text.
+    """
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class AnswerMessage:
+    """The parts of an answer.
+
+    Attributes:
+        content: None if it is empty and there are calls or reasoning.
+        reasoning: None if there is none.
+    """
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[AnswerEvent]) -> AnswerMessage:
+        """Return the message that events make."""
+        message = cls()
+        for event in events:
+            match event:
+                case ContentText(text):
+                    message.content = (message.content or "") + text
+                case ReasoningText(text):
+                    message.reasoning = (message.reasoning or "") + text
+                case CallBegin(_, call_id, name):
+                    message.tool_calls.append(ToolCall(call_id, name))
+                case CallArguments(_, text):
+                    message.tool_calls[-1].arguments += text
+        if message.content is None and not message.tool_calls and message.reasoning is None:
+            message.content = ""
+        return message
+
+
+def read_answer(syntax: ChatSyntax, reading: AnswerReading, text: str) -> AnswerMessage:
+    """Return the parts of a whole answer."""
+    parser = AnswerParser(syntax, reading)
+    return AnswerMessage.of([*parser.push(text), *parser.flush()])
+
+
+def count_reasoning(token_ids: Sequence[int], detokenizer: Detokenizer, end: int | None) -> int:
+    """Return how many tokens of an answer are reasoning, its tags included.
+
+    Args:
+        token_ids: of the answer, at least up to the end of the reasoning.
+        detokenizer: of the answer, unused.
+        end: see `AnswerParser.reasoning_end`; None: all tokens.
+    """
+    if end is None:
+        return len(token_ids)
+    num_chars = 0
+    for count, token_id in enumerate(token_ids, start=1):
+        num_chars += len(detokenizer.push([token_id]))
+        if num_chars >= end:
+            return count
+    return len(token_ids)

@@ -1,0 +1,74 @@
+"""What tools ask of the answers to one request: how they are read, and which grammar they follow.
+
+The router and the offline `LLM` share it.
+"""
+
+from __future__ import annotations
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.answer import AnswerReading
+from pagewire.shared.tools.grammar import CallsWanted
+from pagewire.shared.tools.syntax import ChatSyntax
+
+PROMPT_END_TOKENS = 16  # enough for what a template puts at the end to open the reasoning
+
+
+def answer_reading(
+    syntax: ChatSyntax,
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    wanted: CallsWanted | None,
+    continued: str | None = None,
+    include_reasoning: bool = True,
+) -> AnswerReading | None:
+    """Return how the answers are read; None if they are nothing but content.
+
+    Args:
+        syntax: the model's.
+        tokenizer: the model's.
+        token_ids: the prompt.
+        wanted: the calls that the answers may have.
+        continued: the message that they go on with, if they do.
+        include_reasoning: the client is to have it.
+    """
+    if wanted is None and syntax.reasoning is None:
+        return None
+    begins = None
+    if syntax.reasoning is not None and continued is not None:
+        begins = syntax.goes_on(continued)
+    elif syntax.reasoning is not None:
+        end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        begins = syntax.begins(end)
+    return AnswerReading(
+        names=() if wanted is None else tuple(each.name for each in wanted.functions),
+        only_one=wanted is not None and wanted.only_one,
+        reasoning=begins,
+        include_reasoning=include_reasoning,
+        shown=tuple(syntax.tokens.values()),
+    )
+
+
+def tool_grammars(
+    syntax: ChatSyntax, wanted: CallsWanted, reading: AnswerReading
+) -> tuple[str | None, ...]:
+    """Return the grammars of answers with tools, the best first; None: any answer.
+
+    Of a function that is not strict, a schema that no grammar can express costs the request
+    nothing: its arguments are then any object, or the answer anything if no call is required.
+
+    Raises:
+        InvalidRequestError: the tools are too large for a grammar.
+    """
+    begins = reading.reasoning or "outside"
+    grammars: list[str | None] = [syntax.grammar(wanted, begins)]
+    if not any(function.strict for function in wanted.functions):
+        must_call = wanted.must_call
+        grammars.append(syntax.grammar(wanted, begins, loosely=True) if must_call else None)
+    fitting = [text for text in grammars if text is None or len(text) <= MAX_GRAMMAR_CHARS]
+    if not fitting:
+        raise InvalidRequestError(
+            f"tools must make a grammar of at most {MAX_GRAMMAR_CHARS} characters", "tools"
+        )
+    return tuple(fitting)

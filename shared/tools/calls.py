@@ -1,0 +1,259 @@
+"""Reads one call of an answer, part by part: its name, then its arguments as JSON.
+
+A reader takes a text from its front and leaves what it cannot decide on yet. A call has begun once
+its name is known, one of the request's, and its arguments have begun.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Literal, Protocol
+
+from pagewire.shared.tools.formats import ARGS_MARK, ARGUMENT_KEYS, CALL_ID_MARK, ToolFormat
+from pagewire.shared.tools.scanner import ValueScanner
+
+_OTHER_KEYS = ("id", "type", "index")  # that an object may have besides; they say nothing
+_NAME = re.compile(r"[A-Za-z0-9_.:-]*")
+_CALL_ID = re.compile(r"[A-Za-z0-9_-]*")
+# What a call of Python has in parentheses, and what may become that.
+_KEYWORDS = re.compile(r"\(\s*(?:\)|[A-Za-z_][A-Za-z0-9_]*\s*=)")
+_KEYWORDS_BEGIN = re.compile(r"\(\s*(?:[A-Za-z_][A-Za-z0-9_]*\s*)?\Z")
+_SPACES = " \t\r\n"
+
+
+class CallReader(Protocol):
+    """Reads one call.
+
+    Attributes:
+        name: of the function, once the call has begun; None before.
+        is_done: the call is complete; what follows is not its own.
+        has_failed: it is not a call, or no more: what follows is not its own.
+    """
+
+    name: str | None
+    is_done: bool
+    has_failed: bool
+
+    @property
+    def held(self) -> str:
+        """Text of the arguments that was taken and not given out."""
+        ...
+
+    def push(self, text: str) -> tuple[str, int]:
+        """Return the next part of the arguments, and how much of the text was taken."""
+        ...
+
+
+def make_reader(form: ToolFormat, names: Collection[str]) -> CallReader:
+    """Return a reader of one call.
+
+    Args:
+        form: how it is written.
+        names: of the functions that may be called.
+    """
+    if form.kind == "object":
+        return ObjectCall(names)
+    return HeadedCall(names, is_python=form.kind == "python")
+
+
+class ObjectCall:
+    """`{"name": "f", "arguments": {...}}`, with keys in any order.
+
+    The arguments may also be a string with the object in it, or null.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.name: str | None = None
+        self.is_done = self.has_failed = False
+        self._names = names
+        self._found: str | None = None  # the name, perhaps before the arguments begin
+        self._arguments: str | None = None  # as JSON, as far as they were read before it began
+        self._given = 0  # characters of them
+        self._more = ""  # of the arguments, since then
+        self._expected: Literal["{", "key or end", "key", ":", "value", "next"] = "{"
+        self._key = self._value = ""
+        self._seen: set[str] = set()
+        self._scanner = ValueScanner()
+
+    @property
+    def held(self) -> str:
+        """Text of the arguments that was taken and not given out."""
+        return self._scanner.held
+
+    def push(self, text: str) -> tuple[str, int]:
+        """Return the next part of the arguments, and how much of the text was taken."""
+        at = 0
+        while at < len(text) and not (self.is_done or self.has_failed):
+            is_in_key = self._key.startswith('"')
+            if text[at] in _SPACES and not (is_in_key or self._value):
+                at += 1
+            elif is_in_key or self._expected == "value":
+                at = self._scan(text, at)
+            else:
+                at = self._take_mark(text[at], at)
+        return self._give(), at
+
+    def _take_mark(self, char: str, at: int) -> int:
+        expected = self._expected
+        if expected == "{" and char == "{":
+            self._expected = "key or end"
+        elif expected.startswith("key") and char == '"':
+            self._scanner = ValueScanner()
+            self._key, _ = self._scanner.push(char)
+        elif expected == ":" and char == ":":
+            self._expected, self._value, self._scanner = "value", "", ValueScanner()
+        elif expected == "next" and char == ",":
+            self._expected = "key"
+        elif expected in ("next", "key or end") and char == "}":
+            self._end()
+            return at if self.has_failed else at + 1
+        else:
+            self._fail()
+            return at
+        return at + 1
+
+    def _scan(self, text: str, at: int) -> int:
+        """Read on in a key or a value."""
+        part, at = self._scanner.push(text, at)
+        if self._expected == "value" and self._key in ARGUMENT_KEYS and self.name is not None:
+            self._more += part
+        elif self._expected == "value":
+            self._value += part
+            if self._key in ARGUMENT_KEYS and self._value.startswith("{"):
+                self._arguments = self._value
+        else:
+            self._key += part
+        if self._scanner.has_failed:
+            self._fail()
+        elif self._scanner.is_done:
+            if self._expected == "value":
+                self._after_value()
+            else:
+                self._after_key()
+        return at
+
+    def _after_key(self) -> None:
+        self._key = json.loads(self._key)
+        self._expected = ":"
+        kind = "arguments" if self._key in ARGUMENT_KEYS else self._key
+        if kind in self._seen or kind not in ("name", "arguments", *_OTHER_KEYS):
+            self._fail()
+        self._seen.add(kind)
+
+    def _after_value(self) -> None:
+        self._expected = "next"
+        if self._key == "name":
+            name = json.loads(self._value)
+            self._found = name if isinstance(name, str) and name in self._names else None
+            if self._found is None:
+                self._fail()
+        elif self._key in ARGUMENT_KEYS:
+            self._arguments = _as_object(self._value)
+            if self._arguments is None:
+                self._fail()
+        self._key = self._value = ""
+
+    def _end(self) -> None:
+        if self._arguments is None:
+            self._arguments = "{}"
+        if self._found is None:
+            self._fail()
+        else:
+            self.is_done = True
+
+    def _fail(self) -> None:
+        """End; what is wrong after the arguments, such as a missing bracket, costs nothing."""
+        is_in_arguments = self._expected == "value" and self._key in ARGUMENT_KEYS
+        if self._found is None or self._arguments is None or is_in_arguments:
+            self.has_failed = True
+        else:
+            self.is_done = True
+
+    def _give(self) -> str:
+        if self._found is None or self._arguments is None:
+            return ""
+        self.name = self._found
+        given, self._given = self._given, len(self._arguments)
+        more, self._more = self._more, ""
+        return self._arguments[given:] + more
+
+
+class HeadedCall:
+    """`f[ARGS]{...}`, perhaps with `[CALL_ID]` and an id after the name; or `f(a=1)`."""
+
+    def __init__(self, names: Collection[str], is_python: bool) -> None:
+        self.name: str | None = None
+        self.is_done = self.has_failed = False
+        self._names, self._is_python = names, is_python
+        self._scanner = ValueScanner(python=is_python, call=is_python)
+
+    @property
+    def held(self) -> str:
+        """Text of the arguments that was taken and not given out."""
+        return self._scanner.held
+
+    def push(self, text: str) -> tuple[str, int]:
+        """Return the next part of the arguments, and how much of the text was taken."""
+        at = 0
+        if self.name is None:
+            found = self._read_head(text)
+            if found is None:
+                return "", 0
+            self.name, at = found
+        part, at = self._scanner.push(text, at)
+        self.is_done, self.has_failed = self._scanner.is_done, self._scanner.has_failed
+        return part, at
+
+    def _read_head(self, text: str) -> tuple[str, int] | None:
+        """Return the name, and where the arguments begin; None if that is not known yet."""
+        start = len(text) - len(text.lstrip())
+        name = _matched(_NAME, text, start)
+        at = start + len(name)
+        if not self._is_python:
+            if text.startswith(CALL_ID_MARK, at):
+                at += len(CALL_ID_MARK)
+                at += len(_matched(_CALL_ID, text, at))
+            if not text.startswith(ARGS_MARK, at):
+                rest = text[at:]
+                could = ARGS_MARK.startswith(rest) or CALL_ID_MARK.startswith(rest)
+                self.has_failed = not (could and self._may_be(name, at == len(text)))
+                return None
+            at += len(ARGS_MARK)
+        at += len(text[at:]) - len(text[at:].lstrip())
+        if at == len(text):
+            self.has_failed = not self._may_be(name, self._is_python)
+            return None
+        begins = _KEYWORDS.match(text, at) if self._is_python else text[at] == "{"
+        if name in self._names and begins:
+            return name, at
+        may_begin = self._is_python and _KEYWORDS_BEGIN.match(text, at)
+        self.has_failed = not (name in self._names and may_begin)
+        return None
+
+    def _may_be(self, name: str, is_open: bool) -> bool:
+        """Whether a name is one of the functions', or the beginning of one if it may go on."""
+        if is_open:
+            return any(each.startswith(name) for each in self._names)
+        return name in self._names
+
+
+def _matched(pattern: re.Pattern[str], text: str, at: int) -> str:
+    found = pattern.match(text, at)
+    return "" if found is None else found[0]
+
+
+def _as_object(value: str) -> str | None:
+    """Return arguments as an object of JSON: a string may have it in it, null means none."""
+    if value.startswith("{"):
+        return value
+    if value == "null":
+        return "{}"
+    if not value.startswith('"'):
+        return None
+    inner = json.loads(value)
+    scanner = ValueScanner()
+    text, at = scanner.push(inner.strip())
+    is_whole = scanner.is_done and at == len(inner.strip())
+    return text if is_whole and text.startswith("{") else None

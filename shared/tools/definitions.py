@@ -1,0 +1,125 @@
+"""The tools of a request, and which of them it wants called: types with bounds, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.errors import InvalidRequestError
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 20  # of all tools of a request, as JSON
+MAX_NAME_CHARS = 128
+NAME_PATTERN = rf"\A[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}\Z"
+
+FunctionName = Annotated[
+    str,
+    Meta(
+        pattern=NAME_PATTERN,
+        description=f"1 to {MAX_NAME_CHARS} letters, digits and any of _ . : -",
+    ),
+]
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that a model may call.
+
+    Attributes:
+        parameters: a JSON schema of an object; None: it takes none.
+        strict: arguments must follow the schema, or the request is refused. Otherwise they do
+            where the schema has only what grammars can express.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments: those declared alone, unless the schema says otherwise."""
+        declared = self.parameters
+        if declared is None:
+            declared = {"properties": {}}
+        closed = {"additionalProperties": False} if _is_plain(declared) else {}
+        return {**closed, **declared, "type": "object"}
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool, as OpenAI has it."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    """The function that is to be called."""
+
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[
+    list[Tool],
+    Meta(
+        min_length=1,
+        max_length=MAX_TOOLS,
+        description=f"a list of 1 to {MAX_TOOLS} tools; leave it out if there are none",
+    ),
+]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    Meta(
+        description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
+    ),
+]
+
+
+def check_tools(
+    tools: Sequence[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None
+) -> None:
+    """Check what types cannot say.
+
+    Raises:
+        InvalidRequestError: a schema is not an object's, a name is there twice, or the choice has
+            no such tool; names the field.
+    """
+    if tools is None:
+        if choice not in (None, "none"):
+            raise InvalidRequestError("tool_choice is only allowed with tools", "tool_choice")
+        return
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}].function"
+        parameters = tool.function.parameters
+        if parameters is not None and parameters.get("type", "object") != "object":
+            raise InvalidRequestError(
+                f'{field}.parameters must be a JSON schema with "type": "object"',
+                f"{field}.parameters",
+            )
+        if tool.function.name in names:
+            raise InvalidRequestError(
+                f"{field}.name must be of one function only: there is another "
+                f"{tool.function.name!r}",
+                f"{field}.name",
+            )
+        names.add(tool.function.name)
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
+        )
+
+
+def _is_plain(schema: dict[str, Any]) -> bool:
+    """Whether a schema lists all properties itself."""
+    others = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+    return "properties" in schema and not any(key in schema for key in others)

@@ -1,0 +1,118 @@
+"""How one model writes tool calls and reasoning, and what that means for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.tools.definitions import NamedTool, Tool
+from pagewire.shared.tools.formats import TOOL_FORMATS, TokenOf, ToolFormat, recognise_tools
+from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
+from pagewire.shared.tools.reasoning import (
+    REASONING_FORMATS,
+    Begins,
+    ReasoningFormat,
+    recognise_reasoning,
+)
+
+Choice = Literal["none", "auto", "required"] | NamedTool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSyntax:
+    """What a model writes besides content.
+
+    Attributes:
+        tools: how it writes calls; None if that is not known.
+        reasoning: how it writes reasoning; None if it does not.
+        tokens: ids of those of their markers that are tokens. Special ones are in the text of an
+            answer only if the request has tools, or reasoning is split off.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def choose(
+        cls, template: str | None, tool_parser: str, reasoning_parser: str, token_of: TokenOf
+    ) -> ChatSyntax:
+        """Return a model's.
+
+        Args:
+            template: the source of its chat template, by which `auto` chooses.
+            tool_parser: `auto`, `none` or a name of `TOOL_FORMATS`.
+            reasoning_parser: `auto`, `none` or a name of `REASONING_FORMATS`.
+            token_of: see `Tokenizer.marker_token_id`.
+        """
+        tools = TOOL_FORMATS.get(tool_parser)
+        if tool_parser == "auto":
+            tools = recognise_tools(template or "")
+        reasoning = REASONING_FORMATS.get(reasoning_parser)
+        if reasoning_parser == "auto":
+            reasoning = recognise_reasoning(template or "")
+        markers = [marker for form in (tools, reasoning) if form for marker in form.markers]
+        tokens = {marker: token_of(marker) for marker in markers}
+        return cls(tools, reasoning, {k: v for k, v in tokens.items() if v is not None})
+
+    def begins(self, prompt_end: str) -> Begins:
+        """Return where an answer begins.
+
+        Args:
+            prompt_end: the last part of the prompt's text.
+        """
+        opened = self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.open)
+        return "inside" if opened else "outside"
+
+    def goes_on(self, text: str) -> Begins:
+        """Return where an answer begins that continues a text."""
+        form = self.reasoning
+        is_open = form is not None and text.rfind(form.open) > text.rfind(form.close)
+        return "inside" if is_open else "outside"
+
+    def wanted(
+        self, tools: list[Tool] | None, choice: Choice, parallel: bool | None
+    ) -> CallsWanted | None:
+        """Return which calls the answers to a request may have; None for none.
+
+        Raises:
+            InvalidRequestError: it is not known how this model writes calls.
+        """
+        if tools is None or choice == "none":
+            return None
+        if self.tools is None:
+            raise InvalidRequestError(
+                "tools: it is not known how this model writes calls, since its chat template does "
+                f"not show it; the server's --tool-parser can be one of {', '.join(TOOL_FORMATS)}",
+                "tools",
+            )
+        functions = tuple(tool.function for tool in tools)
+        if isinstance(choice, NamedTool):
+            named = tuple(each for each in functions if each.name == choice.function.name)
+            return CallsWanted(functions=named, must_call=True, only_one=True)
+        return CallsWanted(
+            functions=functions, must_call=choice == "required", only_one=parallel is False
+        )
+
+    def grammar(self, wanted: CallsWanted, begins: Begins, loosely: bool = False) -> str:
+        """Return the grammar of the answers to a request.
+
+        Args:
+            wanted: the calls that they may have, as `wanted` has returned them.
+            begins: where they begin.
+            loosely: arguments are any object: for schemas that a grammar cannot express.
+
+        Raises:
+            InvalidRequestError: it is not known how this model writes calls.
+        """
+        if self.tools is None:
+            raise InvalidRequestError("it is not known how this model writes calls", "tools")
+        if loosely:
+            wanted = CallsWanted(
+                functions=any_arguments(wanted.functions),
+                must_call=wanted.must_call,
+                only_one=wanted.only_one,
+            )
+        return tools_grammar(self.tools, wanted, self.reasoning, begins, self.tokens.get)

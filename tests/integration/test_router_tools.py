@@ -1,0 +1,288 @@
+"""Tools and reasoning with OpenAI's client, against a router whose worker answers given tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, LiveRouter, with_worker
+from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.tool_answers import TOOLS, written
+from pagewire.tests.support.tool_models import make_model
+
+QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
+CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
+THINKS = "<think>\nTwo calls.\n</think>\n\n"
+
+Scenario = Callable[[openai.OpenAI, FakeDecodeWorker], Any]
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder, name) for name in ("hermes", "mistral")}
+
+
+@pytest.fixture
+def ask(redis_url: str, models: dict[str, Path]) -> Callable[..., Any]:
+    """Run a scenario with the client, which blocks, in a thread."""
+
+    def run(text: str, scenario: Scenario, name: str = "hermes") -> Any:
+        results = []
+        answer = Tokenizer.from_dir(models[name]).encode(text, add_special_tokens=False)
+
+        async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+            worker.answer = answer
+
+            def call() -> Any:
+                with openai.OpenAI(
+                    base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=15
+                ) as client:
+                    return scenario(client, worker)
+
+            results.append(await asyncio.to_thread(call))
+
+        with_worker(redis_url, main, model=str(models[name]))
+        return results[0]
+
+    return run
+
+
+def calls_in(name: str = "hermes") -> str:
+    return written(TOOL_FORMATS[name], CALLS)
+
+
+def read(calls: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_calls_of_a_message(ask: Callable[..., Any], name: str, choice: str) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice
+        )
+        (choice_,) = answer.choices
+        assert choice_.finish_reason == "tool_calls"
+        assert choice_.message.content is None
+        assert read(choice_.message.tool_calls) == CALLS
+        ids = [call.id for call in choice_.message.tool_calls]
+        assert len(set(ids)) == 2
+        assert {len(each) for each in ids} == {9 if name == "mistral" else 29}
+        assert worker.generated[0].spec.grammar is not None
+
+    ask(calls_in(name), scenario, name)
+
+
+def test_a_conversation_with_results_goes_on(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        first = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)
+        message = first.choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls
+        ]
+        chat: Any = [*QUESTION, message, *results]
+        client.chat.completions.create(model=MODEL, messages=chat, tools=TOOLS)
+        prompts = [each.prompt_token_ids for each in worker.generated]
+        shared = prompts[0][:-4]
+        assert prompts[1][: len(shared)] == shared
+
+    ask(calls_in(), scenario)
+
+
+@pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
+def test_calls_are_streamed_as_openais(ask: Callable[..., Any], step: float) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s = step
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=QUESTION,
+                tools=TOOLS,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        assert deltas[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+        parts = [part for delta in deltas for part in delta.tool_calls or []]
+        arguments = ["", ""]
+        for part in parts:
+            assert part.function is not None
+            arguments[part.index] += part.function.arguments or ""
+        assert [json.loads(each) for each in arguments] == [each for _, each in CALLS]
+        heads = [part for part in parts if part.id is not None]
+        assert [(part.index, part.type, part.function.name) for part in heads] == [
+            (0, "function", "get_weather"),
+            (1, "function", "clock"),
+        ]
+        assert all(part.type is part.function.name is None for part in parts if part not in heads)
+        assert len(parts) > (4 if step else 1)
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+        assert reasons == [*[None] * (len(reasons) - 1), "tool_calls"]
+        assert chunks[-1].usage.completion_tokens == len(worker.answer)
+
+    ask("Let me see.\n" + calls_in(), scenario)
+
+
+def test_the_streaming_helper_of_the_client(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        with client.chat.completions.stream(model=MODEL, messages=QUESTION, tools=TOOLS) as stream:
+            kinds = {event.type for event in stream}
+            (choice,) = stream.get_final_completion().choices
+        assert {
+            "tool_calls.function.arguments.delta",
+            "tool_calls.function.arguments.done",
+        } <= kinds
+        assert read(choice.message.tool_calls) == CALLS
+
+    ask(calls_in(), scenario)
+
+
+def test_typed_tools_are_parsed(ask: Callable[..., Any]) -> None:
+    class get_weather(BaseModel):  # noqa: N801 - the name of the function
+        city: str
+        days: int
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        answer = client.chat.completions.parse(
+            model=MODEL, messages=QUESTION, tools=[openai.pydantic_function_tool(get_weather)]
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.parsed_arguments == get_weather(city="Łódź", days=2)
+
+    ask(written(TOOL_FORMATS["hermes"], CALLS[:1]), scenario)
+
+
+def test_named_none_and_one_at_once(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        create = client.chat.completions.create
+        named = {"type": "function", "function": {"name": "clock"}}
+        answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=named)
+        assert read(answer.choices[0].message.tool_calls) == CALLS[1:]
+        answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none")
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].message.content == calls_in()
+        assert answer.choices[0].finish_reason == "stop"
+        answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, parallel_tool_calls=False)
+        assert read(answer.choices[0].message.tool_calls) == CALLS[:1]
+
+    ask(calls_in(), scenario)
+
+
+def test_a_call_that_was_cut_ends_by_its_length(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, tools=TOOLS, max_tokens=len(worker.answer) - 12
+        )
+        assert answer.choices[0].finish_reason == "length"
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "get_weather"
+
+    ask(written(TOOL_FORMATS["hermes"], [("get_weather", {"city": "Aberystwyth again"})]), scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_split_off_and_counted(ask: Callable[..., Any], stream: bool) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        extra = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, tools=TOOLS, stream=stream, **extra
+        )
+        if stream:
+            chunks = list(answer)
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+            texts = {
+                name: "".join(getattr(delta, name, None) or "" for delta in deltas)
+                for name in ("reasoning", "reasoning_content", "content")
+            }
+            usage = chunks[-1].usage
+        else:
+            message = answer.choices[0].message
+            names = ("reasoning", "reasoning_content", "content")
+            texts = {name: getattr(message, name) or "" for name in names}
+            assert read(message.tool_calls) == CALLS
+            usage = answer.usage
+        assert texts == {
+            "reasoning": "Two calls.",
+            "reasoning_content": "Two calls.",
+            "content": "",
+        }
+        counted = usage.completion_tokens_details.reasoning_tokens
+        assert 4 < counted < usage.completion_tokens - 20
+
+    ask(THINKS + calls_in(), scenario)
+
+
+def test_reasoning_may_be_left_out(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, extra_body={"include_reasoning": False}
+        )
+        message = answer.choices[0].message
+        assert (message.content, hasattr(message, "reasoning")) == ("Yes.", False)
+
+    ask(THINKS + "Yes.", scenario)
+
+
+def test_several_answers_and_log_probabilities(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        chunks = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, tools=TOOLS, n=2, logprobs=True, stream=True
+        )
+        tokens: dict[int, int] = {0: 0, 1: 0}
+        ids: dict[int, list[str]] = {0: [], 1: []}
+        for chunk in chunks:
+            for choice in chunk.choices:
+                tokens[choice.index] += len(choice.logprobs.content if choice.logprobs else [])
+                for part in choice.delta.tool_calls or []:
+                    ids[choice.index] += [part.id] if part.id else []
+        assert tokens == dict.fromkeys((0, 1), len(worker.answer))
+        assert len({*ids[0], *ids[1]}) == 4
+
+    ask(calls_in(), scenario)
+
+
+def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
+    ask: Callable[..., Any],
+) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        def create(choice: str, **function: Any) -> None:
+            function = {"name": "clock", "parameters": odd, **function}
+            client.chat.completions.create(
+                model=MODEL,
+                messages=QUESTION,
+                tools=[{"type": "function", "function": function}],
+                tool_choice=choice,
+            )
+
+        create("auto")
+        create("required")
+        auto, required = [each.spec.grammar for each in worker.generated]
+        assert auto is None
+        assert required is not None and "uniqueItems" not in required
+        with pytest.raises(openai.BadRequestError) as caught:
+            create("auto", strict=True)
+        assert caught.value.param == "tools"
+
+    ask("Now.", scenario)

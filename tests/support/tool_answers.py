@@ -1,0 +1,108 @@
+"""Answers with tool calls as models write them, and what parsers find in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+
+from pagewire.shared.tools.events import AnswerEvent, CallArguments, ContentText, ReasoningText
+from pagewire.shared.tools.formats import ARGS_MARK, TOOL_FORMATS, ToolFormat
+from pagewire.shared.tools.parser import ToolParser
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city <|end|>",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "metric": {"type": "boolean"},
+            },
+            "required": ["city"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS: list[dict[str, Any]] = [WEATHER, CLOCK]
+NAMES = ("get_weather", "clock")
+
+Call = tuple[str, dict[str, Any]]
+
+
+def written(form: ToolFormat, calls: Sequence[Call], show: Callable[[Any], str] = repr) -> str:
+    """Return calls as a model writes them; `show` writes values of Python."""
+    each = [_one(form, name, arguments, show) for name, arguments in calls]
+    if form.is_list:
+        return form.open + form.begin + form.separator.join(each) + form.end + form.close
+    return form.separator.join(form.open + call + form.close for call in each)
+
+
+def as_grammars_have_it(value: Any) -> str:
+    """Constants as Python's, all else as JSON's."""
+    return repr(value) if isinstance(value, bool | None) else json.dumps(value)
+
+
+def _one(form: ToolFormat, name: str, arguments: dict[str, Any], show: Callable[[Any], str]) -> str:
+    if form.kind == "python":
+        return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+    if form.kind == "headed":
+        return name + ARGS_MARK + json.dumps(arguments)
+    return json.dumps({"name": name, form.arguments_key: arguments}, ensure_ascii=False)
+
+
+def parser(form: str | ToolFormat, names: Sequence[str] = NAMES, **options: Any) -> ToolParser:
+    """Return a parser whose calls have their numbers as ids."""
+    if isinstance(form, str):
+        form = TOOL_FORMATS[form]
+    ids = iter(range(1 << 20))
+    return ToolParser(form, names, new_id=lambda: f"id-{next(ids)}", **options)
+
+
+def parsed(reader: Any, parts: Iterable[str]) -> list[AnswerEvent]:
+    """Return what is found in a text that comes in parts; texts next to each other are joined."""
+    events = [event for part in parts for event in reader.push(part)] + reader.flush()
+    return joined(events)
+
+
+def joined(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:
+    """Return events with successive texts of one kind as one."""
+    found: list[Any] = []
+    for event in events:
+        assert not isinstance(event, get_args(ContentText | ReasoningText)) or event.text
+        last = found[-1] if found else None
+        if isinstance(event, ContentText | ReasoningText) and type(last) is type(event):
+            found[-1] = type(event)(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
+            assert event.index == last.index
+            found[-1] = CallArguments(event.index, last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
+def calls_of(events: Iterable[AnswerEvent]) -> list[Call]:
+    """Return the calls among events, with their arguments read."""
+    found: list[list[str]] = []
+    for event in events:
+        if isinstance(event, CallArguments):
+            found[-1][1] += event.text
+        elif hasattr(event, "name"):
+            found.append([event.name, ""])
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+def content_of(events: Iterable[AnswerEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ContentText))
+
+
+@st.composite
+def splits(draw: st.DrawFn, text: str) -> list[str]:
+    """A text in parts."""
+    cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=len(text))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

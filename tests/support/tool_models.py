@@ -1,0 +1,51 @@
+"""Models whose chat templates show tools: the demo model with another template and more tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pagewire.shared.model.demo import demo_model_path
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+# Special tokens of each template, and tokens that are text nevertheless, as in Qwen's.
+SPECIAL = {
+    "hermes": ["<|im_start|>", "<|im_end|>"],
+    "llama3_json": ["<|start|>", "<|stop|>", "<|eot|>", "<|python_tag|>"],
+    "mistral": [
+        "[INST]",
+        "[/INST]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ],
+}
+TEXT = {"hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"]}
+
+
+def template_source(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def make_model(folder: Path, name: str) -> Path:
+    """Make a model directory with a template; its weights have no rows for the new tokens."""
+    path = folder / name
+    path.mkdir()
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copy(demo_model_path() / file, path)
+    (path / "chat_template.jinja").write_text(template_source(name), encoding="utf-8")
+    tokenizer: dict[str, Any] = json.loads((demo_model_path() / "tokenizer.json").read_text())
+    added = [(text, True) for text in SPECIAL[name]] + [(t, False) for t in TEXT.get(name, [])]
+    first = max(tokenizer["model"]["vocab"].values()) + 1
+    for token_id, (text, special) in enumerate(added, start=first):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        token = {"id": token_id, "content": text, "special": special, **flags}
+        tokenizer["added_tokens"].append(token)
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = json.loads((path / "config.json").read_text()) | {"vocab_size": first + len(added)}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path

@@ -1,0 +1,124 @@
+"""Reasoning split from answers, with a tag that may be cut, and with calls after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.detokenizer import make_detokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.answer import (
+    AnswerMessage,
+    AnswerParser,
+    AnswerReading,
+    count_reasoning,
+    read_answer,
+)
+from pagewire.shared.tools.events import ContentText, ReasoningText
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
+from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.tests.support.tool_answers import joined, parsed, splits, written
+
+SYNTAX = ChatSyntax(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
+TOKENIZER = Tokenizer.from_dir(demo_model_path())
+FRAGMENTS = st.sampled_from(
+    ["<think>", "</think>", "<th", "</", "ink>", "\n", " ", "a", "so", "<tool_call>"]
+)
+
+
+def message(text: str, begins: Begins = "outside", **reading: object) -> AnswerMessage:
+    return read_answer(SYNTAX, AnswerReading(("clock",), reasoning=begins, **reading), text)
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "reasoning", "content"),
+    [
+        ("outside", "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("inside", "\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("inside", "<think>\nHm.\n</think>Yes.", "Hm.", "Yes."),
+        ("outside", "\n<think>Hm.</think>  Yes.\n", "Hm.", "  Yes.\n"),
+        ("outside", "Yes.</think> No.", None, "Yes.</think> No."),
+        ("outside", "Yes. <think>Hm.</think>", None, "Yes. <think>Hm.</think>"),
+        ("outside", "<think>\n\n</think>\n\nYes.", None, "Yes."),
+        ("inside", "Hm, so", "Hm, so", None),
+        ("inside", "Hm.</thi", "Hm.</thi", None),
+        ("outside", "<thi", None, "<thi"),
+        ("outside", "", None, ""),
+        ("inside", "a\n\nb</think>", "a\n\nb", None),
+    ],
+)
+def test_parts_of_an_answer(
+    begins: Begins, text: str, reasoning: str | None, content: str | None
+) -> None:
+    found = message(text, begins)
+    assert (found.reasoning, found.content) == (reasoning, content)
+
+
+@given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=12))
+def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: list[str]) -> None:
+    text = "".join(fragments)
+    begins: Begins = data.draw(st.sampled_from(["outside", "inside"]))
+    reading = AnswerReading(("clock",), reasoning=begins)
+
+    def read(parts: list[str]) -> tuple[Any, int | None]:
+        parser = AnswerParser(SYNTAX, reading)
+        return parsed(parser, parts), parser.reasoning_end
+
+    whole, end = read([text])
+    assert read(data.draw(splits(text))) == (whole, end)
+    for event in whole:
+        if isinstance(event, ReasoningText):
+            assert "</think>" not in event.text
+    assert end is None or text[:end].endswith("</think>")
+
+
+def test_calls_come_after_the_reasoning_and_those_in_it_are_none() -> None:
+    call = written(TOOL_FORMATS["hermes"], [("clock", {})])
+    found = message(f"<think>I could say {call}.</think>\n\n{call}")
+    assert found.reasoning == f"I could say {call}."
+    assert [each.name for each in found.tool_calls] == ["clock"]
+    assert found.content is None
+
+
+def test_reasoning_may_be_left_out() -> None:
+    found = message("<think>Hm.</think>Yes.", include_reasoning=False)
+    assert (found.reasoning, found.content) == (None, "Yes.")
+
+
+def test_without_a_close_tag_yet_nothing_of_it_is_given_out() -> None:
+    parser = AnswerParser(SYNTAX, AnswerReading(reasoning="inside"))
+    found = [parser.push(part) for part in ("Hm.\n", "</th", "ink", ">\n", "\nYes")]
+    assert found == [[ReasoningText("Hm.")], [], [], [], [ContentText("Yes")]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_tokens_of_the_reasoning_are_counted(size: int) -> None:
+    text, rest = "<think>\nThe café is 東京.\n</think>", "\n\nYes."
+    ids = TOKENIZER.encode(text, False) + TOKENIZER.encode(rest, False)
+    parser = AnswerParser(SYNTAX, AnswerReading(reasoning="outside"))
+    events = [event for at in range(0, len(text + rest), size)
+              for event in parser.push((text + rest)[at : at + size])]  # fmt: skip
+    assert joined(events)[0] == ReasoningText("The café is 東京.")
+    counted = count_reasoning(ids, make_detokenizer(TOKENIZER, []), parser.reasoning_end)
+    assert counted == len(TOKENIZER.encode(text, False))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [
+        ("<|assistant|>\n<think>\n", "inside"),
+        ("<|assistant|>\n<think>\n\n</think>\n\n", "outside"),
+        ("<think> is a tag<|end|><|assistant|>", "outside"),
+        ("", "outside"),
+    ],
+)
+def test_the_prompt_may_open_the_reasoning(prompt: str, begins: Begins) -> None:
+    assert SYNTAX.begins(prompt) == begins
+    assert ChatSyntax().begins(prompt) == "outside"
+    assert SYNTAX.goes_on("<think>so") == "inside"
+    assert SYNTAX.goes_on("<think>so</think> yes") == SYNTAX.goes_on("yes") == "outside"

@@ -1,0 +1,211 @@
+"""Grammars of answers with calls: what they allow, on the demo's vocabulary with markers added."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.definitions import Function
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
+from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
+from pagewire.tests.support.tool_answers import (
+    NAMES,
+    TOOLS,
+    Call,
+    as_grammars_have_it,
+    calls_of,
+    content_of,
+    parsed,
+    parser,
+    written,
+)
+from pagewire.tests.support.tool_models import SPECIAL, TEXT, make_model
+
+FORMATS = sorted(TOOL_FORMATS)
+FUNCTIONS = tuple(Function(**each["function"]) for each in TOOLS)
+CALLS = [("get_weather", {"city": "Oslo", "days": 3}), ("clock", {})]
+MARKERS = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"]
+EOS = 1
+REASONINGS: list[tuple[str | None, Begins]] = [
+    (None, "outside"),
+    *[(name, "outside") for name in sorted(REASONING_FORMATS)],
+    *[(name, "inside") for name in sorted(REASONING_FORMATS)],
+]
+
+
+def vocabulary(markers: list[str], special: bool) -> tuple[LLTokenizer, dict[str, int]]:
+    """The demo's, with markers as tokens."""
+    content: dict[str, Any] = json.loads((demo_model_path() / "tokenizer.json").read_text())
+    ids = {}
+    for token_id, text in enumerate(markers, start=2048):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        token = {"id": token_id, "content": text, "special": special, **flags}
+        content["added_tokens"].append(token)
+        ids[text] = token_id
+    return LLTokenizer(json.dumps(content), eos_token=EOS), ids
+
+
+# Without markers, as in Llama 3 and Mistral, and as in Qwen.
+VOCABULARIES = {
+    "text": vocabulary([], False),
+    "special": vocabulary(MARKERS, True),
+    "added": vocabulary(["<tool_call>", "</tool_call>", "<think>", "</think>"], False),
+}
+
+
+class Allowed:
+    """A grammar over a vocabulary."""
+
+    def __init__(
+        self,
+        form: str,
+        must_call: bool = True,
+        only_one: bool = False,
+        reasoning: tuple[str | None, Begins] = (None, "outside"),
+        tokens: str = "text",
+        functions: tuple[Function, ...] = FUNCTIONS,
+    ) -> None:
+        self.tokenizer, ids = VOCABULARIES[tokens]
+        wanted = CallsWanted(functions=functions, must_call=must_call, only_one=only_one)
+        thinks = REASONING_FORMATS[reasoning[0]] if reasoning[0] else None
+        self.text = tools_grammar(TOOL_FORMATS[form], wanted, thinks, reasoning[1], ids.get)
+
+    def matcher(self) -> LLMatcher:
+        matcher = LLMatcher(self.tokenizer, self.text, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def allows(self, text: str) -> bool:
+        """Whether this may be an answer."""
+        tokens = self.tokenizer.tokenize_str(text, parse_special=True)
+        matcher = self.matcher()
+        return matcher.consume_tokens([*tokens, EOS])
+
+    def walk(self, seed: int, most: int = 400) -> str | None:
+        """An answer at random; None if it has no end by then."""
+        matcher, choose, tokens = self.matcher(), random.Random(seed), list[int]()
+        for _ in range(most):
+            mask = matcher.compute_bitmask()
+            allowed = [8 * at + bit for at, byte in enumerate(mask) if byte
+                       for bit in range(8) if byte >> bit & 1]  # fmt: skip
+            token = EOS if EOS in allowed else choose.choice(allowed)
+            matcher.consume_token(token)
+            if token == EOS:
+                return self.tokenizer.decode_str(tokens)
+            tokens.append(token)
+        return None
+
+
+def calls_in(form: str, calls: list[Call]) -> str:
+    return written(TOOL_FORMATS[form], calls, as_grammars_have_it)
+
+
+def with_reasoning(text: str, reasoning: tuple[str | None, Begins]) -> str:
+    name, begins = reasoning
+    if name is None:
+        return text
+    form = REASONING_FORMATS[name]
+    return (form.open if begins == "outside" else "") + "Hm, so." + form.close + "\n\n" + text
+
+
+@pytest.mark.parametrize("tokens", VOCABULARIES)
+@pytest.mark.parametrize("reasoning", REASONINGS, ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_are_allowed_and_text_unless_a_call_is_required(
+    form: str, reasoning: tuple[str | None, Begins], tokens: str
+) -> None:
+    calls = with_reasoning(calls_in(form, CALLS), reasoning)
+    one = with_reasoning(calls_in(form, CALLS[1:]), reasoning)
+    text = with_reasoning("It is [late] {now}.", reasoning)
+    for must_call, only_one in product((True, False), (True, False)):
+        allowed = Allowed(form, must_call, only_one, reasoning, tokens)
+        assert allowed.allows(one)
+        assert allowed.allows(calls) == (not only_one)
+        assert allowed.allows(text) == (not must_call)
+        if reasoning[1] == "inside":
+            assert not allowed.allows("Hm, so.")
+
+
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("form", FORMATS)
+def test_arguments_follow_the_schema_once_a_call_has_begun(form: str, must_call: bool) -> None:
+    allowed = Allowed(form, must_call)
+    for arguments in ({}, {"city": 5}, {"city": "Oslo", "days": 0}, {"city": "x", "more": 1}):
+        call = calls_in(form, [("get_weather", arguments)])
+        assert not allowed.allows(call), arguments
+    for arguments in ({"city": "O"}, {"city": "Oslo", "metric": False}):
+        assert allowed.allows(calls_in(form, [("get_weather", arguments)]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_unknown_function_cannot_be_called(form: str) -> None:
+    call = calls_in(form, [("other", {})])
+    assert not Allowed(form).allows(call)
+    # Where calls have no marker it is text, and the parser takes it for that.
+    assert Allowed(form, must_call=False).allows(call) == (not TOOL_FORMATS[form].open)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_all_that_is_allowed_is_read_back(form: str) -> None:
+    """One table: what the grammar lets a model write is what the parser finds."""
+    ended = 0
+    for seed in range(12):
+        text = Allowed(form, only_one=bool(seed % 2)).walk(seed)
+        if text is None:
+            continue
+        ended += 1
+        events = parsed(parser(form), [text])
+        calls = calls_of(events)
+        assert calls, text
+        assert content_of(events) == "", text
+        for name, arguments in calls:
+            (function,) = [each for each in FUNCTIONS if each.name == name]
+            jsonschema.validate(arguments, function.schema)
+    assert ended >= 9
+
+
+def test_a_function_without_declared_properties_takes_any() -> None:
+    functions = any_arguments(FUNCTIONS)
+    for form in FORMATS:
+        call = calls_in(form, [("clock", {"zone": "UTC", "n": [1, 2]})])
+        assert Allowed(form, functions=functions).allows(call)
+        assert not Allowed(form).allows(call)
+
+
+def test_references_and_nested_objects() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/place"}, "ok": {"type": ["boolean", "null"]}},
+        "required": ["at"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}},
+                            "required": ["x"], "additionalProperties": False}},
+    }  # fmt: skip
+    functions = (Function("move", parameters=schema),)
+    for form in FORMATS:
+        allowed = Allowed(form, functions=functions)
+        assert allowed.allows(calls_in(form, [("move", {"at": {"x": 1}})]))
+        assert not allowed.allows(calls_in(form, [("move", {"at": {"x": "1"}})]))
+
+
+def test_markers_are_tokens_where_they_are_to_grammars(tmp_path: Path) -> None:
+    for name in SPECIAL:
+        path = make_model(tmp_path, name)
+        ours, theirs = Tokenizer.from_dir(path), LLTokenizer((path / "tokenizer.json").read_text())
+        for text in [*SPECIAL[name], *TEXT.get(name, []), *MARKERS, "lambda", "<", "a"]:
+            (token_id, *more) = theirs.tokenize_str(text, parse_special=True)
+            is_token = not more and theirs.is_special_token(token_id)
+            assert ours.marker_token_id(text) == (token_id if is_token else None), text
+
+
+def test_names_of_functions_and_parsers_agree() -> None:
+    assert tuple(function.name for function in FUNCTIONS) == NAMES

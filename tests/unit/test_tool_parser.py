@@ -1,0 +1,257 @@
+"""Tool calls in answers: found whatever the cuts, and nothing lost of what is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tools.parser import new_call_id
+from pagewire.shared.tools.scanner import MAX_DEPTH, ValueScanner
+from pagewire.tests.support.tool_answers import (
+    NAMES,
+    Call,
+    calls_of,
+    content_of,
+    parsed,
+    parser,
+    splits,
+    written,
+)
+
+FORMATS = sorted(TOOL_FORMATS)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+KEYWORDS = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYWORDS, VALUES, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+# What models may write, well or badly.
+FRAGMENTS = st.sampled_from(
+    [
+        *"{}[]()\",:= \n'\\",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        '{"name": "clock"',
+        ', "arguments": ',
+        '"parameters": {',
+        "clock",
+        "get_weather",
+        "clock(",
+        "a=1",
+        "x",
+        "1.5e",
+        "tru",
+        "None",
+        "\\u00",
+        "; ",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data(), calls=CALLS)
+def test_calls_are_found_whatever_the_cuts(
+    name: str, data: st.DataObject, calls: list[Call]
+) -> None:
+    form = TOOL_FORMATS[name]
+    before = data.draw(st.sampled_from(["", "Let me see.", "a < b"])) if form.open else ""
+    text = before + data.draw(st.sampled_from(["", " ", "\n\n"])) + written(form, calls)
+    events = parsed(parser(name), data.draw(splits(text)))
+    assert calls_of(events) == calls
+    assert content_of(events) == before
+    begins = [event for event in events if isinstance(event, CallBegin)]
+    assert [(each.index, each.id) for each in begins] == [(i, f"id-{i}") for i in range(len(calls))]
+    assert [event.index for event in events if isinstance(event, CallEnd)] == [*range(len(calls))]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=300)
+@given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=14))
+def test_any_cut_gives_the_same_as_the_whole(
+    name: str, data: st.DataObject, fragments: list[str]
+) -> None:
+    text = "".join(fragments)
+    whole = parsed(parser(name), [text])
+    assert parsed(parser(name), data.draw(splits(text))) == whole
+    if not any(isinstance(event, CallBegin) for event in whole):
+        assert content_of(whole) == text
+    for event in whole:
+        if isinstance(event, CallArguments) and is_balanced(event.text):
+            assert isinstance(json.loads(event.text), dict)
+
+
+def is_balanced(text: str) -> bool:
+    scanner = ValueScanner()
+    return scanner.push(text)[1] == len(text) and scanner.is_done
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', None),
+        ("hermes", "<tool_call>clock()</tool_call>", None),
+        ("hermes", 'a <tool_call>{"name": "clock", "arguments": 5}</tool_call>', None),
+        ("hermes", "a <tool_c", None),
+        ("hermes", ' <tool_call>\n{"name": "clock", "arguments"', None),
+        ("hermes", "1 <2\n ", None),
+        ("llama3_json", '{"answer": 42}', None),
+        ("llama3_json", 'See {"name": "clock", "parameters": {}}', None),
+        ("llama3_json", "<|python_tag|>print(1)", None),
+        ("mistral", '[TOOL_CALLS]{"name": "clock"}', None),
+        ("mistral_args", '[TOOL_CALLS]clock{"a": 1}', None),
+        ("mistral_args", "[TOOL_CALLS]cloc", None),
+        ("pythonic", "[1, 2]", None),
+        ("pythonic", "[clock(1)]", None),
+        ("pythonic", "[other()]", None),
+        ("pythonic", "clock()", None),
+    ],
+)
+def test_what_is_not_a_call_is_content(name: str, text: str, content: str | None) -> None:
+    events = parsed(parser(name), text)
+    assert events == [ContentText(content or text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "content"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": 1}, "name": "clock"}</tool_call>',
+            '{"a": 1}',
+            "",
+        ),
+        ("hermes", '<tool_call>{"name":"clock"}</tool_call>', "{}", ""),
+        ("hermes", '<tool_call>{"name":"clock","arguments":null}</tool_call>', "{}", ""),
+        ("hermes", '<tool_call>{"name":"clock","parameters":{"a":2}}</tool_call>', '{"a":2}', ""),
+        ("hermes", r'<tool_call>{"name":"clock","arguments":"{\"a\": 1}"}', '{"a": 1}', ""),
+        ("hermes", '<tool_call>{"name":"clock","arguments":{"a":1}</tool_call>x', '{"a":1}', "x"),
+        ("hermes", '<tool_call>{"name":"clock","arguments":{"a":1}}', '{"a":1}', ""),
+        ("hermes", '<tool_call>{"name":"clock","arguments":{"a":"x\ny"}}', '{"a":"x\\ny"}', ""),
+        ("hermes", '<tool_call>{"name":"clock","arguments":{"a":1,}}', '{"a":1,', "}}"),
+        ("hermes", '<tool_call>{"name":"clock","arguments":{"a":12', '{"a":12', ""),
+        ("hermes", '<tool_call>{"name":"clock","arguments":{}}</tool_', "{}", ""),
+        ("llama3_json", '{"type":"function","name":"clock","parameters":{}}', "{}", ""),
+        ("llama3_json", '<|python_tag|>{"name":"clock","parameters":{}} ', "{}", ""),
+        ("mistral", '[TOOL_CALLS] [{"name":"clock","arguments":{},"id":"abcdefghi"}]', "{}", ""),
+        ("mistral_args", '[TOOL_CALLS]clock[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}', ""),
+        ("pythonic", "[clock()]", "{}", ""),
+        ("pythonic", "[clock(a=True, b=[None, 1,],)]", '{"a": true, "b": [null, 1]}', ""),
+        ("pythonic", """[clock(a='x"\\'y', b="\\x41")]""", '{"a": "x\\"\'y", "b": "A"}', ""),
+        ("pythonic", "[clock(a=f(1))]", '{"a": ', "f(1))]"),
+        ("pythonic", "[clock(a=1), other()]", '{"a": 1}', ", other()]"),
+    ],
+)
+def test_what_models_write_differently(name: str, text: str, arguments: str, content: str) -> None:
+    events = parsed(parser(name), text)
+    assert [e.name for e in events if isinstance(e, CallBegin)] == ["clock"]
+    assert "".join(e.text for e in events if isinstance(e, CallArguments)) == arguments
+    assert content_of(events) == content
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = parser("hermes")
+    reader.push('<tool_call>{"name": "clock", "argu')
+    assert reader.push('ments": {"ci') == [
+        CallBegin(0, "id-0", "clock"),
+        CallArguments(0, '{"ci'),
+    ]
+    assert reader.push('ty": "Kra') == [CallArguments(0, 'ty": "Kra')]
+    assert reader.push('kow"}') == [CallArguments(0, 'kow"}')]
+    assert reader.push("}") == [CallEnd(0)]
+    assert reader.push("</tool_call>") == reader.flush() == []
+
+
+def test_of_several_calls_only_one_is_wanted() -> None:
+    text = written(TOOL_FORMATS["hermes"], [("clock", {}), ("get_weather", {"city": "Oslo"})])
+    events = parsed(parser("hermes", most_calls=1), text)
+    assert calls_of(events) == [("clock", {})]
+    assert content_of(events) == ""
+
+
+def test_ids_have_the_form_that_templates_want() -> None:
+    assert len(new_call_id(TOOL_FORMATS["mistral"])) == 9
+    assert new_call_id(TOOL_FORMATS["mistral_args"]).isalnum()
+    assert new_call_id(TOOL_FORMATS["hermes"]).startswith("call_")
+    assert new_call_id(TOOL_FORMATS["hermes"]) != new_call_id(TOOL_FORMATS["hermes"])
+
+
+@given(VALUES, st.booleans())
+def test_a_value_is_read_as_json_has_it(value: object, is_python: bool) -> None:
+    text = repr(value) if is_python else json.dumps(value)
+    scanner = ValueScanner(python=is_python)
+    out, at = scanner.push(f"[{text}]")
+    assert (scanner.is_done, at) == (True, len(text) + 2)
+    assert json.loads(out) == [value]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a" 1}',
+        "{1: 2}",
+        "[1 2]",
+        "[1,]",
+        "[01]",
+        "[+1]",
+        "[.5]",
+        "[True]",
+        "['a']",
+        "[NaN]",
+        '["\\x41"]',
+        '["\\u12G4"]',
+        "[tru]",
+        "[-]",
+        "{,}",
+        "[,]",
+        "(1)",
+        '{"a"}',
+        '{"a":}',
+        "]",
+    ],
+)
+def test_what_json_does_not_have_is_wrong(text: str) -> None:
+    scanner = ValueScanner()
+    scanner.push(text)
+    assert scanner.has_failed
+
+
+def test_depth_and_long_numbers_have_a_bound() -> None:
+    scanner = ValueScanner()
+    _, at = scanner.push("[" * 1000)
+    assert (scanner.has_failed, at) == (True, MAX_DEPTH)
+    scanner = ValueScanner()
+    scanner.push("[" + "1" * sys.get_int_max_str_digits())
+    assert scanner.has_failed
+
+
+def test_long_answers_take_time_in_proportion() -> None:
+    start = time.perf_counter()
+    for text in ("<tool_call>" * 20_000, '<tool_call>{"name": "' * 10_000, "[" * 200_000):
+        reader = parser("hermes")
+        for at in range(0, len(text), 4):
+            reader.push(text[at : at + 4])
+        reader.flush()
+    assert time.perf_counter() - start < 20
