@@ -1,0 +1,162 @@
+"""Times decode steps whose rows ask for more than a temperature: penalties, grammars.
+
+    python -P -m pagewire.loadtest.bench.shaping [--batches 64 256]
+
+On Llama-3.1-8B's shape with random weights. Its vocabulary is made up: all bytes, then words of
+letters, digits and JSON's punctuation, so that grammars have as many tokens to judge as usual. Each
+kind of row fills a batch of its own; the kinds take turns. Prints one JSON line a batch and kind:
+medians of step times in ms, and as a ratio to the first kind of that batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pagewire.loadtest.bench.engine import LLAMA_8B, VOCAB_USED, emit
+from pagewire.loadtest.cluster import BenchError
+from pagewire.shared.engine.llm import LLM
+from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.grammar.structures import json_grammar
+from pagewire.shared.sampling import RequestSpec
+
+CONTEXT = 1024
+MAX_TOKENS = 2048
+SEGMENT = 16  # steps
+TURNS = 5
+SCHEMA = {
+    "type": "array",
+    "minItems": 200,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "kind": {"enum": ["first", "second", "third"]},
+            "size": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+        },
+        "required": ["name", "kind", "size", "tags"],
+        "additionalProperties": False,
+    },
+}
+_LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789{}[]":,.-'
+
+
+def kinds() -> dict[str, RequestSpec]:
+    """Return the rows of each kind; the first one is what the others are compared with."""
+    nucleus = RequestSpec(
+        temperature=1.0, top_p=0.9, max_tokens=MAX_TOKENS, seed=1, ignore_eos=True
+    )
+    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+    biases = dict.fromkeys(range(1000, 1300), 1.0)
+    return {
+        "temperature, top_p": nucleus,
+        "penalties": replace(nucleus, **penalties),
+        "300 biases": replace(nucleus, logit_bias=biases),
+        "JSON schema": replace(nucleus, grammar=json_grammar(json.dumps(SCHEMA))),
+        "greedy": replace(nucleus, temperature=0.0),
+    }
+
+
+def write_model(directory: Path) -> None:
+    """Write the configuration, and a tokenizer of bytes and made-up words."""
+    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+    rng = random.Random(0)
+    words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(words) < LLAMA_8B["vocab_size"]:
+        word = "".join(rng.choices(_LETTERS, k=rng.randint(2, 9)))
+        words[rng.choice(["", "\u0120"]) + word] = None
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+
+
+def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
+    """Return the mean time of a step of a batch, once its prompts are computed.
+
+    Raises:
+        BenchError: an answer has ended.
+    """
+    core, rng = llm.engine.core, random.Random(batch)
+    for number in range(batch):
+        prompt = [rng.randrange(10, VOCAB_USED) for _ in range(CONTEXT)]
+        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
+    while core.scheduler.num_queued_tokens:
+        core.step()
+    for _ in range(SEGMENT):
+        core.step()
+    before = core.stats.tokens_generated
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(SEGMENT):
+        core.step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    tokens = core.stats.tokens_generated - before
+    if len(core.scheduler.running) < batch:
+        raise BenchError(f"{batch - len(core.scheduler.running)} of {batch} answers have ended")
+    for number in range(batch):
+        core.abort(f"bench-{number}")
+    while core.has_work:
+        core.step()
+    return seconds / tokens * batch * 1e3
+
+
+def measure(llm: LLM, batches: Sequence[int]) -> None:
+    """Print the step times of each batch and kind."""
+    for batch in batches:
+        found: dict[str, list[float]] = {kind: [] for kind in kinds()}
+        for turn in range(TURNS + 1):
+            for kind, spec in kinds().items():
+                took = step_ms(llm, spec, batch)
+                if turn:  # the first one compiles
+                    found[kind].append(took)
+        first = statistics.median(next(iter(found.values())))
+        for kind, times in found.items():
+            median = statistics.median(times)
+            emit(
+                what="shaping",
+                batch=batch,
+                kind=kind,
+                ms=median,
+                low=min(times),
+                high=max(times),
+                ratio=median / first,
+            )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256], help="rows")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        llm = LLM(
+            directory,
+            load_format="dummy",
+            max_model_len=4096,
+            max_num_batched_tokens=8192,
+            max_num_seqs=256,
+            enable_prefix_caching=False,
+        )
+        measure(llm, options.batches)
+
+
+if __name__ == "__main__":
+    main()
