@@ -110,9 +110,9 @@ class ShapingState:
         if not self.known:
             return
         news = [put for put in plan.inputs if put.position == self.known.get(put.slot)]
-        for run in (*plan.inputs, *(chunk for chunk in plan.chunks if chunk.samples)):
-            if run.slot in self.known:
-                self.known[run.slot] = _NONE_TO_COME
+        slots = [put.slot for put in plan.inputs]
+        slots += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        self.known.update(dict.fromkeys(self.known.keys() & slots, _NONE_TO_COME))
         if news:
             columns = [[put.token, put.slot, put.position] for put in news]
             tokens, slots, positions = self._upload(np.array(columns, np.int64).T.copy())

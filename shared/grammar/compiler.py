@@ -24,7 +24,8 @@ _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
 
 _ALLOWS_NOTHING = "NoExtensionBias"
-_NOT_ALLOWED = "doesn't satisfy the grammar"  # sampling had nothing left to choose from
+# Of a token that the mask forbids: sampling had nothing left to choose from.
+_NOT_ALLOWED = ("doesn't satisfy the grammar", "parser stopped in consume_token")
 
 Vocabulary = Callable[[], LLTokenizer]
 
@@ -52,7 +53,7 @@ def problem_of(matcher: LLMatcher) -> str:
     said = " ".join(line for line in lines if line and line != "<non-verbose/>")
     if said == _ALLOWS_NOTHING:
         said = "it allows no answer"
-    elif _NOT_ALLOWED in said:
+    elif any(part in said for part in _NOT_ALLOWED):
         said = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
     return f"the grammar cannot be followed: {said[:400] or 'of unknown reason'}"
 

@@ -173,10 +173,11 @@ def tag_grammar(tag: StructuralTag) -> str:
     """Return the grammar text of text in which structures begin at triggers.
 
     Raises:
-        ValueError: a structure begins with none of the triggers.
+        ValueError: a structure begins with none of the triggers, or has a number too large.
     """
     tags = []
     for structure in tag.structures:
+        _check_numbers(structure.schema)
         trigger = next((t for t in tag.triggers if structure.begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"{structure.begin!r} begins with none of the triggers")

@@ -65,7 +65,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
         "regex and choice",
     ),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", ""),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "there is no field 'yaml'"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "whitespace_pattern", "not supported"),
+    (
+        {
+            "response_format": {
+                **TAG,
+                "structures": [{"begin": "<f=x>", "schema": {"const": -(2**63)}, "end": ""}],
+            }
+        },
+        "response_format",
+        "between -2**53 and 2**53",
+    ),
     ({"structured_outputs": {"json": False}}, "structured_outputs", "allows nothing"),
     ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
     ({"guided_choice": ["a", ""]}, "guided_choice[1]", "a string that is not empty"),

@@ -80,10 +80,13 @@ def test_end_is_allowed_where_the_grammar_may_end_and_nothing_else_where_it_must
 
 
 def test_token_that_is_not_allowed_is_a_problem(vocabulary: LLTokenizer) -> None:
-    matcher = Matcher(check_grammar(regex_grammar("ab?"), vocabulary))
-    matcher.follow(vocabulary.tokenize_str("x"))
-    assert matcher.fill_mask(WORDS) is None
-    assert "leave no token that it allows" in (matcher.problem or "")
+    for known in ("", "a", "ab"):  # at the last, nothing but the end may follow
+        matcher = Matcher(check_grammar(regex_grammar("ab?"), vocabulary))
+        for token in [*known.encode(), 0]:
+            matcher.follow(vocabulary.tokenize_str(chr(token)) if token else [0])
+            mask = matcher.fill_mask(WORDS)
+        assert mask is None
+        assert "leave no token that it allows" in (matcher.problem or "")
 
 
 def test_rows_that_fail_or_have_no_news_are_filled_like_others(vocabulary: LLTokenizer) -> None:
