@@ -159,11 +159,15 @@ class RequestSpec(
                 f"bad_words: they are more than {MAX_BAD_TOKENS} tokens together", "bad_words"
             )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that token ids lie in the model's vocabulary.
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """Check that token ids lie in the model's vocabulary, and that some can come first.
+
+        Args:
+            vocab_size: logits of a row.
+            eos_token_ids: what ends the model's answers.
 
         Raises:
-            InvalidRequestError: one does not; names the field.
+            InvalidRequestError: one does not, or none can; names the field.
         """
         ids_of = {
             "stop_token_ids": self.stop_token_ids,
@@ -176,6 +180,14 @@ class RequestSpec(
                 raise InvalidRequestError(
                     f"{name} must be token ids below {vocab_size}, not {max(ids)}", name
                 )
+        forbidden = {word[0] for word in self.bad_words if len(word) == 1}
+        if self.min_tokens:
+            forbidden.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
+        if self.allowed_token_ids is not None and forbidden.issuperset(self.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids must have a token that bad_words and min_tokens do not forbid",
+                "allowed_token_ids",
+            )
 
     @property
     def is_penalized(self) -> bool:

@@ -175,7 +175,8 @@ class LLM:
         length = self._defaults.answer_length(room, default_tokens)
         encode = None if self.tokenizer is None else self.tokenizer.encode_word
         spec = asked.resolve(self._defaults, length, encode)
-        spec.check_vocabulary(self.engine.config.vocab_size)
+        config = self.engine.config
+        spec.check_vocabulary(config.vocab_size, config.eos_token_ids)
         if asked.structured_outputs is not None:
             spec = self._constrained(spec, asked.structured_outputs)
         return spec, prompt_ids

@@ -17,7 +17,9 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.kernels.shaping_tables import ROW_WORDS, ShapingRow, ShapingTables, pack_bits
 from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, StepPlan
+from pagewire.shared.engine.step import NewDeviceSlot, StepPlan
+
+_NONE_TO_COME = -1
 
 
 @dataclass(slots=True)
@@ -27,7 +29,8 @@ class ShapingState:
     Attributes:
         vocab_size: logits of a row.
         tables: see `ShapingTables`.
-        known: device slots with a shaped spec, and how many of their tokens are known here.
+        known: device slots with a shaped spec, and the position of the one token that may yet come
+            from another worker; -1 once a step here has sampled for them.
     """
 
     ops: Ops
@@ -55,8 +58,7 @@ class ShapingState:
             if self.known.pop(slot, None) is not None:
                 self._stale.add(slot)
         if not (self._stale or any(new.spec.is_shaped for new in plan.new_slots)):
-            if self.known and plan.inputs:
-                self._note(plan.inputs)
+            self._note(plan)
             return
         rows = {new.slot: _row_of(new) for new in plan.new_slots if new.spec.is_shaped}
         rows |= {
@@ -66,7 +68,7 @@ class ShapingState:
         }
         self._stale -= rows.keys()
         self._write(rows, [new for new in plan.new_slots if new.spec.is_shaped])
-        self._note(plan.inputs)
+        self._note(plan)
 
     def _write(self, rows: dict[int, ShapingRow], shaped: list[NewDeviceSlot]) -> None:
         if not rows:
@@ -100,9 +102,17 @@ class ShapingState:
         tokens = self._upload([token for new in counted for token in new.token_ids])
         self.ops.enter_tokens(self.tables, slots, ends, starts, tokens, max(lengths))
 
-    def _note(self, inputs: list[DecodeInput]) -> None:
-        """Note tokens that another worker has sampled after the device slot was filled."""
-        news = [put for put in inputs if put.position >= self.known.get(put.slot, put.position + 1)]
+    def _note(self, plan: StepPlan) -> None:
+        """Note tokens that another worker has sampled after the device slot was filled.
+
+        An input of a held row is none of them: a step here has sampled it, and has noted it.
+        """
+        if not self.known:
+            return
+        news = [put for put in plan.inputs if put.position == self.known.get(put.slot)]
+        slots = [put.slot for put in plan.inputs]
+        slots += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        self.known.update(dict.fromkeys(self.known.keys() & slots, _NONE_TO_COME))
         if news:
             columns = [[put.token, put.slot, put.position] for put in news]
             tokens, slots, positions = self._upload(np.array(columns, np.int64).T.copy())

@@ -23,6 +23,10 @@ THREADS = 2
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
 
+_ALLOWS_NOTHING = "NoExtensionBias"
+# Of a token that the mask forbids: sampling had nothing left to choose from.
+_NOT_ALLOWED = ("doesn't satisfy the grammar", "parser stopped in consume_token")
+
 Vocabulary = Callable[[], LLTokenizer]
 
 
@@ -44,9 +48,14 @@ def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
 
 def problem_of(matcher: LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
-    lines = [line.strip() for line in matcher.get_error().splitlines()]
-    said = [line for line in lines if line and line != "<non-verbose/>"]
-    return f"the grammar cannot be followed: {' '.join(said)[:400] or 'of unknown reason'}"
+    error = matcher.get_error().partition("<backtrace>")[0]  # a panic of llguidance's has one
+    lines = [line.strip() for line in error.splitlines()]
+    said = " ".join(line for line in lines if line and line != "<non-verbose/>")
+    if said == _ALLOWS_NOTHING:
+        said = "it allows no answer"
+    elif any(part in said for part in _NOT_ALLOWED):
+        said = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
+    return f"the grammar cannot be followed: {said[:400] or 'of unknown reason'}"
 
 
 class GrammarCompiler:

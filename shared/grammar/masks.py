@@ -155,14 +155,19 @@ class MaskFiller:
 
     def begin(self, rows: Iterable[Row]) -> list[Row]:
         """Have masks filled that are neither there nor on their way; returns rows without one."""
-        missing = [row for row in rows if not row.is_ready]
         together = not any(follower.is_busy for follower in self._batch)
+        missing: list[Row] = []
         many: list[_Work] = []
-        for row in missing:
-            follower, matcher = row.follower, row.follower.matcher
+        for row in rows:
+            follower = row.follower
+            is_busy = follower.is_busy  # read once: its thread may be done at any time
+            if not is_busy and row.is_ready:
+                continue
+            missing.append(row)
+            matcher = follower.matcher
             if follower.asked != row.position:
                 follower.asked, follower.since_s = row.position, self.clock()
-            if follower.is_busy or matcher is None:
+            if is_busy or matcher is None:
                 continue
             work = follower, matcher, row.token_ids[row.start + matcher.num_followed :]
             follower.is_busy = True

@@ -94,14 +94,16 @@ def fill_masks(
             pairs.append((matcher, tokens[0]))
         else:
             matcher.follow(tokens)
-    executor.consume_token_par([(matcher._matcher, token) for matcher, token in pairs])
+    if pairs:  # llguidance takes no empty lists
+        executor.consume_token_par([(matcher._matcher, token) for matcher, token in pairs])
     for matcher, _ in pairs:
         matcher.num_followed += 1
         matcher._check()
     size = words * 4
     masks = bytearray(size * len(rows))
     good = [(m._matcher, row) for row, (m, _) in enumerate(rows) if m.problem is None]
-    executor.unsafe_compute_mask_ptr(good, _address(masks), size, len(rows))
+    if good:
+        executor.unsafe_compute_mask_ptr(good, _address(masks), size, len(rows))
     with memoryview(masks) as view:
         found = [bytes(view[row * size : (row + 1) * size]) for row in range(len(rows))]
     return [matcher._checked(mask) for (matcher, _), mask in zip(rows, found, strict=True)]

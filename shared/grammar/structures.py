@@ -27,6 +27,8 @@ from pagewire.shared.structured_outputs import (
 JSON_WHITE_SPACE = r"[ \n]?"
 _NO_WHITE_SPACE = {"whitespace_flexible": False}
 
+MAX_EXACT = 2**53  # float64 has all integers up to this
+
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -95,16 +97,49 @@ def json_grammar(schema: JsonText, options: dict[str, Any] | None = None) -> str
         options: of llguidance's JSON compiler; by default white space is free within a bound.
 
     Raises:
-        ValueError: the text is not JSON.
+        ValueError: the text is not JSON, not of a schema, or has a number that is too large.
     """
-    if schema is True:
-        schema = {}
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
         return text  # is refused for that
+    if text.strip() == "true":
+        text = "{}"
+    if not text.lstrip().startswith("{"):
+        msgspec.json.decode(text)
+        raise ValueError("a schema must be an object or true")
+    _check_numbers(msgspec.json.decode(text))
     return LLMatcher.grammar_from_json_schema(
         text, overrides=cast(Any, options or {"whitespace_pattern": JSON_WHITE_SPACE})
     )
+
+
+def _check_numbers(schema: Any) -> None:
+    """Check that llguidance, which has them as float64, makes no other numbers of those to write.
+
+    Raises:
+        ValueError: it does.
+    """
+    match schema:
+        case dict():
+            written = (schema.get("const"), schema.get("enum"))
+            if any(map(_has_large_number, written)):
+                raise ValueError("numbers in const and enum must be between -2**53 and 2**53")
+            for value in schema.values():
+                _check_numbers(value)
+        case list():
+            for value in schema:
+                _check_numbers(value)
+
+
+def _has_large_number(value: Any) -> bool:
+    match value:
+        case dict():
+            return any(map(_has_large_number, value.values()))
+        case list():
+            return any(map(_has_large_number, value))
+        case int() | float():
+            return abs(value) > MAX_EXACT
+    return False
 
 
 def regex_grammar(regex: str) -> str:
@@ -114,7 +149,8 @@ def regex_grammar(regex: str) -> str:
 
 def choice_grammar(choices: list[str]) -> str:
     """Return the grammar text of an answer that is one of these."""
-    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+    # A terminal: a rule's alternatives are items of the parser's, of which it takes few.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
 def lark_grammar(grammar: str) -> str:
@@ -137,10 +173,11 @@ def tag_grammar(tag: StructuralTag) -> str:
     """Return the grammar text of text in which structures begin at triggers.
 
     Raises:
-        ValueError: a structure begins with none of the triggers.
+        ValueError: a structure begins with none of the triggers, or has a number too large.
     """
     tags = []
     for structure in tag.structures:
+        _check_numbers(structure.schema)
         trigger = next((t for t in tag.triggers if structure.begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"{structure.begin!r} begins with none of the triggers")

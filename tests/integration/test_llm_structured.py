@@ -153,15 +153,15 @@ def test_held_rows_do_not_count_towards_penalties() -> None:
         repetition_penalty=1.2,
         structured_outputs=StructuredOutputs(regex="([a-z]{1,6} ){12}"),
     )
-    texts = []
+    tokens = []
     for patience_s in (1.0, 0.0):
         llm = make_llm()
         llm.engine.core.constraints.patience_s = (patience_s, patience_s)
-        texts.append([output.text for output in llm.generate(PROMPTS[:3], asked)])
+        tokens.append([output.token_ids for output in llm.generate(PROMPTS[:6], asked)])
         assert (llm.engine.core.stats.rows_held > 20) == (patience_s == 0.0)
-    assert texts[0] == texts[1]
+    assert tokens[0] == tokens[1]
     other = msgspec.structs.replace(asked, frequency_penalty=0.0)
-    assert [output.text for output in make_llm().generate(PROMPTS[:3], other)] != texts[0]
+    assert [output.token_ids for output in make_llm().generate(PROMPTS[:6], other)] != tokens[0]
 
 
 def test_mask_and_other_rules_that_leave_nothing_fail_the_row() -> None:

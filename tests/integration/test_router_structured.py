@@ -44,6 +44,8 @@ ACCEPTED: list[tuple[dict[str, Any], str | None]] = [
     ({"guided_json": '{"type": "integer"}'}, '"integer"'),
     ({"guided_regex": "ab+"}, "start: /ab+/"),
     ({"guided_choice": ["a", "b"]}, '"a" | "b"'),
+    ({"guided_choice": [f"choice {index}" for index in range(1024)]}, '"choice 1023"'),
+    ({"guided_json": "true"}, "{"),
     ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
     ({"response_format": {"type": "text"}, "guided_choice": ["a"]}, '"a"'),
 ]
@@ -63,13 +65,28 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
         "regex and choice",
     ),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", ""),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "there is no field 'yaml'"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "whitespace_pattern", "not supported"),
+    (
+        {
+            "response_format": {
+                **TAG,
+                "structures": [{"begin": "<f=x>", "schema": {"const": -(2**63)}, "end": ""}],
+            }
+        },
+        "response_format",
+        "between -2**53 and 2**53",
+    ),
     ({"structured_outputs": {"json": False}}, "structured_outputs", "allows nothing"),
     ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
     ({"guided_choice": ["a", ""]}, "guided_choice[1]", "a string that is not empty"),
     ({"guided_regex": ""}, "guided_regex", "a string that is not empty"),
     ({"guided_regex": "("}, "guided_regex", "unclosed group"),
     ({"guided_json": '{"type": '}, "guided_json", "cannot be read"),
+    ({"guided_json": "[1]"}, "guided_json", "a schema must be an object or true"),
+    ({"guided_json": {"enum": [1, [2**53 + 1]]}}, "guided_json", "between -2**53 and 2**53"),
+    ({"guided_json": {"items": {"const": -(2**63)}}}, "guided_json", "between -2**53 and 2**53"),
+    ({"guided_regex": r"[^\s\S]"}, "guided_regex", "it allows no answer"),
     ({"guided_json": {"type": "object", "required": 3}}, "guided_json", "the grammar cannot"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
     ({"guided_json": {"enum": ["x" * 140_000]}}, "guided_json", "is too large"),
@@ -150,12 +167,33 @@ def test_each_grammar_is_tried_once(redis_url: str) -> None:
     with_worker(redis_url, scenario)
 
 
+def test_grammar_whose_process_is_killed_is_tried_by_another(redis_url: str) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        checker = router.service.grammar_checker
+        for regex in ("a", "b"):
+            await router.complete(prompt="x", guided_regex=regex)
+        killed = list(checker._all)
+        assert len(killed) == 2
+        for process in killed:
+            process.kill()
+        for regex in ("[ab]{4}", "[ab]{5}"):
+            response = await router.complete(prompt="x", guided_regex=regex)
+            assert response.is_success, response.text
+        assert checker._all.isdisjoint(killed)
+
+    with_worker(redis_url, scenario)
+
+
 def test_worker_that_cannot_follow_a_grammar_is_a_400(redis_url: str) -> None:
     async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         worker.error, worker.error_param = "the grammar cannot be followed: a reason", "grammar"
         response = await router.complete(prompt="x", guided_regex="a")
         assert response.status_code == 400
-        assert response.json()["error"]["message"] == worker.error
+        error = response.json()["error"]
+        assert (error["message"], error["param"]) == (
+            f"guided_regex: {worker.error}",
+            "guided_regex",
+        )
 
     with_worker(redis_url, main)
 

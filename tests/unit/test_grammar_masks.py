@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
 from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
-from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
+from pagewire.shared.grammar.matcher import Matcher, allowed_tokens, fill_masks
 from pagewire.shared.grammar.structures import (
     choice_grammar,
     json_grammar,
@@ -80,10 +80,33 @@ def test_end_is_allowed_where_the_grammar_may_end_and_nothing_else_where_it_must
 
 
 def test_token_that_is_not_allowed_is_a_problem(vocabulary: LLTokenizer) -> None:
-    matcher = Matcher(check_grammar(regex_grammar("ab?"), vocabulary))
-    matcher.follow(vocabulary.tokenize_str("x"))
-    assert matcher.fill_mask(WORDS) is None
-    assert "doesn't satisfy the grammar" in (matcher.problem or "")
+    for known in ("", "a", "ab"):  # at the last, nothing but the end may follow
+        matcher = Matcher(check_grammar(regex_grammar("ab?"), vocabulary))
+        for token in [*known.encode(), 0]:
+            matcher.follow(vocabulary.tokenize_str(chr(token)) if token else [0])
+            mask = matcher.fill_mask(WORDS)
+        assert mask is None
+        assert "leave no token that it allows" in (matcher.problem or "")
+
+
+def test_rows_that_fail_or_have_no_news_are_filled_like_others(vocabulary: LLTokenizer) -> None:
+    executor, compiled = LLExecutor(1), check_grammar(regex_grammar("ab?c"), vocabulary)
+    a, b, x = (vocabulary.tokenize_str(text) for text in "abx")
+    for rows in ([[]], [[*a, *b]], [x], [[], [*a, *b], x, a], [x, x]):
+        matchers = [Matcher(compiled) for _ in rows]
+        truths = [Matcher(compiled) for _ in rows]
+        for truth, tokens in zip(truths, rows, strict=True):
+            truth.follow(tokens)
+        masks = fill_masks(executor, list(zip(matchers, rows, strict=True)), WORDS)
+        assert masks == [truth.fill_mask(WORDS) for truth in truths]
+        assert [each.problem for each in matchers] == [truth.problem for truth in truths]
+
+
+def test_panic_of_the_compiler_is_one_short_line(vocabulary: LLTokenizer) -> None:
+    grammar = 'start: a::0\na::_ : "x" %if lt(_, 3) | a::incr(_)'
+    with pytest.raises(InvalidRequestError) as caught:
+        check_grammar(grammar, vocabulary)
+    assert "backtrace" not in str(caught.value)
 
 
 def test_compiled_grammars_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +150,29 @@ def test_filler_gives_what_matchers_give_step_by_step(vocabulary: LLTokenizer) -
             if step < len(answer):
                 row.token_ids.append(answer[step])
                 truth.follow([answer[step]])
+
+
+class _DoneInTheMiddle(Follower):
+    """One whose thread is done between two looks at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "is_busy" and found:
+            self.is_busy = False
+        return found
+
+
+def test_row_whose_mask_comes_while_masks_are_asked_for_is_not_filled_again(
+    vocabulary: LLTokenizer,
+) -> None:
+    filler = make_filler()
+    matcher = Matcher(check_grammar(TEXTS[0], vocabulary))
+    mask = matcher.fill_mask(WORDS)
+    follower = _DoneInTheMiddle(filler._compiler.compile(TEXTS[0]), matcher, mask, 0, is_busy=True)
+    row = Row(follower, [1], 1)
+    assert filler.begin([row]) == [row]
+    assert not filler._batch
+    assert filler.begin([row]) == [] and follower.mask == mask
 
 
 def test_row_that_comes_with_output_goes_on_from_there(vocabulary: LLTokenizer) -> None:

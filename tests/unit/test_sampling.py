@@ -180,3 +180,25 @@ def test_a_device_slot_has_room_for_all_that_a_request_may_ask_for() -> None:
     assert shaping_tables.HISTORY >= sampling.MAX_BAD_WORD_TOKENS
     assert shaping_tables.MOST_STOPS >= 2 * sampling.MAX_STOP_TOKEN_IDS  # the model's own as well
     assert shaping_tables.HISTORY & (shaping_tables.HISTORY - 1) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": ((7,), (8, 9), (5,))},
+        {"min_tokens": 1, "stop_token_ids": (7, 5)},
+        {"min_tokens": 1, "stop_token_ids": (7,), "bad_words": ((5,),)},
+        {"min_tokens": 1, "bad_words": ((5,),)},  # 7 is the model's own end
+    ],
+)
+def test_allowed_tokens_that_other_fields_forbid_all_are_refused(fields: dict[str, Any]) -> None:
+    spec = RequestSpec(allowed_token_ids=(7, 5), max_tokens=4, **fields)
+    with pytest.raises(InvalidRequestError, match="bad_words and min_tokens do not forbid") as no:
+        spec.check_vocabulary(10, (7,))
+    assert no.value.param == "allowed_token_ids"
+    RequestSpec(allowed_token_ids=(7, 5, 6), max_tokens=4, **fields).check_vocabulary(10, (7,))
+
+
+def test_the_models_end_may_be_the_only_token_that_is_allowed() -> None:
+    for fields in ({}, {"min_tokens": 2, "ignore_eos": True}):
+        RequestSpec(allowed_token_ids=(7,), **fields).check_vocabulary(10, (7,))

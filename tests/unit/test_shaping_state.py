@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.shaping_tables import ShapingRow, pack_bits
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.shaping_state import ShapingState
-from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, StepPlan
+from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, PrefillChunk, StepPlan
 from pagewire.shared.sampling import RequestSpec
 
 VOCAB = 50
@@ -21,7 +24,7 @@ def make_state() -> ShapingState:
     return ShapingState(load_ops("torch", "cpu"), state, VOCAB)
 
 
-def plan(*new: NewDeviceSlot, freed: tuple[int, ...] = (), **more: list[DecodeInput]) -> StepPlan:
+def plan(*new: NewDeviceSlot, freed: tuple[int, ...] = (), **more: Any) -> StepPlan:
     return StepPlan(number=1, new_slots=list(new), freed=list(freed), **more)
 
 
@@ -69,12 +72,30 @@ def test_the_next_owner_finds_nothing_of_the_one_before() -> None:
 
 def test_an_input_is_noted_if_no_step_here_has_sampled_it() -> None:
     state = make_state()
-    state.apply(plan(NewDeviceSlot(2, PENALTY, [1, 2, 3], 2), NewDeviceSlot(1, PLAIN)))
+    news = [NewDeviceSlot(slot, PENALTY, [1, 2, 3], 2) for slot in (0, 2)]
+    state.apply(plan(*news, NewDeviceSlot(1, PLAIN)))
     # One that it was given, the token of another slot, and one that another worker has sampled.
-    state.apply(plan(inputs=[DecodeInput(2, 3, 2), DecodeInput(1, 9, 7)]))
-    assert state.tables.counts.sum() == 1
-    state.apply(plan(inputs=[DecodeInput(2, 9, 3)]))
-    assert state.tables.counts[2].nonzero()[:, 0].tolist() == [3, 9]
+    state.apply(plan(inputs=[DecodeInput(0, 3, 2), DecodeInput(1, 9, 7), DecodeInput(2, 9, 3)]))
+    counts = [state.tables.counts[slot].nonzero()[:, 0].tolist() for slot in (0, 1, 2)]
+    assert counts == [[3], [], [3, 9]]
+
+
+@pytest.mark.parametrize("begins_by", ["a token of another worker", "its last token", "a chunk"])
+def test_an_input_of_a_held_row_is_not_noted_again(begins_by: str) -> None:
+    state, given, first = make_state(), [1, 2, 3], 3
+    new = NewDeviceSlot(0, PENALTY, given, 2)
+    if begins_by == "a chunk":
+        state.apply(plan(new, chunks=[PrefillChunk(0, 0, given, samples=True)]))
+    else:
+        state.apply(plan(new))
+        put = DecodeInput(0, 9, 3) if begins_by.startswith("a token") else DecodeInput(0, 3, 2)
+        first = put.position + 1
+        state.apply(plan(inputs=[put]))
+        state.apply(plan(inputs=[put]))  # it was held at once
+    counts = state.tables.counts.clone()
+    for position in (first, first + 1):  # steps here have sampled these, and have noted them
+        state.apply(plan(inputs=[DecodeInput(0, 7, position)]))
+    assert torch.equal(state.tables.counts, counts)
 
 
 def test_a_plan_of_plain_slots_launches_nothing() -> None:

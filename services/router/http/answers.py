@@ -13,6 +13,7 @@ from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.shared.aio import end_task
 from pagewire.shared.control.protocol import TokenOutput
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta, join_deltas
 from pagewire.shared.text.tokenizer import Tokenizer
 
@@ -138,8 +139,15 @@ class AnswerSet:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:
-            self._failure = self._failure or failure
+            self._failure = self._failure or self._in_fields_of_client(failure)
             self._wake()
+
+    def _in_fields_of_client(self, failure: BaseException) -> BaseException:
+        """Return a failure of a grammar as one of the field that has asked for it."""
+        field = self._asked.form_field
+        if not (isinstance(failure, InvalidRequestError) and failure.param == "grammar" and field):
+            return failure
+        return InvalidRequestError(f"{field}: {failure.message}", field)
 
     def _wake(self) -> None:
         self._is_idle = False

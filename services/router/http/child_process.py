@@ -56,6 +56,18 @@ class ChildProcess:
             self._settings = None
         send_message(self.connection, message)
 
+    def killed_by(self) -> int | None:
+        """Wait for the end of a process that has closed its connection.
+
+        Returns:
+            The signal that has ended it; None if none has, or if it has not ended.
+        """
+        try:
+            code = self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        return -code if code < 0 else None
+
     def kill(self) -> None:
         """End the process; a thread that waits for its answer then closes the rest."""
         self._process.kill()

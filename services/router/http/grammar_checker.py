@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -24,13 +25,19 @@ from pagewire.shared.errors import (
 
 PROCESSES = 2
 TIMEOUT_S = 5.0  # of the clock: a backstop
+TRIES = 3
 MAX_WAITING = 256
 MAX_KNOWN_CHARS = 16 << 20
 MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
 
+_NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PROGRAM = "pagewire.services.router.http.grammar_process"
 _ENDED = "the grammar is nested too deeply, or too large, to be compiled"
 _TOO_LONG = f"the grammar takes longer than {TIMEOUT_S:g} s to compile"
+
+
+class _KilledError(Exception):
+    """Somebody has killed the process: an operator, or the kernel for want of memory."""
 
 
 class GrammarChecker:
@@ -96,7 +103,16 @@ class GrammarChecker:
         return problem
 
     def _try(self, text: str) -> tuple[str | None, bool]:
-        """Return what is wrong with a grammar, and whether it always is."""
+        """Return what is wrong with a grammar, and whether it always is.
+
+        A process that somebody has killed says nothing of the grammar: another one tries it.
+        """
+        for _ in range(TRIES):
+            with contextlib.suppress(_KilledError):
+                return self._try_once(text)
+        raise RequestFailedError("the processes that try grammars are killed")
+
+    def _try_once(self, text: str) -> tuple[str | None, bool]:
         process, ended = self._idle.get(), True
         try:
             if process is None:
@@ -109,6 +125,8 @@ class GrammarChecker:
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
             if self._is_closed or process is None:
                 raise RequestFailedError(f"no process can try a grammar: {exc}") from exc
+            if process.killed_by() in _NOT_BY_ITSELF:
+                raise _KilledError from exc
             return _ENDED, True
         finally:
             if ended and process is not None:

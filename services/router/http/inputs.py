@@ -211,7 +211,7 @@ def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> 
 
 def _spec(sampling: SamplingParams, max_tokens: int, model: ServedModel) -> RequestSpec:
     spec = sampling.resolve(model.defaults, max_tokens, model.tokenizer.encode_word)
-    spec.check_vocabulary(model.vocab_size)
+    spec.check_vocabulary(model.vocab_size, model.eos_token_ids)
     return spec
 
 

@@ -21,10 +21,15 @@ MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the othe
 # The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
     "cache_salt": (None,),
+    "ebnf": (None,),
+    "guided_whitespace_pattern": (None,),
+    "json_schema": (None,),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
+    "logits_processors": (None, []),
     "priority": _ZERO,
     "regex": (None,),
+    "structural_tag": (None,),
     "use_beam_search": _OFF,
 }
 REFUSED_IN_COMPLETIONS = _COMMON | {

@@ -17,6 +17,7 @@ MAX_SHOWN_BYTES = 200  # a longer value is shown as it is encoded, without its e
 _PATH = re.compile(r"`\$([^`]*)`$")
 _PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 
 
 def describe_wrong_field(
@@ -35,6 +36,9 @@ def describe_wrong_field(
         path.append(missing[1])
     if not path:
         return InvalidRequestError("the body must be a JSON object")
+    if unknown := _UNKNOWN.match(str(error)):
+        field = _joined(path)
+        return InvalidRequestError(f"{field}: there is no field {unknown[1][:100]!r}", field)
     depth, rule = rule_at(inspect.type_info(kind), path)
     field = _joined(path[:depth])
     if missing and depth == len(path):
