@@ -19,7 +19,7 @@ from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thr
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
-# A compiled grammar's size is not to be had. These were measured with large enumerations.
+# llguidance does not report a compiled grammar's size. These were measured with large enumerations.
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
 
@@ -45,8 +45,8 @@ def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
 def problem_of(matcher: LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
     lines = [line.strip() for line in matcher.get_error().splitlines()]
-    said = [line for line in lines if line and line != "<non-verbose/>"]
-    return f"the grammar cannot be followed: {' '.join(said)[:400] or 'of unknown reason'}"
+    known = [line for line in lines if line and line != "<non-verbose/>"]
+    return f"the grammar cannot be followed: {' '.join(known)[:400] or 'the reason is unknown'}"
 
 
 class GrammarCompiler:
@@ -66,7 +66,10 @@ class GrammarCompiler:
         self._num_threads = 0
 
     def compile(self, text: str) -> Future[LLMatcher]:
-        """Return a grammar at its start, to be copied; or the InvalidRequestError that it gives."""
+        """Return a future of the grammar at its start, to be copied for each answer.
+
+        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit.
+        """
         with self._lock:
             found = self._cached.get(text)
             if found is not None:
@@ -81,12 +84,12 @@ class GrammarCompiler:
         return future
 
     def run(self, task: Callable[[], None]) -> None:
-        """Run a task in a thread for grammars; tasks wait for each other in their order."""
+        """Run a task in one of the compiler's threads; tasks start in the order of the calls."""
         with self._lock:
-            starts = self._num_threads < THREADS
-            self._num_threads += starts
+            is_missing = self._num_threads < THREADS
+            self._num_threads += is_missing
         self._tasks.put(task)
-        if starts:
+        if is_missing:
             start_thread(STACK_BYTES, "grammars", self._work)
 
     def _work(self) -> None:
@@ -99,7 +102,7 @@ class GrammarCompiler:
                 if self._vocabulary is None:
                     self._vocabulary = self._load()
             future.set_result(check_grammar(text, self._vocabulary))
-        except Exception as exc:  # noqa: BLE001 whoever waits for it gets it
+        except Exception as exc:  # noqa: BLE001 the caller that waits for the future gets it
             future.set_exception(exc)
 
 

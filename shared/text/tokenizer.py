@@ -96,7 +96,7 @@ class Tokenizer:
 
     @cached_property
     def whole_text_table(self) -> list[bytes] | None:
-        """The same with special tokens, which add their names."""
+        """`text_table` with special tokens, which add their names to a text."""
         table = self.text_table
         return None if table is None else self.token_bytes.with_special(table)
 

@@ -89,11 +89,6 @@ _FORM_FIELDS = [
 ]
 
 
-_FORM_FIELDS = [
-    name for name in FormFields.__struct_fields__ if name not in SamplingFields.__struct_fields__
-]
-
-
 def form_of(body: FormFields) -> tuple[str, str] | None:
     """Return the grammar text that a body asks for, and the field that does; None if none does.
 
