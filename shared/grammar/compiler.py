@@ -62,6 +62,7 @@ class GrammarCompiler:
         self._cached: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_bytes = 0
         self._vocabulary: LLTokenizer | None = None
+        self._vocabulary_lock = Lock()  # not _lock, for which callers would wait while it is loaded
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._num_threads = 0
 
@@ -98,7 +99,7 @@ class GrammarCompiler:
 
     def _compile(self, text: str, future: Future[LLMatcher]) -> None:
         try:
-            with self._lock:
+            with self._vocabulary_lock:
                 if self._vocabulary is None:
                     self._vocabulary = self._load()
             future.set_result(check_grammar(text, self._vocabulary))
