@@ -17,9 +17,8 @@ from pagewire.shared.structured_outputs import (
     Choices,
     JsonText,
     NonEmpty,
+    StructuralTag,
     StructuredOutputs,
-    TaggedStructure,
-    Triggers,
 )
 
 _SCHEMA_RULE = 'an object like {"name": "answer", "schema": {...}, "strict": true}'
@@ -52,11 +51,8 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
     json_schema: Annotated[NamedSchema, Meta(description=_SCHEMA_RULE)]
 
 
-class StructuralTagFormat(msgspec.Struct, frozen=True, tag_field="type", tag="structural_tag"):
+class StructuralTagFormat(StructuralTag, frozen=True, tag_field="type", tag="structural_tag"):
     """Text with structures that begin at triggers."""
-
-    structures: list[TaggedStructure]
-    triggers: Triggers
 
 
 ResponseFormat = Annotated[
