@@ -110,12 +110,6 @@ class Tokenizer:
         """The source of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
 
-    def special_token_id(self, text: str) -> int | None:
-        """Return the id of a special token by its text; None for any other text."""
-        token_id: int | None = self._backend.token_to_id(text)
-        is_special = token_id is not None and self.token_bytes.is_special(token_id)
-        return token_id if is_special else None
-
     def marker_token_id(self, text: str) -> int | None:
         """Return the id of a token that grammars know by its id alone; None for any other text.
 
