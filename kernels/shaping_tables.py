@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
 
     Words = npt.NDArray[np.int32]
 
@@ -58,6 +58,15 @@ class ShapingTables(NamedTuple):
     allowed: torch.Tensor
     prompt: torch.Tensor
     counts: torch.Tensor
+
+    @classmethod
+    def zeros(cls, slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
+        """Return tables of device slots that ask for nothing."""
+        words = -(-vocab_size // 32)
+        widths = (ROW_WORDS, words, words, vocab_size)
+        return cls(
+            *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -51,7 +51,7 @@ _GRAMMAR = Meta(
 _StopString = Annotated[str, Meta(min_length=1)]
 MinP = Annotated[float, Meta(ge=0, le=1, description="a number between 0 and 1")]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number between -2 and 2")]
-# Not 0: it would make all logits of what was said equal.
+# Not 0: the logits of all tokens that have occurred would be equal.
 RepetitionPenalty = Annotated[
     float, Meta(ge=0.01, le=100, description="a number between 0.01 and 100")
 ]
@@ -156,7 +156,7 @@ class RequestSpec(
             )
         if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
             raise InvalidRequestError(
-                f"bad_words: they are more than {MAX_BAD_TOKENS} tokens together", "bad_words"
+                f"bad_words must be at most {MAX_BAD_TOKENS} tokens together", "bad_words"
             )
 
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
@@ -247,8 +247,8 @@ Encode = Callable[[str], list[int]]
 def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of words that must not come, as vLLM has them.
 
-    A word stands within a text without a space before it, or begins one with it. The second is a
-    bad word of its own if it is other tokens, as many of them.
+    A word may come with a space before it or without. The form with a space is a bad word of its
+    own if it has as many tokens and another first one.
 
     Raises:
         InvalidRequestError: there is no tokenizer, or a word is too many tokens.
@@ -322,7 +322,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: PromptLength | None = None
 
 
-# What concerns prompts and texts, not the choice of tokens: no worker hears of it.
+# Fields that concern prompts and texts, not the choice of tokens: workers do not get them.
 _OF_TEXT = {"include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"}
 
 

@@ -24,14 +24,6 @@ Choices = Annotated[
         description=f"a list of 1 to {MAX_CHOICES} strings, none empty",
     ),
 ]
-Triggers = Annotated[
-    list[NonEmpty],
-    Meta(
-        min_length=1,
-        max_length=MAX_TAGS,
-        description=f"a list of 1 to {MAX_TAGS} strings, none empty",
-    ),
-]
 
 
 class TaggedStructure(msgspec.Struct, frozen=True):
@@ -51,8 +43,22 @@ class TaggedStructure(msgspec.Struct, frozen=True):
 class StructuralTag(msgspec.Struct, frozen=True):
     """Text in which structures begin at triggers."""
 
-    structures: Annotated[list[TaggedStructure], Meta(min_length=1, max_length=MAX_TAGS)]
-    triggers: Triggers
+    structures: Annotated[
+        list[TaggedStructure],
+        Meta(
+            min_length=1,
+            max_length=MAX_TAGS,
+            description=f"a list of 1 to {MAX_TAGS} structures",
+        ),
+    ]
+    triggers: Annotated[
+        list[NonEmpty],
+        Meta(
+            min_length=1,
+            max_length=MAX_TAGS,
+            description=f"a list of 1 to {MAX_TAGS} strings, none empty",
+        ),
+    ]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

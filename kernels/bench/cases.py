@@ -16,7 +16,6 @@ from pagewire.kernels.bench.inputs import (
     decode_case,
     sampling_inputs,
     shaping_inputs,
-    shaping_tables,
 )
 from pagewire.kernels.bench.peers import flash_attention_3
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
@@ -210,7 +209,7 @@ def _note_tokens(rows: int) -> BenchCase:
 
 
 def _enter_tokens(length: int) -> BenchCase:
-    tables = shaping_tables(8, VOCABULARY, "cuda")
+    tables = ShapingTables.zeros(8, VOCABULARY, "cuda")
     slots, ends = torch.tensor([3], device="cuda"), torch.tensor([length], device="cuda")
     starts = ends // 2
     tokens = torch.randint(VOCABULARY, (length,), device="cuda")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagewire.kernels.shaping_tables import ROW_WORDS, ShapingRow, ShapingTables, pack_bits
+from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables, pack_bits
 
 # Of a pool with this many layers, the last one is used: its cache is a strided view.
 _LAYERS = 2
@@ -155,15 +155,6 @@ class ShapingInputs:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
-def shaping_tables(slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
-    """Return tables of device slots that ask for nothing."""
-    words = -(-vocab_size // 32)
-    widths = (ROW_WORDS, words, words, vocab_size)
-    return ShapingTables(
-        *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
-    )
-
-
 def shaping_inputs(
     logits: torch.Tensor,
     rows: list[ShapingRow],
@@ -182,7 +173,7 @@ def shaping_inputs(
     """
     count, vocab_size = logits.shape
     device = logits.device
-    tables = shaping_tables(count, vocab_size, device)
+    tables = ShapingTables.zeros(count, vocab_size, device)
     slots = list(range(count - 1, -1, -1))
     step_masks = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32, device=device)
     mask_of_row = torch.full((count,), -1, dtype=torch.int64, device=device)

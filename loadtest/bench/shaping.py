@@ -3,7 +3,7 @@
     python -P -m pagewire.loadtest.bench.shaping [--batches 64 256]
 
 On Llama-3.1-8B's shape with random weights. Its vocabulary is made up: all bytes, then words of
-letters, digits and JSON's punctuation, so that grammars have as many tokens to judge as usual. Each
+letters, digits and JSON's punctuation, so that grammars have as many tokens to check as usual. Each
 kind of row fills a batch of its own; the kinds take turns. Prints one JSON line a batch and kind:
 medians of step times in ms, and as a ratio to the first kind of that batch.
 """

@@ -11,7 +11,7 @@ import msgspec
 from pagewire.shared.engine.prompts import TokenizedPrompt
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.shared.text.chat_template import OWN_VARIABLES, ChatOptions
+from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
@@ -83,32 +83,19 @@ def read_chats(
     except msgspec.ValidationError as exc:
         raise InvalidRequestError(f"arguments of chat: {exc}") from exc
     check_tools(asked.tools, asked.tool_choice)
-    goes_on, prompt = bool(asked.continue_final_message), asked.add_generation_prompt
-    if goes_on and prompt:
-        raise InvalidRequestError(
-            "continue_final_message cannot be true together with add_generation_prompt",
-            "continue_final_message",
-        )
-    variables = asked.chat_template_kwargs or {}
-    for name in OWN_VARIABLES.intersection(variables):
-        raise InvalidRequestError(
-            f"chat_template_kwargs cannot have {name}", "chat_template_kwargs"
-        )
-    options = ChatOptions(
-        tools=[dict(tool) for tool in arguments.get("tools") or ()] or None,
-        variables=variables,
-        add_generation_prompt=not goes_on if prompt is None else prompt,
-        continue_final_message=goes_on,
+    options = ChatOptions.of(
+        [dict(tool) for tool in arguments.get("tools") or ()] or None,
+        asked.chat_template_kwargs or {},
+        asked.add_generation_prompt,
+        asked.continue_final_message,
     )
     wanted = syntax.wanted(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     found = []
     for conversation in conversations:
         messages = read_conversation(conversation)
-        text, ids = (
-            tokenizer.render_chat(messages, options),
-            tokenizer.encode_chat(messages, options),
-        )
-        continued = messages[-1]["content"] if goes_on else None
+        text = tokenizer.render_chat(messages, options)
+        ids = tokenizer.encode_chat(messages, options)
+        continued = messages[-1]["content"] if options.continue_final_message else None
         reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
         grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
         found.append(ChatPrompt(text, ids, syntax, reading, grammars))

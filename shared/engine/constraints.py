@@ -4,8 +4,8 @@
     |<------------ the forward of step n + 1 runs on the device ------------->|
 
 A row whose mask is late is held: it samples nothing in this step, and runs again at the same
-position in the next one. The others do not wait for it for longer than most of a usual step. A row
-that has no token to go on with fails, alone.
+position in the next one. The other rows wait for it for a bounded time (`MASK_WAIT_S`). A row that
+has no token to go on with fails, alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
 
-PATIENCE_S = (0.002, 0.05)  # the second also where no row could sample without the late ones
-OF_A_STEP = 0.75
-OF_A_CALL = 2.0  # a call that fills many masks is late if it takes longer than it usually does
+# The shortest and the longest wait for a step's masks. The longest also applies where no row could
+# sample without the late ones.
+MASK_WAIT_S = (0.002, 0.05)
+OF_A_STEP = 0.75  # of the time that a step usually takes: between the two, the wait
+OF_A_CALL = 2.0  # of the time that the call for the missing masks usually takes: likewise
 
 
 @dataclass(slots=True)
@@ -45,14 +47,14 @@ class Constraints:
 
     Attributes:
         filler: None where grammars cannot be followed.
-        patience_s: at least and at most so long are a step's masks waited for.
+        mask_wait_s: the shortest and the longest wait for a step's masks, in seconds.
     """
 
     filler: MaskFiller | None = None
-    patience_s: tuple[float, float] = PATIENCE_S
+    mask_wait_s: tuple[float, float] = MASK_WAIT_S
     clock: Callable[[], float] = time.monotonic
     _followers: dict[Sequence, Follower] = field(default_factory=dict)
-    _due_s: float | None = None  # of the step that waits for masks
+    _due_s: float | None = None  # when masks are late, for the step that waits for them
     _result_s: float = 0.0
     _usual_s: float = 0.01  # from one step's result to the next
 
@@ -86,11 +88,11 @@ class Constraints:
             self._followers[sequence] = self.filler.open(sequence.spec.grammar, output)
 
     def close(self, sequence: Sequence) -> None:
-        """Follow a sequence no longer."""
+        """Stop following a sequence's grammar, if it has one."""
         self._followers.pop(sequence, None)
 
     def note_result(self) -> None:
-        """Note that a step's result is here: how long steps usually take is measured by that."""
+        """Note that a step's result is here, to measure how long steps usually take."""
         if self._followers:
             now = self.clock()
             self._usual_s = min(now - self._result_s, self._usual_s * 1.02)
@@ -108,7 +110,7 @@ class Constraints:
 
         Args:
             launched: the step; the tokens of all steps before it are known.
-            wait: until there is something.
+            wait: until all masks are there or late; otherwise None is returned in the meantime.
         """
         filler = self.filler
         rows = self._rows_of(launched)
@@ -134,11 +136,11 @@ class Constraints:
 
     def _deadline(self, launched: Launched, missing: int, usual_s: float) -> float:
         """Return until when masks are waited for, given how long the missing ones usually take."""
-        least, most = self.patience_s
-        patience = min(max(least, OF_A_STEP * self._usual_s, OF_A_CALL * usual_s), most)
+        shortest, longest = self.mask_wait_s
+        wait_s = min(max(shortest, OF_A_STEP * self._usual_s, OF_A_CALL * usual_s), longest)
         if missing >= len(launched.schedule.sampled):
-            patience = most
-        return self.clock() + patience
+            wait_s = longest
+        return self.clock() + wait_s
 
     def _rows_of(self, launched: Launched) -> list[tuple[int, Sequence, Row]]:
         """Return the rows that follow a grammar and are still wanted."""
@@ -158,6 +160,7 @@ class Constraints:
 
 
 def _masked(rows: list[tuple[int, Sequence, Row]]) -> Masked:
+    """Sort rows by what is known of their masks."""
     masked = Masked()
     for index, sequence, row in rows:
         follower = row.follower

@@ -300,7 +300,7 @@ class EngineCore:
     ) -> None:
         """Take a token that may be the first or the last, of a life that is over, or has more."""
         if sequence in launched.held:
-            self.stats.tokens_generated -= 1  # what the device says it sampled means nothing
+            self.stats.tokens_generated -= 1  # what the device reports for it is not a token of it
             return
         if sequence in launched.lost:
             sequence.num_late_tokens -= 1

@@ -43,7 +43,7 @@ class Launched:
 
     @property
     def number(self) -> int:
-        """Of its plan."""
+        """Number of its plan."""
         return 0 if self.schedule.plan is None else self.schedule.plan.number
 
     def is_done(self) -> bool:
@@ -51,7 +51,10 @@ class Launched:
         return not self.awaits_supply and self.pending.is_done()
 
     def special(self, row_tokens: list[int]) -> set[Sequence]:
-        """Return those whose token may be the first or the last, is none, or of an earlier life."""
+        """Return the sequences whose tokens are not simply appended.
+
+        Such a token may be the first or the last, was not sampled, or is of an earlier life.
+        """
         schedule, rows = self.schedule, self.schedule.rows
         parts = (*schedule.entries, *schedule.chunks)
         special = {*self.lost, *self.held, *schedule.last}

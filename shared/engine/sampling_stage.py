@@ -73,7 +73,7 @@ class SamplingStage:
     shaping: ShapingState = field(init=False)
     _shaped: torch.Tensor = field(init=False)  # [static rows, vocab] float32
     _masks: torch.Tensor = field(init=False)  # [static rows, ceil(vocab / 32)] int32
-    _mask_of_row: torch.Tensor = field(init=False)  # [static rows] int64, or one of the above
+    _mask_of_row: torch.Tensor = field(init=False)  # [static rows] int64: a _masks row, or above
     _has_masks: bool = False
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class SamplingStage:
         """
         logits, slots, positions = rows
         if not len(slots):
-            # On the device all the same: a step is waited for by its tokens.
+            # On the device even without rows: a step's end is seen by its tokens.
             return Sampled(slots, logits)
         state = self.state
         tables, last = self.shaping.tables, first_row + len(slots)

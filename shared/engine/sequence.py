@@ -35,8 +35,8 @@ class Sequence:
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
         prefill_only: ends with its first token, and keeps its blocks until `forget`.
-        output_start: position of the first output. A prefill job's prompt may have output of an
-            interrupted answer at its end, which it computes as it does a prompt.
+        output_start: position of the first output. A prefill job's prompt may end with outputs of
+            an interrupted answer, which are computed like the prompt.
         num_replayed_tokens: outputs that an earlier worker delivered; not delivered again.
         status: moved by `transition` alone.
         block_ids: the block table.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.kernels.shaping_tables import ROW_WORDS, ShapingRow, ShapingTables, pack_bits
+from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables, pack_bits
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.step import NewDeviceSlot, StepPlan
 
@@ -41,12 +41,8 @@ class ShapingState:
     _stale: set[int] = field(default_factory=set)  # rows of owners that are gone
 
     def __post_init__(self) -> None:
-        words = -(-self.vocab_size // 32)
         slots, device = self.state.num_slots + 1, self.state.device
-        widths = (ROW_WORDS, words, words, self.vocab_size)
-        self.tables = ShapingTables(
-            *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
-        )
+        self.tables = ShapingTables.zeros(slots, self.vocab_size, device)
 
     def is_shaped(self, slots: Sequence[int]) -> bool:
         """Whether one of these device slots asks for more than a plain batch does."""

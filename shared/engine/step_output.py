@@ -22,7 +22,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
         queue_s, prefill_s: time waited and computed until the first token; likewise.
         logprobs: of the tokens, if the sequence asks for them.
         prompt_logprobs: of a part of the prompt, in an output of their own.
-        param: the request's field that the error is due to, if it is its sender's.
+        param: the request's field that the error is due to, if it is the client's fault.
     """
 
     request_id: str
@@ -97,14 +97,13 @@ def token_output(
 
 def scored_prompts(schedule: Schedule, scores: StepScores) -> list[StepOutput]:
     """Return the log probabilities of prompts that a step gave, as `prompt_outputs` does."""
-    return [
-        output
-        for index, scored in scores.prompts.items()
-        for chunk in (schedule.chunks[index],)
-        for sequence in (chunk.sequence, *chunk.sequence.children)
-        if not sequence.is_finished
-        for output in prompt_outputs(sequence, chunk.start + 1, scored)
-    ]
+    outputs: list[StepOutput] = []
+    for index, scored in scores.prompts.items():
+        chunk = schedule.chunks[index]
+        for sequence in (chunk.sequence, *chunk.sequence.children):
+            if not sequence.is_finished:
+                outputs += prompt_outputs(sequence, chunk.start + 1, scored)
+    return outputs
 
 
 def prompt_outputs(sequence: Sequence, start: int, scored: Logprobs) -> list[StepOutput]:

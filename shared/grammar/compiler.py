@@ -19,7 +19,7 @@ from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thr
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
-# A compiled grammar's size is not to be had. These were measured with large enumerations.
+# llguidance does not report a compiled grammar's size. These were measured with large enumerations.
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
 
@@ -50,12 +50,12 @@ def problem_of(matcher: LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
     error = matcher.get_error().partition("<backtrace>")[0]  # a panic of llguidance's has one
     lines = [line.strip() for line in error.splitlines()]
-    said = " ".join(line for line in lines if line and line != "<non-verbose/>")
-    if said == _ALLOWS_NOTHING:
-        said = "it allows no answer"
-    elif any(part in said for part in _NOT_ALLOWED):
-        said = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
-    return f"the grammar cannot be followed: {said[:400] or 'of unknown reason'}"
+    reason = " ".join(line for line in lines if line and line != "<non-verbose/>")
+    if reason == _ALLOWS_NOTHING:
+        reason = "it allows no answer"
+    elif any(part in reason for part in _NOT_ALLOWED):
+        reason = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
+    return f"the grammar cannot be followed: {reason[:400] or 'the reason is unknown'}"
 
 
 class GrammarCompiler:
@@ -71,11 +71,15 @@ class GrammarCompiler:
         self._cached: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_bytes = 0
         self._vocabulary: LLTokenizer | None = None
+        self._vocabulary_lock = Lock()  # not _lock, for which callers would wait while it is loaded
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._num_threads = 0
 
     def compile(self, text: str) -> Future[LLMatcher]:
-        """Return a grammar at its start, to be copied; or the InvalidRequestError that it gives."""
+        """Return a future of the grammar at its start, to be copied for each answer.
+
+        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit.
+        """
         with self._lock:
             found = self._cached.get(text)
             if found is not None:
@@ -90,12 +94,12 @@ class GrammarCompiler:
         return future
 
     def run(self, task: Callable[[], None]) -> None:
-        """Run a task in a thread for grammars; tasks wait for each other in their order."""
+        """Run a task in one of the compiler's threads; tasks start in the order of the calls."""
         with self._lock:
-            starts = self._num_threads < THREADS
-            self._num_threads += starts
+            is_missing = self._num_threads < THREADS
+            self._num_threads += is_missing
         self._tasks.put(task)
-        if starts:
+        if is_missing:
             start_thread(STACK_BYTES, "grammars", self._work)
 
     def _work(self) -> None:
@@ -104,11 +108,11 @@ class GrammarCompiler:
 
     def _compile(self, text: str, future: Future[LLMatcher]) -> None:
         try:
-            with self._lock:
+            with self._vocabulary_lock:
                 if self._vocabulary is None:
                     self._vocabulary = self._load()
             future.set_result(check_grammar(text, self._vocabulary))
-        except Exception as exc:  # noqa: BLE001 whoever waits for it gets it
+        except Exception as exc:  # noqa: BLE001 the caller that waits for the future gets it
             future.set_exception(exc)
 
 

@@ -1,4 +1,4 @@
-"""What a grammar may cost: the same everywhere, so that all processes judge it alike.
+"""What a grammar may cost: the same everywhere, so that all processes accept the same grammars.
 
 llguidance counts work in units of its own (fuel, items, states), not in time: what one process
 accepts, another does as well, on whatever machine. Two things it does not count: how deep it
@@ -27,7 +27,7 @@ def parser_limits() -> LLParserLimits:
     """Return llguidance's limits.
 
     Its own defaults let a mask take seconds: an ambiguous grammar of 38 characters does. With these
-    one takes 10 ms at most, but for grammars with many items of one kind.
+    one takes 10 ms at most, except for grammars with many items of one kind.
     """
     return LLParserLimits(
         max_items_in_row=500,

@@ -4,9 +4,9 @@
     begin --> follow a token, next mask     of most rows        in one call for all of them
                                             of slow rows        each by itself, in threads
 
-Nobody waits for a mask longer than they want to: one that is not there yet is late, and is taken
-when it is there. A call for many rows ends with its slowest one. If it is late, each of its rows is
-filled by itself from then on, until it proves quick.
+The caller decides how long to wait for a mask: after that it is late, and is used once it is there.
+A call for many rows ends with its slowest one. If it is late, each of its rows is filled by itself
+from then on, until it is quick again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLOW_THREADS = 2
 MAX_THREADS = 8  # of one call for many rows
 MIN_ROW_S = 1e-5
 QUICK_S = 0.002  # a row that takes no longer is filled with the others again
-MAX_WAIT_S = 10.0  # for one mask: then the row fails. Only a machine that is overloaded needs it.
+MAX_WAIT_S = 10.0  # for one mask; then the row fails. Only an overloaded machine takes that long.
 TOO_SLOW = "the grammar takes too long to follow"
 
 Task = Callable[[], None]
@@ -53,7 +53,8 @@ class Follower:
         position: -1 if there is no mask yet.
         problem: why the answer cannot go on.
         is_slow: filled by itself.
-        asked: the position whose mask was asked for last, and `since_s` the time of that.
+        asked: the position whose mask was requested last.
+        since_s: when that was, by the filler's clock.
     """
 
     compiled: Future[LLMatcher]
@@ -67,7 +68,7 @@ class Follower:
     since_s: float = 0.0
 
     def is_ready(self, position: int) -> bool:
-        """Whether the mask after this many tokens of the answer is known, or that there is none."""
+        """Whether the mask after this many tokens is known, or it is known that there is none."""
         return not self.is_busy and (self.position == position or self.problem is not None)
 
     def note(self, mask: bytes | None) -> None:
@@ -97,7 +98,7 @@ class Row(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether its mask is known, or that there is none."""
+        """Whether its mask is known, or it is known that there is none."""
         return self.follower.is_ready(self.position)
 
 
@@ -113,7 +114,7 @@ class MaskFiller:
         vocab_size: logits of a row.
 
     Attributes:
-        news: set when a mask or a compiled grammar has come; whoever waits clears it.
+        news: set when a mask has been filled, or could not be; the caller that waits clears it.
     """
 
     vocabulary: Vocabulary
@@ -126,7 +127,7 @@ class MaskFiller:
     _single: SimpleQueue[Task] = field(default_factory=SimpleQueue)
     _batch: list[Follower] = field(default_factory=list)  # of the call under way
     _num_single: int = 0
-    _row_s: float = 1e-4  # that a row of a call for many usually takes
+    _row_s: float = 1e-4  # how long a row of a call for many usually takes
 
     def __post_init__(self) -> None:
         self._compiler = GrammarCompiler(self.vocabulary)
@@ -181,7 +182,10 @@ class MaskFiller:
         return missing
 
     def give_up(self, rows: Iterable[Row]) -> None:
-        """Take rows for late. Those of a call for many are filled by themselves from now on."""
+        """Treat rows as late: those of a call for many are filled by themselves from now on.
+
+        A row that has waited for `MAX_WAIT_S` fails.
+        """
         for row in rows:
             follower = row.follower
             follower.is_slow = follower.is_slow or follower in self._batch

@@ -1,4 +1,4 @@
-"""What a request may ask of an answer's form, and the grammar text that says it.
+"""The forms that a request may ask for, and the grammar text of each.
 
 The fields are those of vLLM's `structured_outputs`. A grammar text is what llguidance's
 `grammar_from_...` make: a Lark grammar, or JSON with a list of grammars.
@@ -38,7 +38,7 @@ def grammar_text(asked: StructuredOutputs, field: str = "structured_outputs") ->
     It is not checked whether it compiles; see `compiler.check_grammar`.
 
     Args:
-        asked: what.
+        asked: the form.
         field: the request's field, for errors.
 
     Raises:

@@ -56,9 +56,9 @@ class TextRules(msgspec.Struct, frozen=True):
         stops: strings that end an answer.
         include_stop: the stop string or stop token that ends it is part of its text.
         skip_special: special tokens have no text.
-        min_tokens: no stop string that ends in the first that many tokens counts.
+        min_tokens: a stop string that ends within the first `min_tokens` tokens does not count.
         stop_token_ids: of the request.
-        ignore_eos: the model's own do not end an answer.
+        ignore_eos: the model's own stop tokens do not end an answer.
         shown: special tokens that have a text nevertheless.
     """
 

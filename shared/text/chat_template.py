@@ -58,6 +58,35 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+    ) -> ChatOptions:
+        """Return what a request asks for, where None means unset.
+
+        Raises:
+            InvalidRequestError: two fields exclude each other, or a variable is not the caller's
+                to set; names the field.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message cannot be true together with add_generation_prompt",
+                "continue_final_message",
+            )
+        for name in OWN_VARIABLES.intersection(variables):
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot have {name}: it is a field of its own or not "
+                "possible",
+                "chat_template_kwargs",
+            )
+        goes_on = bool(continue_final_message)
+        prompt = not goes_on if add_generation_prompt is None else add_generation_prompt
+        return cls(tools, variables, prompt, goes_on)
+
 
 class ChatTemplate:
     """One compiled template.

@@ -96,7 +96,7 @@ class Tokenizer:
 
     @cached_property
     def whole_text_table(self) -> list[bytes] | None:
-        """The same with special tokens, which add their names."""
+        """`text_table` with special tokens, which add their names to a text."""
         table = self.text_table
         return None if table is None else self.token_bytes.with_special(table)
 
@@ -109,12 +109,6 @@ class Tokenizer:
     def template_source(self) -> str | None:
         """The source of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
-
-    def special_token_id(self, text: str) -> int | None:
-        """Return the id of a special token by its text; None for any other text."""
-        token_id: int | None = self._backend.token_to_id(text)
-        is_special = token_id is not None and self.token_bytes.is_special(token_id)
-        return token_id if is_special else None
 
     def marker_token_id(self, text: str) -> int | None:
         """Return the id of a token that grammars know by its id alone; None for any other text.

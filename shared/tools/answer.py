@@ -153,7 +153,7 @@ def count_reasoning(token_ids: Sequence[int], detokenizer: Detokenizer, end: int
 
     Args:
         token_ids: of the answer, at least up to the end of the reasoning.
-        detokenizer: of the answer, unused.
+        detokenizer: a new one for this answer; the tokens are pushed to it.
         end: see `AnswerParser.reasoning_end`; None: all tokens.
     """
     if end is None:

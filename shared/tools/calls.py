@@ -29,7 +29,7 @@ class CallReader(Protocol):
     Attributes:
         name: of the function, once the call has begun; None before.
         is_done: the call is complete; what follows is not its own.
-        has_failed: it is not a call, or no more: what follows is not its own.
+        has_failed: it is not a call, or its arguments are wrong: what follows is not its own.
     """
 
     name: str | None

@@ -40,7 +40,7 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments: those declared alone, unless the schema says otherwise."""
+        """The schema of the arguments: only declared ones are allowed, unless it says otherwise."""
         declared = self.parameters
         if declared is None:
             declared = {"properties": {}}
@@ -108,8 +108,7 @@ def check_tools(
             )
         if tool.function.name in names:
             raise InvalidRequestError(
-                f"{field}.name must be of one function only: there is another "
-                f"{tool.function.name!r}",
+                f"{field}.name must be unique: there is another function {tool.function.name!r}",
                 f"{field}.name",
             )
         names.add(tool.function.name)

@@ -158,7 +158,7 @@ class _Grammar:
         """Add the rule of text and calls after it; return what reads them."""
         form = self._form
         if not form.open:
-            # One word of the grammar, or the bracket alone would already be text.
+            # One terminal of the grammar: otherwise the bracket alone would already be text.
             first = " | ".join(
                 f"{self._literal(form.begin + self._head(each))} body_{index}"
                 for index, each in enumerate(self._wanted.functions)
@@ -212,8 +212,11 @@ class _Grammar:
 class _Keywords:
     """The rules of `a=1, b="x"`, from the schema of an object.
 
-    Properties come in the schema's order. One that does not list them itself, or has names that are
-    not Python's, gives any keywords with JSON's values.
+    Properties come in the schema's order. A schema that does not list them itself, or has names
+    that are not Python's, allows any keywords with values as in JSON.
+
+    For the property i there are these rules: `p` (the keyword itself), `first` (the keywords from i
+    on, none before them) and `more` (the same after a comma).
 
     Args:
         prefix: of the rules' names.
@@ -281,9 +284,9 @@ def _regex(pattern: str) -> str:
 
 
 def _text(end: str, excluded: Sequence[str]) -> str:
-    """Return a regular expression of any text with this end that does not begin with some texts.
+    """Return a regular expression of any text with this end that begins with no excluded text.
 
-    Spaces before these count as little as they do for the parser.
+    Spaces before an excluded text are ignored, as the parser does.
     """
     text = _regex(f"(?s:.*){end}")
     if not excluded:

@@ -39,7 +39,7 @@ class ValueScanner:
 
     Args:
         python: literals of Python instead of JSON: other quotes and escapes, `True`, `None`, a
-            comma before the end. Spaces are then our own.
+            comma before the end. Its spaces are replaced by those of Python's `json`.
         call: the value is what a call of Python has in parentheses, which becomes an object.
 
     Attributes:

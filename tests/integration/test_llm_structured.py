@@ -102,16 +102,16 @@ def test_in_a_batch(alone: list[list[int]], overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_rows_whose_masks_are_late(alone: list[list[int]], overlap: bool) -> None:
     llm = make_llm(overlap=overlap)
-    llm.engine.core.constraints.patience_s = (0.0, 0.0)
+    llm.engine.core.constraints.mask_wait_s = (0.0, 0.0)
     assert tokens_of(llm) == alone
     assert llm.engine.core.stats.rows_held > 20
     assert llm.engine.core.stats.tokens_generated < sum(map(len, alone)) + len(alone) + 1
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 1.0])
-def test_after_a_preemption(alone: list[list[int]], patience_s: float) -> None:
+@pytest.mark.parametrize("mask_wait_s", [0.0, 1.0])
+def test_after_a_preemption(alone: list[list[int]], mask_wait_s: float) -> None:
     llm = make_llm(num_blocks=10, max_num_batched_tokens=40, max_model_len=160)
-    llm.engine.core.constraints.patience_s = (patience_s, patience_s)
+    llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
     assert tokens_of(llm) == alone
     assert llm.engine.core.scheduler.num_preemptions > 0
 
@@ -120,11 +120,11 @@ def test_after_a_preemption(alone: list[list[int]], patience_s: float) -> None:
 def test_with_captured_steps(alone: list[list[int]]) -> None:
     """Forward and sampling are graphs of their own; a held row's token goes nowhere."""
     runs = []
-    for patience_s in (0.05, 0.0):
+    for mask_wait_s in (0.05, 0.0):
         llm = make_llm(device="cuda")
-        llm.engine.core.constraints.patience_s = (patience_s, patience_s)
+        llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         runs.append(tokens_of(llm))
-        assert llm.engine.core.stats.rows_held > 20 or patience_s > 0
+        assert llm.engine.core.stats.rows_held > 20 or mask_wait_s > 0
     assert runs[0] == runs[1] == alone
 
 
@@ -154,11 +154,11 @@ def test_held_rows_do_not_count_towards_penalties() -> None:
         structured_outputs=StructuredOutputs(regex="([a-z]{1,6} ){12}"),
     )
     tokens = []
-    for patience_s in (1.0, 0.0):
+    for mask_wait_s in (1.0, 0.0):
         llm = make_llm()
-        llm.engine.core.constraints.patience_s = (patience_s, patience_s)
+        llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         tokens.append([output.token_ids for output in llm.generate(PROMPTS[:6], asked)])
-        assert (llm.engine.core.stats.rows_held > 20) == (patience_s == 0.0)
+        assert (llm.engine.core.stats.rows_held > 20) == (mask_wait_s == 0.0)
     assert tokens[0] == tokens[1]
     other = msgspec.structs.replace(asked, frequency_penalty=0.0)
     assert [output.token_ids for output in make_llm().generate(PROMPTS[:6], other)] != tokens[0]
@@ -177,7 +177,7 @@ def test_several_answers_to_a_prompt() -> None:
     assert len({output.text for output in outputs}) > 1
     for output in outputs:
         Draft202012Validator(SCHEMA).validate(json.loads(output.text))
-    llm.engine.core.constraints.patience_s = (0.0, 0.0)
+    llm.engine.core.constraints.mask_wait_s = (0.0, 0.0)
     again = llm.generate([PROMPTS[0]], asked)[0].outputs
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
 

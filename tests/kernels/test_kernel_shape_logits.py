@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from pagewire.kernels.bench.inputs import shaping_inputs, shaping_tables
+from pagewire.kernels.bench.inputs import shaping_inputs
 from pagewire.kernels.shaping_tables import (
     HISTORY,
     MOST_BAD_WORDS,
@@ -211,7 +211,7 @@ def _tokens_case(vocab, device):
     rng = random.Random(7)
     lengths, starts = [0, 1, 2500, 64], [0, 1, 1700, 0]
     tokens = [rng.randrange(vocab) for _ in range(sum(lengths))]
-    tables = shaping_tables(6, vocab, device)
+    tables = ShapingTables.zeros(6, vocab, device)
     for table in tables:
         table.fill_(-5)  # what others have left
     arguments = (
@@ -244,7 +244,7 @@ def test_noted_tokens_are_those_that_would_have_been_entered(backend, request, d
     """The state is a function of prompt and output, however it came about."""
     ops = request.getfixturevalue(backend)
     vocab, prompt, output = 50, [3, 4, 5], [n * 7 % 50 for n in range(45)]
-    noted = ShapingTables(*(table.clone() for table in shaping_tables(3, vocab, device)))
+    noted = ShapingTables(*(table.clone() for table in ShapingTables.zeros(3, vocab, device)))
     bad_words = [[1, 2]]
     row = ShapingRow(3, bad_words=bad_words, frequency=1.0)
     noted.rows[1] = torch.from_numpy(row.words())

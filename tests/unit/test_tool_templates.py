@@ -128,7 +128,7 @@ def test_any_arguments_and_descriptions_are_hugging_faces(
 def test_special_tokens_in_tools_and_calls_are_text(pairs: dict[str, Pair], name: str) -> None:
     """Only the template's own special tokens are tokens, whatever tools spell out."""
     tokenizer, special = pairs[name].ours, SPECIAL[name]
-    ids = {tokenizer.special_token_id(text) for text in [*special, "<|end|>", "<|bos|>"]}
+    ids = {tokenizer.marker_token_id(text) for text in [*special, "<|end|>", "<|bos|>"]}
 
     def count(make: Callable[[str], str]) -> int:
         literal = make(special[0])

@@ -17,9 +17,8 @@ from pagewire.shared.structured_outputs import (
     Choices,
     JsonText,
     NonEmpty,
+    StructuralTag,
     StructuredOutputs,
-    TaggedStructure,
-    Triggers,
 )
 
 _SCHEMA_RULE = 'an object like {"name": "answer", "schema": {...}, "strict": true}'
@@ -52,11 +51,8 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
     json_schema: Annotated[NamedSchema, Meta(description=_SCHEMA_RULE)]
 
 
-class StructuralTagFormat(msgspec.Struct, frozen=True, tag_field="type", tag="structural_tag"):
+class StructuralTagFormat(StructuralTag, frozen=True, tag_field="type", tag="structural_tag"):
     """Text with structures that begin at triggers."""
-
-    structures: list[TaggedStructure]
-    triggers: Triggers
 
 
 ResponseFormat = Annotated[
@@ -82,11 +78,6 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
     guided_regex: NonEmpty | None = None
     guided_choice: Choices | None = None
     guided_grammar: NonEmpty | None = None
-
-
-_FORM_FIELDS = [
-    name for name in FormFields.__struct_fields__ if name not in SamplingFields.__struct_fields__
-]
 
 
 _FORM_FIELDS = [

@@ -35,18 +35,15 @@ def template_options(body: ChatBody, raw: bytes | bytearray) -> ChatOptions:
     Args:
         body: the checked body.
         raw: the same as it came.
+
+    Raises:
+        InvalidRequestError: see `ChatOptions.of`.
     """
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    goes_on = bool(body.continue_final_message)
-    prompt = body.add_generation_prompt
-    return ChatOptions(
-        tools=msgspec.json.decode(raw, type=_PlainTools).tools if body.tools else None,
-        variables=variables,
-        add_generation_prompt=not goes_on if prompt is None else prompt,
-        continue_final_message=goes_on,
-    )
+    tools = msgspec.json.decode(raw, type=_PlainTools).tools if body.tools else None
+    return ChatOptions.of(tools, variables, body.add_generation_prompt, body.continue_final_message)
 
 
 def num_chars(messages: list[dict[str, Any]], options: ChatOptions) -> int:

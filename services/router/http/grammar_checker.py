@@ -1,4 +1,4 @@
-"""Has grammars tried in processes, each once, before any request with one is dispatched."""
+"""Tries each grammar once, in a child process, before a request with it is dispatched."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _KilledError(Exception):
 
 
 class GrammarChecker:
-    """Says which grammars are accepted. Processes start with the first that is not known yet.
+    """Checks grammars. Its processes start with the first grammar that is not known yet.
 
     Close it with `close`.
     """
@@ -72,7 +72,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: it is wrong, or costs too much; names the field.
-            OverloadedError: too many others are to be tried first.
+            OverloadedError: too many others wait to be tried.
             RequestFailedError: no process can try it.
         """
         if text in self._known:
@@ -82,13 +82,14 @@ class GrammarChecker:
             task = self._trying.get(text)
             if task is None:
                 if len(self._trying) >= MAX_WAITING:
-                    raise OverloadedError("too many grammars are to be tried")
+                    raise OverloadedError("too many grammars wait to be tried")
                 task = self._trying[text] = asyncio.create_task(self._learn(text))
             problem = await asyncio.shield(task)
         if problem is not None:
             raise InvalidRequestError(f"{field}: {problem}", field)
 
     async def _learn(self, text: str) -> str | None:
+        """Try a grammar and remember the result."""
         try:
             loop = asyncio.get_running_loop()
             problem, is_final = await loop.run_in_executor(self._threads, self._try, text)
@@ -103,7 +104,7 @@ class GrammarChecker:
         return problem
 
     def _try(self, text: str) -> tuple[str | None, bool]:
-        """Return what is wrong with a grammar, and whether it always is.
+        """Return what is wrong with a grammar, and whether another attempt would find the same.
 
         A process that somebody has killed says nothing of the grammar: another one tries it.
         """
@@ -148,7 +149,7 @@ class GrammarChecker:
         process.close()
 
     def close(self) -> None:
-        """End all threads and processes, whatever they try."""
+        """End all threads and processes, busy ones included."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True

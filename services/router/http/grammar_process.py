@@ -3,9 +3,9 @@
     python -P -m pagewire.services.router.http.grammar_process FILE_DESCRIPTOR
 
 llguidance's limits bound most of what a grammar costs, but not how deep it recurses, nor all work
-on regular expressions: a chain of 3,000 rules ends the process that compiles it. This one may end.
-It has less of a stack than workers have, so what it survives, they do. It serves one socket, the
-router's, and ends when that is closed.
+on regular expressions: a chain of 3,000 rules ends the process that compiles it. This process may
+end that way, a worker must not. It has a smaller stack than workers have, so that they survive what
+it survives. It serves one socket, the router's, and ends when that is closed.
 """
 
 from __future__ import annotations

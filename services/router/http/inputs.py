@@ -67,8 +67,8 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
         reading: how calls and reasoning are found in the answers; None: they are only content.
-        form_field: the one that says what form answers must have; their `spec` has the grammar.
-        other_grammars: take its place in turn if it is refused; None: any answer.
+        form_field: the body's field that asks for a form; the prompts' specs have its grammar.
+        other_grammars: to be used in this order if that grammar is refused; None: any answer.
     """
 
     prompts: tuple[PromptInput, ...]

@@ -22,7 +22,6 @@ from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import NumTop, SamplingFields, SamplingParams
 from pagewire.shared.text.chat_messages import ROLES, SaidMessage, TextPart
-from pagewire.shared.text.chat_template import OWN_VARIABLES
 from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES, ToolChoice, Tools, check_tools
 
 logger = logging.getLogger(__name__)
@@ -231,7 +230,7 @@ def _check_together(body: GenerationBody) -> None:
 
 
 def _check_chat(body: ChatBody, fields: dict[str, msgspec.Raw]) -> None:
-    """Check what goes together in a chat's body, and the size of its tools.
+    """Check the tools of a chat's body and their size.
 
     Raises:
         InvalidRequestError: names the field.
@@ -239,13 +238,3 @@ def _check_chat(body: ChatBody, fields: dict[str, msgspec.Raw]) -> None:
     if body.tools is not None and memoryview(fields["tools"]).nbytes > MAX_TOOLS_BYTES:
         raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes", "tools")
     check_tools(body.tools, body.tool_choice)
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message cannot be true together with add_generation_prompt",
-            "continue_final_message",
-        )
-    for name in OWN_VARIABLES.intersection(body.chat_template_kwargs or ()):
-        raise InvalidRequestError(
-            f"chat_template_kwargs cannot have {name}: it is a field of its own or not possible",
-            "chat_template_kwargs",
-        )
