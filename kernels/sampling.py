@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Sampling: argmax, min-p, exact top-k and top-p, Gumbel-max by Philox.
 
-Four small launches. One over chunks of the vocabulary finds each chunk's largest logit and, if the
-row limits its candidates, keeps the chunk's large logits in a segment. One, a program a row, finds
-the greedy token and the smallest candidate; if all candidates are among the kept logits, as is
-usual, it draws the token from them. For other random rows, those without limits above all, two more
-launches draw: per chunk the largest perturbed candidate, and per row the token.
+Five small launches. Two run over chunks of the vocabulary, each for the rows that are not the
+other's. For greedy rows and those without limits, the largest logit of each chunk is found; for
+rows that limit their candidates, the chunk's large logits are also kept, in a segment of their own.
+Then, a program a row, the greedy token and the smallest candidate; if all candidates are among the
+kept logits, as is usual, the token is drawn from them there. For other random rows, those without
+limits above all, two launches draw: per chunk the largest perturbed candidate, per row the token.
 """
 
 from __future__ import annotations
@@ -25,17 +26,32 @@ _FLOOR, _MASS, _COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NOTES = tl.constexpr(3)
 # One step of the noise: skipped where it holds no candidate.
 _DRAW_STEP = 1024
+# With them, even half the programs of a draw are more than a GPU runs at once.
+_MANY_ROWS = 64
 # Low bits of a float32 that are 0 in a value of the dtype: the search need not visit them.
 _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
-def _is_limited(top_k, top_p, min_p, vocab_size):
-    return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
+def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
+    """Return whether the row whose parameters lie there is random, of some candidates only."""
+    top_k = tl.load(top_k_ptr + at)
+    limits = (top_k > 0) & (top_k < vocab_size)
+    limits = limits | (tl.load(top_p_ptr + at) < 1.0) | (tl.load(min_p_ptr + at) > 0.0)
+    return limits & (tl.load(temperature_ptr + at) > 0.0)
 
 
 @triton.jit
-def _chunk_kernel(
+def _store_best(scores, ids, best_ptr, best_id_ptr, cell):
+    """Store, and return, a chunk's largest logit."""
+    best = tl.max(scores, axis=0)
+    tl.store(best_ptr + cell, best)
+    tl.store(best_id_ptr + cell, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
+    return best
+
+
+@triton.jit
+def _chunk_max_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -43,8 +59,30 @@ def _chunk_kernel(
     min_p_ptr,
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
-    kept_ptr,  # [B, chunks, KEPT] float32
-    kept_id_ptr,  # [B, chunks, KEPT] int32
+    logits_stride,
+    parameter_stride,
+    vocab_size,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = row * parameter_stride
+    if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
+        _store_best(scores, ids, best_ptr, best_id_ptr, row * tl.num_programs(0) + chunk)
+
+
+@triton.jit
+def _keep_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    best_ptr,  # [B, chunks] float32
+    best_id_ptr,  # [B, chunks] int32
+    kept_ptr,  # [B, chunks, KEPT] int64: a logit's float32 bits, then its id
     notes_ptr,  # [B, chunks, NOTES] float32
     logits_stride,
     parameter_stride,
@@ -54,30 +92,23 @@ def _chunk_kernel(
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
-    best = tl.max(scores, axis=0)
-    cell = row * tl.num_programs(0) + chunk
-    tl.store(best_ptr + cell, best)
-    tl.store(best_id_ptr + cell, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
-    temperature = tl.load(temperature_ptr + row * parameter_stride)
-    top_k = tl.load(top_k_ptr + row * parameter_stride)
-    top_p = tl.load(top_p_ptr + row * parameter_stride)
-    min_p = tl.load(min_p_ptr + row * parameter_stride)
-    if (temperature > 0.0) & _is_limited(top_k, top_p, min_p, vocab_size):
-        is_finite = scores > float("-inf")
+    at = row * parameter_stride
+    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
+        cell = row * tl.num_programs(0) + chunk
+        best = _store_best(scores, ids, best_ptr, best_id_ptr, cell)
         best = tl.maximum(best, -3.4028234663852886e38)
-        mass = tl.exp((scores - best) / tl.maximum(temperature, 1.0e-30))
+        temperature = tl.maximum(tl.load(temperature_ptr + at), 1.0e-30)
         note_ptr = notes_ptr + cell * _NOTES
-        tl.store(note_ptr + _MASS, tl.sum(tl.where(is_finite, mass, 0.0), axis=0))
+        tl.store(note_ptr + _MASS, tl.sum(tl.exp((scores - best) / temperature), axis=0))
         floor = find_floor(scores, best, KEPT)
-        is_kept = is_finite & (scores >= floor)
+        is_kept = (scores >= floor) & (scores > float("-inf"))
         places = tl.cumsum(is_kept.to(tl.int32), axis=0)
-        cells = cell * KEPT + places - 1
-        tl.store(kept_ptr + cells, scores, mask=is_kept)
-        tl.store(kept_id_ptr + cells, ids, mask=is_kept)
+        entries = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
+        tl.store(kept_ptr + cell * KEPT - 1 + places, entries, mask=is_kept)
         tl.store(note_ptr + _FLOOR, floor)
-        tl.store(note_ptr + _COUNT, tl.sum(is_kept.to(tl.int32), axis=0).to(tl.float32))
+        tl.store(note_ptr + _COUNT, tl.max(places, axis=0).to(tl.float32))
 
 
 @triton.jit
@@ -97,8 +128,7 @@ def _threshold_kernel(
     logits_ptr,
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
-    kept_ptr,  # [B, chunks, KEPT] float32
-    kept_id_ptr,  # [B, chunks, KEPT] int32
+    kept_ptr,  # [B, chunks, KEPT] int64: a logit's float32 bits, then its id
     notes_ptr,  # [B, chunks, NOTES] float32
     temperature_ptr,
     top_k_ptr,
@@ -130,10 +160,8 @@ def _threshold_kernel(
     if temperature > 0.0:
         temperature = tl.maximum(temperature, 1.0e-30)
         lowest = highest - float("inf")
-        top_k = tl.load(top_k_ptr + row * parameter_stride)
-        top_p = tl.load(top_p_ptr + row * parameter_stride)
-        min_p = tl.load(min_p_ptr + row * parameter_stride)
-        if _is_limited(top_k, top_p, min_p, vocab_size):
+        at = row * parameter_stride
+        if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
             row_notes_ptr = notes_ptr + row * chunks * _NOTES
             note_ptr = row_notes_ptr + columns * _NOTES
             floor = tl.load(note_ptr + _FLOOR, mask=inside, other=float("-inf"))
@@ -144,14 +172,16 @@ def _threshold_kernel(
             count_ptr = row_notes_ptr + cells // KEPT * _NOTES + _COUNT
             count = tl.load(count_ptr, mask=cells < chunks * KEPT, other=0.0)
             is_kept = cells % KEPT < count.to(tl.int32)
-            first = row * chunks * KEPT
-            known = tl.load(kept_ptr + first + cells, mask=is_kept, other=float("-inf"))
+            entries = tl.load(kept_ptr + row * chunks * KEPT + cells, mask=is_kept, other=0)
+            known = (entries >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            known = tl.where(is_kept, known, float("-inf"))
             lowest = find_lowest(
                 known, floor, total, logits_ptr + row * logits_stride, vocab_size, highest,
-                temperature, top_k, top_p, min_p, BLOCK, SHIFT,
+                temperature, tl.load(top_k_ptr + at), tl.load(top_p_ptr + at),
+                tl.load(min_p_ptr + at), BLOCK, SHIFT,
             )  # fmt: skip
             if lowest >= floor:
-                ids = tl.load(kept_id_ptr + first + cells, mask=is_kept, other=0x7FFFFFFF)
+                ids = tl.where(is_kept, entries.to(tl.int32), 0x7FFFFFFF)
                 seed = tl.load(seeds_ptr + row)
                 position = tl.load(positions_ptr + row)
                 noisy = (known - highest) / temperature + _gumbel(seed, position, ids)
@@ -256,22 +286,27 @@ def sample(
     chunks = -(-vocab_size // chunk)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     best_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-    kept = torch.empty((rows, chunks, _KEPT), dtype=torch.float32, device=device)
-    kept_id = torch.empty((rows, chunks, _KEPT), dtype=torch.int32, device=device)
+    kept = torch.empty((rows, chunks, _KEPT), dtype=torch.int64, device=device)
     notes = torch.empty((rows, chunks, _NOTES.value), dtype=torch.float32, device=device)
     limits = torch.empty((rows, 2), dtype=torch.float32, device=device)
     stride, pad = logits.stride(0), next_power_of_2(chunks)
     parameters = _equally_strided(temperature, top_k, top_p, min_p)
     temperature, step = parameters[0], parameters[0].stride(0)
-    _chunk_kernel[(chunks, rows)](
-        logits, *parameters, best, best_id, kept, kept_id, notes, stride, step, vocab_size,
-        CHUNK=chunk, KEPT=_KEPT, num_warps=8,
+    _chunk_max_kernel[(chunks, rows)](
+        logits, *parameters, best, best_id, stride, step, vocab_size, CHUNK=chunk, num_warps=8
+    )
+    _keep_kernel[(chunks, rows)](
+        logits, *parameters, best, best_id, kept, notes, stride, step, vocab_size,
+        CHUNK=chunk, KEPT=_KEPT, num_warps=16,
     )  # fmt: skip
     _threshold_kernel[(rows,)](
-        logits, best, best_id, kept, kept_id, notes, *parameters, seeds, positions, limits, out,
+        logits, best, best_id, kept, notes, *parameters, seeds, positions, limits, out,
         stride, step, vocab_size, chunks,
-        CHUNKS_PAD=pad, KEPT=_KEPT, BLOCK=chunk, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
+        CHUNKS_PAD=pad, KEPT=_KEPT, BLOCK=chunk // 2, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
     )  # fmt: skip
+    # Fewer programs where there are enough rows: most have nothing to do.
+    chunk *= 2 if rows >= _MANY_ROWS else 1
+    chunks = -(-vocab_size // chunk)
     _draw_kernel[(chunks, rows)](
         logits, temperature, seeds, positions, limits, best, best_id, stride, step,
         vocab_size, CHUNK=chunk, STEP=_DRAW_STEP, num_warps=4,

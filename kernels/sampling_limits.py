@@ -26,30 +26,30 @@ def load_scores(row_ptr, ids, vocab_size):
 
 
 @triton.jit
-def find_floor(scores, best, MOST: tl.constexpr):  # best: finite
-    """Return a value that at most `MOST` scores reach, and not many fewer if it goes; else inf.
+def find_floor(scores, best, MOST: tl.constexpr):
+    """Return a value that at most `MOST` scores reach, and not many fewer as a rule; else inf.
 
-    It is -inf if all finite scores are at most that many. Else it lies between the mean and the
-    largest: each of some rounds probes two values in between.
+    It is -inf if all finite scores are at most that many. Else it is guessed from how far those
+    above the mean are above it: 2.6 times that is about the highest 2 % of normal noise, and 3 % of
+    an exponential tail. Low outliers, as of banned tokens, hardly change it. A guess that too many
+    scores reach is moved towards the largest one, `best`, which is finite.
     """
     is_finite = scores > float("-inf")
-    count = tl.sum(is_finite.to(tl.int32), axis=0)
+    total = tl.sum(is_finite.to(tl.int32), axis=0)
     below = tl.where(is_finite, tl.maximum(scores - best, -64.0), 0.0)
-    low = best + tl.sum(below, axis=0) / tl.maximum(count, 1).to(tl.float32)
-    high = best
-    for _ in tl.static_range(4):
-        third = (high - low) * 0.33333334
-        first = low + third
-        second = high - third
-        reached = (scores >= first).to(tl.int32) + ((scores >= second).to(tl.int32) << 16)
-        counts = tl.sum(reached, axis=0)
-        fits_first = (counts & 0xFFFF) <= MOST
-        fits_second = (counts >> 16) <= MOST
-        low = tl.where(fits_first, low, tl.where(fits_second, first, second))
-        high = tl.where(fits_first, first, tl.where(fits_second, second, high))
-    floor = tl.where(count <= MOST, float("-inf"), high)
-    reached = (is_finite & (scores >= floor)).to(tl.int32)
-    return tl.where(tl.sum(reached, axis=0) <= MOST, floor, float("inf"))
+    mean = best + tl.sum(below, axis=0) / tl.maximum(total, 1).to(tl.float32)
+    above = tl.maximum(scores - mean, 0.0)
+    share = tl.sum((scores > mean).to(tl.int32), axis=0)
+    excess = tl.sum(above, axis=0) / tl.maximum(share, 1).to(tl.float32)
+    floor = tl.minimum(mean + 2.6 * excess, best)
+    floor = tl.where(total <= MOST, float("-inf"), floor)
+    count = tl.sum((is_finite & (scores >= floor)).to(tl.int32), axis=0)
+    rounds = 0
+    while (count > MOST) & (rounds < 8):
+        rounds += 1
+        floor = tl.where(rounds < 8, floor + 0.25 * (best - floor), best)
+        count = tl.sum((scores >= floor).to(tl.int32), axis=0)
+    return tl.where(count <= MOST, floor, float("inf"))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from pagewire.kernels.bench.inputs import (
     PagedCase,
     PagedInputs,
     decode_case,
+    peaked_logits,
     sampling_inputs,
     shaping_inputs,
     shaping_tables,
@@ -169,14 +170,17 @@ def _linear(rows: int, outs: int, ins: int) -> BenchCase:
     return BenchCase("linear", shape, call, 2.0 * outs * ins, peer=lambda: F.linear(x, weight))
 
 
-def _sample(rows: int, kind: str) -> BenchCase:
-    logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
-    x = sampling_inputs(logits, *SAMPLING[kind])
+def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTYPE) -> BenchCase:
+    noise = 3 * torch.randn(rows, VOCABULARY, device="cuda")
+    logits = peaked_logits(rows, VOCABULARY, "cuda") if peaked else noise
+    x = sampling_inputs(logits.to(dtype), *SAMPLING[kind])
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
         return (ops.sample(*x.arguments),)
 
-    return BenchCase("sample", f"{rows} rows, {kind}", call, 2.0 * rows * VOCABULARY, exact=True)
+    shape = f"{rows} rows, {kind}" + ", peaked" * peaked + ", float32" * (dtype == torch.float32)
+    work = float(dtype.itemsize) * rows * VOCABULARY
+    return BenchCase("sample", shape, call, work, exact=True)
 
 
 def _shape_logits(rows: int, kind: str) -> BenchCase:
@@ -286,7 +290,13 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     ),
     "enter_tokens": lambda: (_enter_tokens(length) for length in (100, 8192, 131072)),
     "note_tokens": lambda: (_note_tokens(rows) for rows in (1, 256)),
-    "sample": lambda: (_sample(rows, kind) for rows in (1, 64, 256) for kind in SAMPLING),
+    "sample": lambda: (
+        _sample(rows, kind, peaked, dtype)
+        for rows in (1, 64, 256)
+        for kind in SAMPLING
+        for peaked in (False, True)
+        for dtype in (DTYPE, torch.float32)
+    ),
     "token_logprobs": lambda: (
         _token_logprobs(rows, top) for rows in (1, 64, 256) for top in (0, 1, 20)
     ),
