@@ -56,6 +56,7 @@ def _shaped(
     row_ptr,  # of the device slot
     allowed_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     mask_ptr,  # of the row, if it has one
     has_mask,
@@ -74,13 +75,15 @@ def _shaped(
         scores = tl.where(_load_bits(allowed_ptr, ids, inside), scores, float("-inf"))
     scores += biases
     if (flags & _IS_PENALIZED) != 0:
-        counts = tl.load(counts_ptr + ids, mask=inside, other=0)
-        seen = (counts > 0) | _load_bits(prompt_ptr, ids, inside)
+        # A count is 4 bytes: those of tokens that are not in the output are not read.
+        is_output = _load_bits(output_ptr, ids, inside)
+        counts = tl.load(counts_ptr + ids, mask=inside & is_output, other=0)
+        seen = is_output | _load_bits(prompt_ptr, ids, inside)
         repetition = _load_float(row_ptr, _REPETITION)
         repeated = tl.where(scores > 0.0, scores / repetition, scores * repetition)
         scores = tl.where(seen, repeated, scores)
         scores -= _load_float(row_ptr, _FREQUENCY) * counts.to(tl.float32)
-        scores -= tl.where(counts > 0, _load_float(row_ptr, _PRESENCE), 0.0)
+        scores -= tl.where(is_output, _load_float(row_ptr, _PRESENCE), 0.0)
     return scores
 
 
@@ -91,6 +94,7 @@ def _each_kernel(
     rows_ptr,
     allowed_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     masks_ptr,
     mask_of_row_ptr,
@@ -108,8 +112,8 @@ def _each_kernel(
     inside = ids < vocab_size
     scores = _shaped(
         logits_ptr + row * logits_stride, rows_ptr + slot * _ROW_WORDS,
-        allowed_ptr + slot * words, prompt_ptr + slot * words, counts_ptr + slot * vocab_size,
-        masks_ptr + mask * words, mask >= 0, ids, 0.0, inside,
+        allowed_ptr + slot * words, prompt_ptr + slot * words, output_ptr + slot * words,
+        counts_ptr + slot * vocab_size, masks_ptr + mask * words, mask >= 0, ids, 0.0, inside,
     )  # fmt: skip
     tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
 
@@ -121,6 +125,7 @@ def _bias_kernel(
     rows_ptr,
     allowed_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     masks_ptr,
     mask_of_row_ptr,
@@ -143,8 +148,8 @@ def _bias_kernel(
         biases = tl.load(row_ptr + _BIAS_VALUES + lanes, mask=inside, other=0)
         scores = _shaped(
             logits_ptr + row * logits_stride, row_ptr, allowed_ptr + slot * words,
-            prompt_ptr + slot * words, counts_ptr + slot * vocab_size, masks_ptr + mask * words,
-            mask >= 0, ids, biases.to(tl.float32, bitcast=True), inside,
+            prompt_ptr + slot * words, output_ptr + slot * words, counts_ptr + slot * vocab_size,
+            masks_ptr + mask * words, mask >= 0, ids, biases.to(tl.float32, bitcast=True), inside,
         )  # fmt: skip
         tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
 

@@ -51,12 +51,14 @@ class ShapingTables(NamedTuple):
         rows: [S, ROW_WORDS] int32.
         allowed: [S, ceil(V / 32)] int32, a bit a token, the lowest first.
         prompt: likewise, the tokens of the prompt.
+        output: likewise, the tokens of the output: of others, no count is read.
         counts: [S, V] int32, how often each token is in the output.
     """
 
     rows: torch.Tensor
     allowed: torch.Tensor
     prompt: torch.Tensor
+    output: torch.Tensor
     counts: torch.Tensor
 
     @property

@@ -204,7 +204,7 @@ def _note_tokens(rows: int) -> BenchCase:
 
     def run(ops: Ops, tables: ShapingTables) -> tuple[torch.Tensor, ...]:
         ops.note_tokens(tables, tokens, x.slots, x.positions)
-        return tables.counts, tables.rows
+        return tables.counts, tables.output, tables.rows
 
     def check(ops: Ops) -> tuple[torch.Tensor, ...]:
         return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
@@ -221,9 +221,9 @@ def _enter_tokens(length: int) -> BenchCase:
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
         ops.enter_tokens(tables, slots, ends, starts, tokens, length)
-        return tables.prompt, tables.counts
+        return tables.prompt, tables.output, tables.counts
 
-    work = 4.0 * VOCABULARY + 8.0 * length
+    work = 4.25 * VOCABULARY + 8.0 * length
     return BenchCase("enter_tokens", f"{length} tokens", call, work, exact=True)
 
 

@@ -169,7 +169,7 @@ class ShapingInputs:
 def shaping_tables(slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
     """Return tables of device slots that ask for nothing."""
     words = -(-vocab_size // 32)
-    widths = (ROW_WORDS, words, words, vocab_size)
+    widths = (ROW_WORDS, words, words, words, vocab_size)
     return ShapingTables(
         *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
     )
@@ -202,6 +202,7 @@ def shaping_inputs(
         prompt = [] if prompts is None else prompts[index]
         tables.prompt[slot] = torch.from_numpy(pack_bits(prompt, vocab_size))
         output = torch.tensor(row.output, dtype=torch.int64)
+        tables.output[slot] = torch.from_numpy(pack_bits(output.tolist(), vocab_size))
         tables.counts[slot] = torch.bincount(output, minlength=vocab_size)
     for index, tokens in (allowed or {}).items():
         tables.allowed[slots[index]] = torch.from_numpy(pack_bits(tokens, vocab_size))

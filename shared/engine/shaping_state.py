@@ -40,7 +40,7 @@ class ShapingState:
     def __post_init__(self) -> None:
         words = -(-self.vocab_size // 32)
         slots, device = self.state.num_slots + 1, self.state.device
-        widths = (ROW_WORDS, words, words, self.vocab_size)
+        widths = (ROW_WORDS, words, words, words, self.vocab_size)
         self.tables = ShapingTables(
             *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
         )

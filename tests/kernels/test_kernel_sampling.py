@@ -298,7 +298,7 @@ def test_many_equal_logits_match_reference(device, dtype, kernels, reference):
     assert torch.equal(_sample(kernels, x), _sample(reference, x))
 
 
-# Candidates from what is kept of each chunk, 4096 tokens, and from the row where that is too little.
+# Candidates from what is kept of each chunk of 4096 tokens, or from the row.
 
 _MIXED = {
     "temperature": [1.0, 0.7, 1.0, 1.3, 0.8, 1.0, 0.0, 1.0, 2.0, 1.0],

@@ -51,6 +51,7 @@ def test_a_slot_has_what_its_owner_asks_for() -> None:
     assert state.tables.rows[1].tolist() == row.words().tolist()
     assert state.tables.allowed[1].tolist() == pack_bits([3, 40], VOCAB).tolist()
     assert state.tables.prompt[1].tolist() == pack_bits([5, 6], VOCAB).tolist()
+    assert state.tables.output[1].tolist() == pack_bits([8], VOCAB).tolist()
     assert state.tables.counts[1].nonzero()[:, 0].tolist() == [8]
     assert state.is_shaped([0, 1]) and not state.is_shaped([0, 2])
 
@@ -74,6 +75,7 @@ def test_an_input_is_noted_if_no_step_here_has_sampled_it() -> None:
     state.apply(plan(inputs=[DecodeInput(2, 3, 2), DecodeInput(1, 9, 7)]))
     assert state.tables.counts.sum() == 1
     state.apply(plan(inputs=[DecodeInput(2, 9, 3)]))
+    assert state.tables.output[2].tolist() == pack_bits([3, 9], VOCAB).tolist()
     assert state.tables.counts[2].nonzero()[:, 0].tolist() == [3, 9]
 
 
