@@ -16,7 +16,7 @@ from pagewire.kernels import shaping_tables as layout
 from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.shaping_tables import ShapingTables
 
-_CHUNK = 4096
+_CHUNK = 2048
 _ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
 _FLAGS = tl.constexpr(layout.FLAGS)
 _IS_LIMITED = tl.constexpr(layout.IS_LIMITED)
@@ -215,7 +215,7 @@ def shape_logits(
         logits, slots, *tables, masks, mask_of_row, out, logits.stride(0), out.stride(0),
         vocab_size, tables.allowed.shape[1],
     )  # fmt: skip
-    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=8)
+    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=8, maxnreg=48)
     _bias_kernel[(count,)](*arguments, MOST=layout.MOST_BIASES, num_warps=8)
     _ban_kernel[(count,)](
         slots, positions, tables.rows, out, out.stride(0),
