@@ -33,11 +33,14 @@ _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
-def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
-    """Return whether the row whose parameters lie there is random, of some candidates only."""
+def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
+    """Return whether the row whose parameters lie there is random, with top-k or top-p.
+
+    Min-p by itself needs no search.
+    """
     top_k = tl.load(top_k_ptr + at)
     limits = (top_k > 0) & (top_k < vocab_size)
-    limits = limits | (tl.load(top_p_ptr + at) < 1.0) | (tl.load(min_p_ptr + at) > 0.0)
+    limits = limits | (tl.load(top_p_ptr + at) < 1.0)
     return limits & (tl.load(temperature_ptr + at) > 0.0)
 
 
@@ -56,7 +59,6 @@ def _chunk_max_kernel(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
-    min_p_ptr,
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
     logits_stride,
@@ -67,7 +69,7 @@ def _chunk_max_kernel(
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * parameter_stride
-    if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
+    if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
         _store_best(scores, ids, best_ptr, best_id_ptr, row * tl.num_programs(0) + chunk)
@@ -79,7 +81,6 @@ def _keep_kernel(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
-    min_p_ptr,
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
     kept_ptr,  # [B, chunks, KEPT] int64: a logit's float32 bits, then its id
@@ -87,28 +88,32 @@ def _keep_kernel(
     logits_stride,
     parameter_stride,
     vocab_size,
+    chunks,
     CHUNK: tl.constexpr,
     KEPT: tl.constexpr,
+    CHUNKS_A_PROGRAM: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * parameter_stride
-    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
-        cell = row * tl.num_programs(0) + chunk
-        best = _store_best(scores, ids, best_ptr, best_id_ptr, cell)
-        best = tl.maximum(best, -3.4028234663852886e38)
-        temperature = tl.maximum(tl.load(temperature_ptr + at), 1.0e-30)
-        note_ptr = notes_ptr + cell * _NOTES
-        tl.store(note_ptr + _MASS, tl.sum(tl.exp((scores - best) / temperature), axis=0))
-        floor = find_floor(scores, best, KEPT)
-        is_kept = (scores >= floor) & (scores > float("-inf"))
-        places = tl.cumsum(is_kept.to(tl.int32), axis=0)
-        entries = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
-        tl.store(kept_ptr + cell * KEPT - 1 + places, entries, mask=is_kept)
-        tl.store(note_ptr + _FLOOR, floor)
-        tl.store(note_ptr + _COUNT, tl.max(places, axis=0).to(tl.float32))
+    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
+        for part in range(CHUNKS_A_PROGRAM):
+            chunk = tl.program_id(0) * CHUNKS_A_PROGRAM + part
+            if chunk < chunks:
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
+                cell = row * chunks + chunk
+                best = _store_best(scores, ids, best_ptr, best_id_ptr, cell)
+                best = tl.maximum(best, -3.4028234663852886e38)
+                temperature = tl.maximum(tl.load(temperature_ptr + at), 1.0e-30)
+                note_ptr = notes_ptr + cell * _NOTES
+                tl.store(note_ptr + _MASS, tl.sum(tl.exp((scores - best) / temperature), axis=0))
+                floor = find_floor(scores, best, KEPT)
+                is_kept = (scores >= floor) & (scores > float("-inf"))
+                places = tl.cumsum(is_kept.to(tl.int32), axis=0)
+                entries = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
+                tl.store(kept_ptr + cell * KEPT - 1 + places, entries, mask=is_kept)
+                tl.store(note_ptr + _FLOOR, floor)
+                tl.store(note_ptr + _COUNT, tl.max(places, axis=0).to(tl.float32))
 
 
 @triton.jit
@@ -161,7 +166,7 @@ def _threshold_kernel(
         temperature = tl.maximum(temperature, 1.0e-30)
         lowest = highest - float("inf")
         at = row * parameter_stride
-        if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, at, vocab_size):
+        if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
             row_notes_ptr = notes_ptr + row * chunks * _NOTES
             note_ptr = row_notes_ptr + columns * _NOTES
             floor = tl.load(note_ptr + _FLOOR, mask=inside, other=float("-inf"))
@@ -190,6 +195,10 @@ def _threshold_kernel(
                 drawn = tl.min(tl.where(noisy == top, ids, 0x7FFFFFFF), axis=0)
                 token = tl.where(top > float("-inf"), drawn, token)  # a row of -inf alone has none
                 lowest = highest + float("inf")
+        else:
+            min_p = tl.load(min_p_ptr + at)
+            if min_p > 0.0:
+                lowest = highest + tl.log(min_p) * temperature
     tl.store(limits_ptr + row * 2, highest)
     tl.store(limits_ptr + row * 2 + 1, lowest)
     tl.store(out_ptr + row, token)
@@ -290,18 +299,21 @@ def sample(
     notes = torch.empty((rows, chunks, _NOTES.value), dtype=torch.float32, device=device)
     limits = torch.empty((rows, 2), dtype=torch.float32, device=device)
     stride, pad = logits.stride(0), next_power_of_2(chunks)
-    parameters = _equally_strided(temperature, top_k, top_p, min_p)
-    temperature, step = parameters[0], parameters[0].stride(0)
+    temperature, top_k, top_p, min_p = _equally_strided(temperature, top_k, top_p, min_p)
+    step = temperature.stride(0)
     _chunk_max_kernel[(chunks, rows)](
-        logits, *parameters, best, best_id, stride, step, vocab_size, CHUNK=chunk, num_warps=8
-    )
-    _keep_kernel[(chunks, rows)](
-        logits, *parameters, best, best_id, kept, notes, stride, step, vocab_size,
-        CHUNK=chunk, KEPT=_KEPT, num_warps=16,
+        logits, temperature, top_k, top_p, best, best_id, stride, step, vocab_size,
+        CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
+    # Rows without limits leave at once; where there are many, a few programs each do so.
+    each = 4 if rows >= _MANY_ROWS else 1
+    _keep_kernel[(-(-chunks // each), rows)](
+        logits, temperature, top_k, top_p, best, best_id, kept, notes, stride, step, vocab_size,
+        chunks, CHUNK=chunk, KEPT=_KEPT, CHUNKS_A_PROGRAM=each, num_warps=16,
     )  # fmt: skip
     _threshold_kernel[(rows,)](
-        logits, best, best_id, kept, notes, *parameters, seeds, positions, limits, out,
-        stride, step, vocab_size, chunks,
+        logits, best, best_id, kept, notes, temperature, top_k, top_p, min_p, seeds, positions,
+        limits, out, stride, step, vocab_size, chunks,
         CHUNKS_PAD=pad, KEPT=_KEPT, BLOCK=chunk // 2, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
     )  # fmt: skip
     # Fewer programs where there are enough rows: most have nothing to do.
