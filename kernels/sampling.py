@@ -1,9 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Sampling: argmax, min-p, exact top-k and top-p thresholds by search, Gumbel-max by Philox.
+"""Sampling: argmax, min-p, exact top-k and top-p, Gumbel-max by Philox.
 
-Four small launches, all but the threshold search cut into chunks of the vocabulary:
-the largest logit per chunk; per row the greedy token and the smallest candidate logit; per chunk
-the largest perturbed candidate; per row the token. Greedy rows leave after the second.
+Five small launches. Two run over chunks of the vocabulary, each for the rows that are not the
+other's. For greedy rows and those without limits, the largest logit of each chunk is found; for
+rows that limit their candidates, the chunk's large logits are also kept, in a segment of their own.
+Then, a program a row, the greedy token and the smallest candidate; if all candidates are among the
+kept logits, as is usual, the token is drawn from them there. For other random rows, those without
+limits above all, two launches draw: per chunk the largest perturbed candidate, per row the token.
 """
 
 from __future__ import annotations
@@ -13,232 +16,104 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels.sampling_limits import find_floor, find_lowest, load_scores
 
 _CHUNK = 4096
+# Logits that a chunk's segment takes.
+_KEPT = 128
+# What a segment's note says.
+_FLOOR, _MASS, _COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NOTES = tl.constexpr(3)
 # One step of the noise: skipped where it holds no candidate.
 _DRAW_STEP = 1024
+# With them, even half the programs of a draw are more than a GPU runs at once.
+_MANY_ROWS = 64
 # Low bits of a float32 that are 0 in a value of the dtype: the search need not visit them.
 _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
-def _load_scores(row_ptr, ids, vocab_size):
-    """Logits as float32: NaN and what lies past the vocabulary -inf, +inf the largest float."""
-    scores = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-    scores = tl.where(scores == scores, scores, float("-inf"))
-    return tl.minimum(scores, 3.4028234663852886e38)
+def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
+    """Return whether the row whose parameters lie there is random, with top-k or top-p.
+
+    Min-p by itself needs no search.
+    """
+    top_k = tl.load(top_k_ptr + at)
+    limits = (top_k > 0) & (top_k < vocab_size)
+    limits = limits | (tl.load(top_p_ptr + at) < 1.0)
+    return limits & (tl.load(temperature_ptr + at) > 0.0)
+
+
+@triton.jit
+def _store_best(scores, ids, best_ptr, best_id_ptr, cell):
+    """Store, and return, a chunk's largest logit."""
+    best = tl.max(scores, axis=0)
+    tl.store(best_ptr + cell, best)
+    tl.store(best_id_ptr + cell, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
+    return best
 
 
 @triton.jit
 def _chunk_max_kernel(
     logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
     logits_stride,
+    parameter_stride,
     vocab_size,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    scores = _load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
-    best = tl.max(scores, axis=0)
-    cell = row * tl.num_programs(0) + chunk
-    tl.store(best_ptr + cell, best)
-    tl.store(best_id_ptr + cell, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
+    at = row * parameter_stride
+    if not _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
+        _store_best(scores, ids, best_ptr, best_id_ptr, row * tl.num_programs(0) + chunk)
 
 
 @triton.jit
-def _key_of(value, SHIFT: tl.constexpr):
-    """Map a float32 scalar to an int64 of the same order, less the bits that the dtype lacks."""
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) >> SHIFT
-
-
-@triton.jit
-def _value_of(key, SHIFT: tl.constexpr):
-    """Undo `_key_of`."""
-    bits = (key << SHIFT).to(tl.int32)
-    negative = (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
-    return tl.where(bits < 0, negative, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _measure(
-    row_ptr,
-    vocab_size,
-    low,
-    middle,
-    high,
-    highest,
-    temperature,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the counts, and the masses, of logits that are at least each of three values."""
-    lanes = tl.arange(0, BLOCK)
-    low_count = tl.zeros([BLOCK], dtype=tl.int32)
-    middle_count = tl.zeros([BLOCK], dtype=tl.int32)
-    high_count = tl.zeros([BLOCK], dtype=tl.int32)
-    low_mass = tl.zeros([BLOCK], dtype=tl.float32)
-    middle_mass = tl.zeros([BLOCK], dtype=tl.float32)
-    high_mass = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in tl.range(0, vocab_size, BLOCK, num_stages=3):
-        ids = first + lanes
-        scores = _load_scores(row_ptr, ids, vocab_size)
-        inside = ids < vocab_size
-        above_low = (scores >= low) & inside
-        above_middle = (scores >= middle) & inside
-        above_high = (scores >= high) & inside
-        low_count += above_low.to(tl.int32)
-        middle_count += above_middle.to(tl.int32)
-        high_count += above_high.to(tl.int32)
-        if BY_MASS:
-            mass = tl.exp((scores - highest) / temperature)
-            low_mass += tl.where(above_low, mass, 0.0)
-            middle_mass += tl.where(above_middle, mass, 0.0)
-            high_mass += tl.where(above_high, mass, 0.0)
-    low_total = tl.sum(low_count, axis=0)
-    middle_total = tl.sum(middle_count, axis=0)
-    high_total = tl.sum(high_count, axis=0)
-    if BY_MASS:
-        low_measure = tl.sum(low_mass, axis=0)
-        middle_measure = tl.sum(middle_mass, axis=0)
-        high_measure = tl.sum(high_mass, axis=0)
-    else:
-        low_measure = low_total.to(tl.float32)
-        middle_measure = middle_total.to(tl.float32)
-        high_measure = high_total.to(tl.float32)
-    return low_total, middle_total, high_total, low_measure, middle_measure, high_measure
-
-
-@triton.jit
-def _search_threshold(
-    row_ptr,
-    vocab_size,
-    lowest,
-    highest,
-    temperature,
-    wanted,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """Return the largest value whose measure reaches what is wanted.
-
-    The measure of a value: how many logits are at least it (top-k, `wanted` of them), or their
-    probability mass (top-p, `wanted` of the mass from `lowest` up). Three probes a pass over the
-    row quarter the bracket [low, high) of the dtype's values in order, until one logit or one value
-    is left in it.
-    """
-    spread = 1.0
-    if BY_MASS:
-        spread = temperature
-    low = _key_of(lowest, SHIFT)
-    high = _key_of(highest, SHIFT) + 1
-    # First probes at usual places, since most floats are far from any logit.
-    middle_key = tl.maximum(_key_of(highest - 8.0 * spread, SHIFT), low)
-    high_key = tl.maximum(_key_of(highest - 2.0 * spread, SHIFT), low)
-    low_count, middle_count, high_count, low_measure, middle_measure, high_measure = _measure(
-        row_ptr, vocab_size, lowest, _value_of(middle_key, SHIFT), _value_of(high_key, SHIFT),
-        highest, temperature, BY_MASS, BLOCK,
-    )  # fmt: skip
-    target = wanted
-    if BY_MASS:
-        target = wanted * low_measure
-    count_low = low_count
-    count_high = 0
-    if middle_measure >= target:
-        low = middle_key
-        count_low = middle_count
-    else:
-        high = middle_key
-        count_high = middle_count
-    if high_measure >= target:
-        low = tl.maximum(low, high_key)
-        count_low = tl.minimum(count_low, high_count)
-    else:
-        high = tl.minimum(high, high_key)
-        count_high = tl.maximum(count_high, high_count)
-    while (high - low > 1) & (count_low - count_high > 1):
-        width = high - low
-        low_key = low + width // 4
-        middle_key = low + width // 2
-        high_key = low + width // 2 + width // 4
-        low_count, middle_count, high_count, low_measure, middle_measure, high_measure = _measure(
-            row_ptr, vocab_size, _value_of(low_key, SHIFT), _value_of(middle_key, SHIFT),
-            _value_of(high_key, SHIFT), highest, temperature, BY_MASS, BLOCK,
-        )  # fmt: skip
-        if high_measure >= target:
-            low = high_key
-            count_low = high_count
-        else:
-            high = high_key
-            count_high = high_count
-            if middle_measure >= target:
-                low = middle_key
-                count_low = middle_count
-            else:
-                high = middle_key
-                count_high = middle_count
-                if low_measure >= target:
-                    low = low_key
-                    count_low = low_count
-                else:
-                    high = low_key
-                    count_high = low_count
-    return _value_of(low, SHIFT)
-
-
-@triton.jit
-def _threshold_kernel(
+def _keep_kernel(
     logits_ptr,
-    best_ptr,  # [B, chunks] float32
-    best_id_ptr,  # [B, chunks] int32
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
-    min_p_ptr,
-    limits_ptr,  # [B, 2] float32: the largest logit, the smallest candidate
-    out_ptr,
+    best_ptr,  # [B, chunks] float32
+    best_id_ptr,  # [B, chunks] int32
+    kept_ptr,  # [B, chunks, KEPT] int64: a logit's float32 bits, then its id
+    notes_ptr,  # [B, chunks, NOTES] float32
     logits_stride,
     parameter_stride,
     vocab_size,
     chunks,
-    CHUNKS_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEPT: tl.constexpr,
+    CHUNKS_A_PROGRAM: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, CHUNKS_PAD)
-    inside = columns < chunks
-    best = tl.load(best_ptr + row * chunks + columns, mask=inside, other=float("-inf"))
-    best_id = tl.load(best_id_ptr + row * chunks + columns, mask=inside, other=0x7FFFFFFF)
-    highest = tl.max(best, axis=0)
-    tl.store(out_ptr + row, tl.min(tl.where(best == highest, best_id, 0x7FFFFFFF), axis=0))
-    temperature = tl.load(temperature_ptr + row * parameter_stride)
-    if temperature > 0.0:
-        temperature = tl.maximum(temperature, 1.0e-30)
-        highest = tl.maximum(highest, -3.4028234663852886e38)
-        top_k = tl.load(top_k_ptr + row * parameter_stride)
-        top_p = tl.load(top_p_ptr + row * parameter_stride)
-        min_p = tl.load(min_p_ptr + row * parameter_stride)
-        row_ptr = logits_ptr + row * logits_stride
-        lowest = highest - float("inf")
-        if (top_k > 0) & (top_k < vocab_size):
-            lowest = _search_threshold(
-                row_ptr, vocab_size, lowest, highest, temperature, top_k.to(tl.float32),
-                False, BLOCK, SHIFT,
-            )  # fmt: skip
-        if min_p > 0.0:
-            lowest = tl.maximum(lowest, highest + tl.log(min_p) * temperature)
-        if top_p < 1.0:
-            found = _search_threshold(
-                row_ptr, vocab_size, lowest, highest, temperature, top_p, True, BLOCK, SHIFT
-            )
-            lowest = tl.maximum(lowest, found)  # which lies below it if its dtype is coarser
-        tl.store(limits_ptr + row * 2, highest)
-        tl.store(limits_ptr + row * 2 + 1, lowest)
+    row = tl.program_id(1).to(tl.int64)
+    at = row * parameter_stride
+    if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
+        for part in range(CHUNKS_A_PROGRAM):
+            chunk = tl.program_id(0) * CHUNKS_A_PROGRAM + part
+            if chunk < chunks:
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                scores = load_scores(logits_ptr + row * logits_stride, ids, vocab_size)
+                cell = row * chunks + chunk
+                best = _store_best(scores, ids, best_ptr, best_id_ptr, cell)
+                best = tl.maximum(best, -3.4028234663852886e38)
+                temperature = tl.maximum(tl.load(temperature_ptr + at), 1.0e-30)
+                note_ptr = notes_ptr + cell * _NOTES
+                tl.store(note_ptr + _MASS, tl.sum(tl.exp((scores - best) / temperature), axis=0))
+                floor = find_floor(scores, best, KEPT)
+                is_kept = (scores >= floor) & (scores > float("-inf"))
+                places = tl.cumsum(is_kept.to(tl.int32), axis=0)
+                entries = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
+                tl.store(kept_ptr + cell * KEPT - 1 + places, entries, mask=is_kept)
+                tl.store(note_ptr + _FLOOR, floor)
+                tl.store(note_ptr + _COUNT, tl.max(places, axis=0).to(tl.float32))
 
 
 @triton.jit
@@ -251,6 +126,82 @@ def _gumbel(seed, position, ids):
     series = v * (1.0 + v * (0.5 + v * (0.33333333333 + v * (0.25 + v * 0.2))))
     exponential = tl.where(v < 0.0625, series, -tl.log(1.0 - v))
     return -tl.log(exponential)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr,
+    best_ptr,  # [B, chunks] float32
+    best_id_ptr,  # [B, chunks] int32
+    kept_ptr,  # [B, chunks, KEPT] int64: a logit's float32 bits, then its id
+    notes_ptr,  # [B, chunks, NOTES] float32
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    limits_ptr,  # [B, 2] float32: the largest logit; the smallest candidate, inf if out is final
+    out_ptr,
+    logits_stride,
+    parameter_stride,
+    vocab_size,
+    chunks,
+    CHUNKS_PAD: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, CHUNKS_PAD)
+    inside = columns < chunks
+    best = tl.load(best_ptr + row * chunks + columns, mask=inside, other=float("-inf"))
+    best_id = tl.load(best_id_ptr + row * chunks + columns, mask=inside, other=0x7FFFFFFF)
+    highest = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == highest, best_id, 0x7FFFFFFF), axis=0)
+    temperature = tl.load(temperature_ptr + row * parameter_stride)
+    highest = tl.maximum(highest, -3.4028234663852886e38)
+    lowest = highest + float("inf")
+    if temperature > 0.0:
+        temperature = tl.maximum(temperature, 1.0e-30)
+        lowest = highest - float("inf")
+        at = row * parameter_stride
+        if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
+            row_notes_ptr = notes_ptr + row * chunks * _NOTES
+            note_ptr = row_notes_ptr + columns * _NOTES
+            floor = tl.load(note_ptr + _FLOOR, mask=inside, other=float("-inf"))
+            floor = tl.max(floor, axis=0)
+            mass = tl.load(note_ptr + _MASS, mask=inside, other=0.0)
+            total = tl.sum(mass * tl.exp((best - highest) / temperature), axis=0)
+            cells = tl.arange(0, CHUNKS_PAD * KEPT)
+            count_ptr = row_notes_ptr + cells // KEPT * _NOTES + _COUNT
+            count = tl.load(count_ptr, mask=cells < chunks * KEPT, other=0.0)
+            is_kept = cells % KEPT < count.to(tl.int32)
+            entries = tl.load(kept_ptr + row * chunks * KEPT + cells, mask=is_kept, other=0)
+            known = (entries >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            known = tl.where(is_kept, known, float("-inf"))
+            lowest = find_lowest(
+                known, floor, total, logits_ptr + row * logits_stride, vocab_size, highest,
+                temperature, tl.load(top_k_ptr + at), tl.load(top_p_ptr + at),
+                tl.load(min_p_ptr + at), BLOCK, SHIFT,
+            )  # fmt: skip
+            if lowest >= floor:
+                ids = tl.where(is_kept, entries.to(tl.int32), 0x7FFFFFFF)
+                seed = tl.load(seeds_ptr + row)
+                position = tl.load(positions_ptr + row)
+                noisy = (known - highest) / temperature + _gumbel(seed, position, ids)
+                noisy = tl.where(known >= lowest, noisy, float("-inf"))
+                top = tl.max(noisy, axis=0)
+                drawn = tl.min(tl.where(noisy == top, ids, 0x7FFFFFFF), axis=0)
+                token = tl.where(top > float("-inf"), drawn, token)  # a row of -inf alone has none
+                lowest = highest + float("inf")
+        else:
+            min_p = tl.load(min_p_ptr + at)
+            if min_p > 0.0:
+                lowest = highest + tl.log(min_p) * temperature
+    tl.store(limits_ptr + row * 2, highest)
+    tl.store(limits_ptr + row * 2 + 1, lowest)
+    tl.store(out_ptr + row, token)
 
 
 @triton.jit
@@ -270,11 +221,11 @@ def _draw_kernel(
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row * parameter_stride)
-    if temperature > 0.0:
+    highest = tl.load(limits_ptr + row * 2)
+    lowest = tl.load(limits_ptr + row * 2 + 1)
+    if lowest < float("inf"):
+        temperature = tl.load(temperature_ptr + row * parameter_stride)
         temperature = tl.maximum(temperature, 1.0e-30)
-        highest = tl.load(limits_ptr + row * 2)
-        lowest = tl.load(limits_ptr + row * 2 + 1)
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row)
         row_ptr = logits_ptr + row * logits_stride
@@ -282,7 +233,7 @@ def _draw_kernel(
         best_id = chunk * CHUNK + tl.arange(0, STEP)
         for first in range(0, CHUNK, STEP):
             ids = chunk * CHUNK + first + tl.arange(0, STEP)
-            scores = _load_scores(row_ptr, ids, vocab_size)
+            scores = load_scores(row_ptr, ids, vocab_size)
             if tl.max(scores, axis=0) >= lowest:
                 noisy = (scores - highest) / temperature + _gumbel(seed, position, ids)
                 noisy = tl.where(scores >= lowest, noisy, float("-inf"))
@@ -299,14 +250,13 @@ def _draw_kernel(
 def _pick_kernel(
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32
-    temperature_ptr,
+    limits_ptr,  # [B, 2] float32
     out_ptr,
-    parameter_stride,
     chunks,
     CHUNKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(temperature_ptr + row * parameter_stride) > 0.0:
+    if tl.load(limits_ptr + row * 2 + 1) < float("inf"):
         columns = tl.arange(0, CHUNKS_PAD)
         inside = columns < chunks
         best = tl.load(best_ptr + row * chunks + columns, mask=inside, other=float("-inf"))
@@ -345,23 +295,33 @@ def sample(
     chunks = -(-vocab_size // chunk)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     best_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
+    kept = torch.empty((rows, chunks, _KEPT), dtype=torch.int64, device=device)
+    notes = torch.empty((rows, chunks, _NOTES.value), dtype=torch.float32, device=device)
     limits = torch.empty((rows, 2), dtype=torch.float32, device=device)
     stride, pad = logits.stride(0), next_power_of_2(chunks)
     temperature, top_k, top_p, min_p = _equally_strided(temperature, top_k, top_p, min_p)
     step = temperature.stride(0)
     _chunk_max_kernel[(chunks, rows)](
-        logits, best, best_id, stride, vocab_size, CHUNK=chunk, num_warps=8
-    )
-    _threshold_kernel[(rows,)](
-        logits, best, best_id, temperature, top_k, top_p, min_p, limits, out, stride, step,
-        vocab_size, chunks,
-        CHUNKS_PAD=pad, BLOCK=chunk, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
+        logits, temperature, top_k, top_p, best, best_id, stride, step, vocab_size,
+        CHUNK=chunk, num_warps=8,
     )  # fmt: skip
+    # Rows without limits leave at once; where there are many, a few programs each do so.
+    each = 4 if rows >= _MANY_ROWS else 1
+    _keep_kernel[(-(-chunks // each), rows)](
+        logits, temperature, top_k, top_p, best, best_id, kept, notes, stride, step, vocab_size,
+        chunks, CHUNK=chunk, KEPT=_KEPT, CHUNKS_A_PROGRAM=each, num_warps=16,
+    )  # fmt: skip
+    _threshold_kernel[(rows,)](
+        logits, best, best_id, kept, notes, temperature, top_k, top_p, min_p, seeds, positions,
+        limits, out, stride, step, vocab_size, chunks,
+        CHUNKS_PAD=pad, KEPT=_KEPT, BLOCK=chunk // 2, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
+    )  # fmt: skip
+    # Fewer programs where there are enough rows: most have nothing to do.
+    chunk *= 2 if rows >= _MANY_ROWS else 1
+    chunks = -(-vocab_size // chunk)
     _draw_kernel[(chunks, rows)](
         logits, temperature, seeds, positions, limits, best, best_id, stride, step,
         vocab_size, CHUNK=chunk, STEP=_DRAW_STEP, num_warps=4,
     )  # fmt: skip
-    _pick_kernel[(rows,)](
-        best, best_id, temperature, out, step, chunks, CHUNKS_PAD=pad, num_warps=1
-    )
+    _pick_kernel[(rows,)](best, best_id, limits, out, chunks, CHUNKS_PAD=pad, num_warps=1)
     return out

@@ -16,7 +16,7 @@ from pagewire.kernels import shaping_tables as layout
 from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.shaping_tables import ShapingTables
 
-_CHUNK = 4096
+_CHUNK = 2048
 _ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
 _FLAGS = tl.constexpr(layout.FLAGS)
 _IS_LIMITED = tl.constexpr(layout.IS_LIMITED)
@@ -56,6 +56,7 @@ def _shaped(
     row_ptr,  # of the device slot
     allowed_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     mask_ptr,  # of the row, if it has one
     has_mask,
@@ -74,13 +75,15 @@ def _shaped(
         scores = tl.where(_load_bits(allowed_ptr, ids, inside), scores, float("-inf"))
     scores += biases
     if (flags & _IS_PENALIZED) != 0:
-        counts = tl.load(counts_ptr + ids, mask=inside, other=0)
-        seen = (counts > 0) | _load_bits(prompt_ptr, ids, inside)
+        # A count is 4 bytes: those of tokens that are not in the output are not read.
+        is_output = _load_bits(output_ptr, ids, inside)
+        counts = tl.load(counts_ptr + ids, mask=inside & is_output, other=0)
+        seen = is_output | _load_bits(prompt_ptr, ids, inside)
         repetition = _load_float(row_ptr, _REPETITION)
         repeated = tl.where(scores > 0.0, scores / repetition, scores * repetition)
         scores = tl.where(seen, repeated, scores)
         scores -= _load_float(row_ptr, _FREQUENCY) * counts.to(tl.float32)
-        scores -= tl.where(counts > 0, _load_float(row_ptr, _PRESENCE), 0.0)
+        scores -= tl.where(is_output, _load_float(row_ptr, _PRESENCE), 0.0)
     return scores
 
 
@@ -91,6 +94,7 @@ def _each_kernel(
     rows_ptr,
     allowed_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     masks_ptr,
     mask_of_row_ptr,
@@ -108,8 +112,8 @@ def _each_kernel(
     inside = ids < vocab_size
     scores = _shaped(
         logits_ptr + row * logits_stride, rows_ptr + slot * _ROW_WORDS,
-        allowed_ptr + slot * words, prompt_ptr + slot * words, counts_ptr + slot * vocab_size,
-        masks_ptr + mask * words, mask >= 0, ids, 0.0, inside,
+        allowed_ptr + slot * words, prompt_ptr + slot * words, output_ptr + slot * words,
+        counts_ptr + slot * vocab_size, masks_ptr + mask * words, mask >= 0, ids, 0.0, inside,
     )  # fmt: skip
     tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
 
@@ -121,6 +125,7 @@ def _bias_kernel(
     rows_ptr,
     allowed_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     masks_ptr,
     mask_of_row_ptr,
@@ -143,8 +148,8 @@ def _bias_kernel(
         biases = tl.load(row_ptr + _BIAS_VALUES + lanes, mask=inside, other=0)
         scores = _shaped(
             logits_ptr + row * logits_stride, row_ptr, allowed_ptr + slot * words,
-            prompt_ptr + slot * words, counts_ptr + slot * vocab_size, masks_ptr + mask * words,
-            mask >= 0, ids, biases.to(tl.float32, bitcast=True), inside,
+            prompt_ptr + slot * words, output_ptr + slot * words, counts_ptr + slot * vocab_size,
+            masks_ptr + mask * words, mask >= 0, ids, biases.to(tl.float32, bitcast=True), inside,
         )  # fmt: skip
         tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
 
@@ -210,7 +215,7 @@ def shape_logits(
         logits, slots, *tables, masks, mask_of_row, out, logits.stride(0), out.stride(0),
         vocab_size, tables.allowed.shape[1],
     )  # fmt: skip
-    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=8)
+    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=8, maxnreg=48)
     _bias_kernel[(count,)](*arguments, MOST=layout.MOST_BIASES, num_warps=8)
     _ban_kernel[(count,)](
         slots, positions, tables.rows, out, out.stride(0),

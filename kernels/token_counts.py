@@ -25,13 +25,16 @@ _HISTORY = tl.constexpr(layout.HISTORY)
 
 
 @triton.jit
-def _clear_kernel(slots_ptr, prompt_ptr, counts_ptr, vocab_size, words, CHUNK: tl.constexpr):
+def _clear_kernel(
+    slots_ptr, prompt_ptr, output_ptr, counts_ptr, vocab_size, words, CHUNK: tl.constexpr
+):
     slot = tl.load(slots_ptr + tl.program_id(1))
     ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     zeros = tl.zeros([CHUNK], dtype=tl.int32)
     tl.store(counts_ptr + slot * vocab_size + ids, zeros, mask=ids < vocab_size)
     # More words than there are for this chunk: others clear them, too.
     tl.store(prompt_ptr + slot * words + ids, zeros, mask=ids < words)
+    tl.store(output_ptr + slot * words + ids, zeros, mask=ids < words)
 
 
 @triton.jit
@@ -41,6 +44,7 @@ def _enter_kernel(
     output_starts_ptr,
     tokens_ptr,
     prompt_ptr,
+    output_ptr,
     counts_ptr,
     vocab_size,
     words,
@@ -58,8 +62,9 @@ def _enter_kernel(
     counts_ptr += slot * vocab_size
     tl.atomic_add(counts_ptr + tokens, ones, mask=inside & is_output, sem="relaxed")
     bits = ones << (tokens % 32).to(tl.int32)
-    prompt_ptr += slot * words
-    tl.atomic_or(prompt_ptr + tokens // 32, bits, mask=inside & (~is_output), sem="relaxed")
+    words_at = slot * words + tokens // 32
+    tl.atomic_or(prompt_ptr + words_at, bits, mask=inside & (~is_output), sem="relaxed")
+    tl.atomic_or(output_ptr + words_at, bits, mask=inside & is_output, sem="relaxed")
 
 
 @triton.jit
@@ -68,9 +73,11 @@ def _note_kernel(
     slots_ptr,
     positions_ptr,
     rows_ptr,
+    output_ptr,
     counts_ptr,
     count,
     vocab_size,
+    words,
     SIZE: tl.constexpr,
 ):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -82,6 +89,9 @@ def _note_kernel(
     tokens = tl.load(tokens_ptr + index, mask=is_noted, other=0)
     places = tl.load(positions_ptr + index, mask=is_noted, other=0) & (_HISTORY - 1)
     tl.store(row_ptr + _HISTORY_AT + places, tokens.to(tl.int32), mask=is_noted)
+    cells = output_ptr + slots * words + tokens // 32
+    bits = tl.full([SIZE], 1, dtype=tl.int32) << (tokens % 32).to(tl.int32)
+    tl.store(cells, tl.load(cells, mask=is_noted, other=0) | bits, mask=is_noted)
     cells = counts_ptr + slots * vocab_size + tokens
     tl.store(cells, tl.load(cells, mask=is_noted, other=0) + 1, mask=is_noted)
 
@@ -103,12 +113,13 @@ def enter_tokens(
         return
     chunk = min(_CHUNK, next_power_of_2(vocab_size))
     _clear_kernel[(-(-vocab_size // chunk), count)](
-        slots, tables.prompt, tables.counts, vocab_size, words, CHUNK=chunk, num_warps=8
-    )
+        slots, tables.prompt, tables.output, tables.counts, vocab_size, words,
+        CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
     if longest > 0:
         _enter_kernel[(-(-longest // _ENTERED), count)](
-            slots, ends, output_starts, tokens, tables.prompt, tables.counts, vocab_size, words,
-            SIZE=_ENTERED, num_warps=4,
+            slots, ends, output_starts, tokens, tables.prompt, tables.output, tables.counts,
+            vocab_size, words, SIZE=_ENTERED, num_warps=4,
         )  # fmt: skip
 
 
@@ -123,6 +134,6 @@ def note_tokens(
     if count:
         size = 128
         _note_kernel[(-(-count // size),)](
-            tokens, slots, positions, tables.rows, tables.counts, count, tables.vocab_size,
-            SIZE=size, num_warps=4,
+            tokens, slots, positions, tables.rows, tables.output, tables.counts, count,
+            tables.vocab_size, tables.output.shape[1], SIZE=size, num_warps=4,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from pagewire.kernels.bench.inputs import (
     PagedCase,
     PagedInputs,
     decode_case,
+    peaked_logits,
     sampling_inputs,
     shaping_inputs,
 )
@@ -168,14 +169,17 @@ def _linear(rows: int, outs: int, ins: int) -> BenchCase:
     return BenchCase("linear", shape, call, 2.0 * outs * ins, peer=lambda: F.linear(x, weight))
 
 
-def _sample(rows: int, kind: str) -> BenchCase:
-    logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
-    x = sampling_inputs(logits, *SAMPLING[kind])
+def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTYPE) -> BenchCase:
+    noise = 3 * torch.randn(rows, VOCABULARY, device="cuda")
+    logits = peaked_logits(rows, VOCABULARY, "cuda") if peaked else noise
+    x = sampling_inputs(logits.to(dtype), *SAMPLING[kind])
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
         return (ops.sample(*x.arguments),)
 
-    return BenchCase("sample", f"{rows} rows, {kind}", call, 2.0 * rows * VOCABULARY, exact=True)
+    shape = f"{rows} rows, {kind}" + ", peaked" * peaked + ", float32" * (dtype == torch.float32)
+    work = float(dtype.itemsize) * rows * VOCABULARY
+    return BenchCase("sample", shape, call, work, exact=True)
 
 
 def _shape_logits(rows: int, kind: str) -> BenchCase:
@@ -199,7 +203,7 @@ def _note_tokens(rows: int) -> BenchCase:
 
     def run(ops: Ops, tables: ShapingTables) -> tuple[torch.Tensor, ...]:
         ops.note_tokens(tables, tokens, x.slots, x.positions)
-        return tables.counts, tables.rows
+        return tables.counts, tables.output, tables.rows
 
     def check(ops: Ops) -> tuple[torch.Tensor, ...]:
         return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
@@ -216,9 +220,9 @@ def _enter_tokens(length: int) -> BenchCase:
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
         ops.enter_tokens(tables, slots, ends, starts, tokens, length)
-        return tables.prompt, tables.counts
+        return tables.prompt, tables.output, tables.counts
 
-    work = 4.0 * VOCABULARY + 8.0 * length
+    work = 4.25 * VOCABULARY + 8.0 * length
     return BenchCase("enter_tokens", f"{length} tokens", call, work, exact=True)
 
 
@@ -285,7 +289,13 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     ),
     "enter_tokens": lambda: (_enter_tokens(length) for length in (100, 8192, 131072)),
     "note_tokens": lambda: (_note_tokens(rows) for rows in (1, 256)),
-    "sample": lambda: (_sample(rows, kind) for rows in (1, 64, 256) for kind in SAMPLING),
+    "sample": lambda: (
+        _sample(rows, kind, peaked, dtype)
+        for rows in (1, 64, 256)
+        for kind in SAMPLING
+        for peaked in (False, True)
+        for dtype in (DTYPE, torch.float32)
+    ),
     "token_logprobs": lambda: (
         _token_logprobs(rows, top) for rows in (1, 64, 256) for top in (0, 1, 20)
     ),

@@ -112,6 +112,17 @@ class SamplingInputs:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
+def peaked_logits(rows: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return logits [rows, vocab_size] as language models have them: noise, and some far above it.
+
+    Those, each 64th at random, are higher by an exponential: a few hold most of the mass.
+    """
+    logits = 2.0 * torch.randn(rows, vocab_size, device=device)
+    likely = torch.rand(rows, vocab_size, device=device) < 1 / 64
+    heights = 3.0 * torch.empty(rows, vocab_size, device=device).exponential_()
+    return torch.where(likely, logits + heights, logits)
+
+
 def sampling_inputs(
     logits: torch.Tensor,
     temperature: float | list[float] = 0.0,
@@ -182,6 +193,7 @@ def shaping_inputs(
         prompt = [] if prompts is None else prompts[index]
         tables.prompt[slot] = torch.from_numpy(pack_bits(prompt, vocab_size))
         output = torch.tensor(row.output, dtype=torch.int64)
+        tables.output[slot] = torch.from_numpy(pack_bits(output.tolist(), vocab_size))
         tables.counts[slot] = torch.bincount(output, minlength=vocab_size)
     for index, tokens in (allowed or {}).items():
         tables.allowed[slots[index]] = torch.from_numpy(pack_bits(tokens, vocab_size))

@@ -25,6 +25,8 @@ def enter_tokens(
         own, start = tokens[start:end], end
         prompt = torch.from_numpy(pack_bits(own[:first].tolist(), vocab_size))
         tables.prompt[slot] = prompt.to(tables.prompt.device)
+        output = torch.from_numpy(pack_bits(own[first:].tolist(), vocab_size))
+        tables.output[slot] = output.to(tables.output.device)
         tables.counts[slot] = torch.bincount(own[first:], minlength=vocab_size)
 
 
@@ -38,4 +40,6 @@ def note_tokens(
     is_noted = (tables.rows[slots, layout.FLAGS] & layout.IS_NOTED) != 0
     slots, tokens, positions = slots[is_noted], tokens[is_noted], positions[is_noted]
     tables.rows[slots, layout.HISTORY_AT + positions % layout.HISTORY] = tokens.int()
+    bits = torch.ones_like(tokens, dtype=torch.int32) << (tokens % 32).int()
+    tables.output[slots, tokens // 32] |= bits
     tables.counts[slots, tokens] += 1

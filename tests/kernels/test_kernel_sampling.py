@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pagewire.kernels.bench.inputs import sampling_inputs
+from pagewire.kernels.bench.inputs import peaked_logits, sampling_inputs
 from pagewire.kernels.reference.philox import gumbel_noise, philox
 from pagewire.kernels.sampling import _gumbel
 
@@ -295,6 +295,77 @@ def test_many_equal_logits_match_reference(device, dtype, kernels, reference):
         top_k=[1, 2, 10, 50, 200, 0] * 4,
         top_p=[1.0] * 12 + [0.83] * 12,
     )
+    assert torch.equal(_sample(kernels, x), _sample(reference, x))
+
+
+# Candidates from what is kept of each chunk of 4096 tokens, or from the row.
+
+_MIXED = {
+    "temperature": [1.0, 0.7, 1.0, 1.3, 0.8, 1.0, 0.0, 1.0, 2.0, 1.0],
+    "top_k": [0, 50, 0, 3, 20, 1, 5, 0, 0, 9000],
+    "top_p": [0.9, 1.0, 0.99, 0.9, 0.7, 1.0, 0.5, 1e-7, 0.95, 0.9],
+    "min_p": [0.0, 0.0, 0.0, 0.01, 0.0, 0.0, 0.1, 0.0, 1e-4, 0.001],
+}
+
+
+def _equal_logits(rows, vocab):
+    return torch.full((rows, vocab), 1.25)
+
+
+def _few_finite(rows, vocab):
+    logits = torch.full((rows, vocab), -math.inf)
+    logits[:, 17::700] = torch.randn(rows, len(range(17, vocab, 700)))
+    logits[:, 5] = math.nan
+    return logits
+
+
+def _equal_in_one_chunk(rows, vocab):
+    logits = peaked_logits(rows, vocab)
+    logits[:, 4100:4300] = 30.0  # more than a segment takes
+    return logits
+
+
+def _outliers(rows, vocab):
+    logits = peaked_logits(rows, vocab)
+    logits[:, 1::40] -= 100.0
+    logits[:, 2::90] = -math.inf
+    logits[:, 3] = 1e4
+    return logits
+
+
+ROWS = {
+    "peaked": peaked_logits,
+    "noise": torch.randn,
+    "all-equal": _equal_logits,
+    "few-finite": _few_finite,
+    "crowded-chunk": _equal_in_one_chunk,
+    "outliers": _outliers,
+    "rounded": lambda rows, vocab: (peaked_logits(rows, vocab) * 2).round() / 2,
+}
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+def test_rows_of_several_chunks_match_reference(make, device, dtype, kernels, reference):
+    logits = make(10, 9001).clamp(max=6e4 if dtype == torch.float16 else None, min=-math.inf)
+    x = sampling_inputs(logits.to(device, dtype), **_MIXED, first_seed=3)
+    drawn = _sample(kernels, x)
+    assert torch.equal(drawn, _sample(reference, x))
+    for row in (0, 1, 8):
+        assert kernels.sample(*(column[row : row + 1] for column in _columns(x))) == drawn[row]
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+def test_the_smallest_candidate_is_the_references(make, device, kernels, reference):
+    """Each row many times, hot, so that a candidate too many or too few is drawn."""
+    rows = 4 if device == "cpu" else 200
+    logits = make(1, 4200).repeat(rows, 1).to(device)
+    for top_k, top_p, min_p in ((7, 1.0, 0.0), (0, 0.6, 0.0), (12, 0.8, 0.02)):
+        x = sampling_inputs(logits, 3.0, top_k, top_p, min_p)
+        assert torch.equal(_sample(kernels, x), _sample(reference, x))
+
+
+def test_many_rows_draw_with_fewer_programs(device, kernels, reference):
+    x = sampling_inputs(torch.randn(64, 1500, device=device), 1.0)
     assert torch.equal(_sample(kernels, x), _sample(reference, x))
 
 
