@@ -107,8 +107,6 @@ def asked_in_a_form(index: int) -> tuple[str, dict[str, Any]]:
         return "completions", {**body, "prompt": PROMPTS[index], "guided_regex": LIST}
     question = f"{index}: What is a lambda? " * (1 + index % 8)
     body["messages"] = [{"role": "user", "content": question}]
-        {"role": "user", "content": f"{index}: What is a lambda? " * (1 + index % 8)}
-    ]
     if index // 3 % 3 == 1:
         form = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": NUMBERS}}
         return "chat/completions", {**body, "response_format": form}

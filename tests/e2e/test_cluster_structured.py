@@ -149,22 +149,22 @@ def test_with_auto_tools_the_answer_is_free(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
     tools: dict[str, Any] = {"tools": TOOLS, "tool_choice": "auto"}
     alone = client.chat.completions.create(**asked, max_tokens=24).choices[0]
-    free = final_of(client.chat.completions.stream(**asked, **tools, max_tokens=24))
-    assert (free.finish_reason, free.message.tool_calls) == ("length", None)
-    assert free.message.content == alone.message.content
+    chunks = client.chat.completions.create(**asked, **tools, max_tokens=24, stream=True)
+    free = [chunk.choices[0] for chunk in chunks]
+    assert "".join(each.delta.content or "" for each in free) == alone.message.content
+    assert not any(each.delta.tool_calls for each in free)
+    assert free[-1].finish_reason == alone.finish_reason
 
     calls = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
     text = "I look.\n" + written(TOOL_FORMATS["hermes"], calls)
     form = {"structured_outputs": {"choice": [text]}}
-    called_on = final_of(client.chat.completions.stream(**asked, **tools, extra_body=form))
-    assert called_on.finish_reason == "tool_calls"
-    assert (called_on.message.content or "").strip() == "I look."
-    assert called(called_on.message) == calls
-
-
-def final_of(stream: Any) -> Any:
-    with stream as events:
-        return events.get_final_completion().choices[0]
+    with client.chat.completions.stream(**asked, **tools, extra_body=form) as stream:
+        for _event in stream:
+            pass
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert (final.message.content or "").strip() == "I look."
+    assert called(final.message) == calls
 
 
 def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
