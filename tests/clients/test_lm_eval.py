@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ TASK = """
 dataset_path: json
 test_split: test
 doc_to_text: "{{text}}"
-doc_to_choice: "{{ends}}"
 target_delimiter: ""
 """
 TASKS = {
     "ends": """
 output_type: multiple_choice
+doc_to_choice: "{{ends}}"
 doc_to_target: "{{right}}"
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """,
@@ -58,7 +58,6 @@ generation_kwargs: {{until: {json.dumps(STOPS)}, max_gen_toks: {MAX_TOKENS}, do_
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """,
 }
-Evaluate = Callable[..., dict[str, list[Any]]]
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_required_tools_are_called_with_typed_arguments(client: openai.OpenAI) -
         with client.chat.completions.stream(**asked, **choice) as stream:
             kinds = [event.type for event in stream]
             final = stream.get_final_completion().choices[0]
-        assert kinds.count("tool_calls.function.arguments.delta") > 3
+        assert "tool_calls.function.arguments.delta" in kinds
         for answer in (whole, final):
             assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
             (call,) = answer.message.tool_calls or []
