@@ -91,7 +91,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_a_model_without_a_known_format_names_the_setting() -> None:
-    with pytest.raises(InvalidRequestError, match="tool_parser of LLM .* can be one of hermes"):
+    with pytest.raises(InvalidRequestError, match=r"tool_parser of LLM .* can be one of hermes"):
         LLM("demo", device="cpu", num_blocks=64).chat(QUESTION, use_tqdm=False, tools=TOOLS)
 
 
