@@ -34,7 +34,7 @@ ifneq ($(ARGS),)
 	$(BIN)/pytest $(ARGS)
 else
 	$(BIN)/pytest -n 2 tests/unit tests/kernels tests/integration
-	$(BIN)/pytest tests/e2e tests/faults tests/gpu
+	$(BIN)/pytest tests/e2e tests/faults tests/gpu tests/clients
 endif
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device

@@ -85,7 +85,8 @@ class ChatSyntax:
         if self.tools is None:
             raise InvalidRequestError(
                 "tools: it is not known how this model writes calls, since its chat template does "
-                f"not show it; the server's --tool-parser can be one of {', '.join(TOOL_FORMATS)}",
+                "not show it; tool_parser of LLM or the server's --tool-parser can be one of "
+                f"{', '.join(TOOL_FORMATS)}",
                 "tools",
             )
         functions = tuple(tool.function for tool in tools)

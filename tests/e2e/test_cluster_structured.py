@@ -1,7 +1,11 @@
-"""Structured output over the cluster, by the official client; it survives its worker's death."""
+"""Structured output and tools over the cluster, by the official client.
+
+`test_cluster_killed.py` kills workers with such answers where prefill is separate.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,8 +21,10 @@ import pytest
 
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.sse import events_of
+from pagewire.tests.support.tool_answers import TOOLS, written
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,7 +51,8 @@ class Part(pydantic.BaseModel):
 
 @pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with local_cluster(*request.param, "--device", "cpu", "--dtype", "float32") as running:
+    options = ("--device", "cpu", "--dtype", "float32", "--tool-parser", "hermes")
+    with local_cluster(*request.param, *options) as running:
         yield running
 
 
@@ -113,6 +120,59 @@ def test_hostile_grammar_is_a_400_and_the_cluster_goes_on(client: openai.OpenAI)
     test_extra_fields_of_vllm(client)
 
 
+def test_required_tools_are_called_with_typed_arguments(client: openai.OpenAI) -> None:
+    tools: list[Any] = [openai.pydantic_function_tool(Part, name="make")]
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 400,
+    }
+    for choice in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 6}):
+        whole = client.chat.completions.parse(**asked, **choice).choices[0]
+        with client.chat.completions.stream(**asked, **choice) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_completion().choices[0]
+        assert "tool_calls.function.arguments.delta" in kinds
+        for answer in (whole, final):
+            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+            (call,) = answer.message.tool_calls or []
+            assert call.function.name == "make"
+            assert isinstance(call.function.parsed_arguments, Part)
+        assert called(whole.message) == called(final.message)
+
+
+def test_with_auto_tools_the_answer_is_free(client: openai.OpenAI) -> None:
+    """The demo says what it has learned; with a form that has calls, these are found."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
+    tools: dict[str, Any] = {"tools": TOOLS, "tool_choice": "auto"}
+    alone = client.chat.completions.create(**asked, max_tokens=24).choices[0]
+    chunks = client.chat.completions.create(**asked, **tools, max_tokens=24, stream=True)
+    free = [chunk.choices[0] for chunk in chunks]
+    assert "".join(each.delta.content or "" for each in free) == alone.message.content
+    assert not any(each.delta.tool_calls for each in free)
+    assert free[-1].finish_reason == alone.finish_reason
+
+    calls = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
+    text = "I look.\n" + written(TOOL_FORMATS["hermes"], calls)
+    form = {"structured_outputs": {"choice": [text]}}
+    with client.chat.completions.stream(**asked, **tools, extra_body=form) as stream:
+        for _event in stream:
+            pass
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert (final.message.content or "").strip() == "I look."
+    assert called(final.message) == calls
+
+
+def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls
+    ]
+
+
 def _stream(cluster: LocalCluster, body: dict[str, Any], begun: threading.Semaphore) -> list[int]:
     tokens: list[int] = []
     asked = {
@@ -135,6 +195,7 @@ def _stream(cluster: LocalCluster, body: dict[str, Any], begun: threading.Semaph
     return tokens
 
 
+@pytest.mark.parametrize("cluster", [LAYOUTS["aggregated"]], ids=["aggregated"], indirect=True)
 def test_answers_survive_their_decode_worker(cluster: LocalCluster) -> None:
     bodies = [
         {"temperature": 0.0 if row % 2 else 1.0, "seed": row, "prompt": f"{row}: {TEXT}"}

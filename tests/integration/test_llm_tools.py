@@ -90,6 +90,11 @@ def test_wrong_arguments_are_refused(
     assert caught.value.param == param
 
 
+def test_a_model_without_a_known_format_names_the_setting() -> None:
+    with pytest.raises(InvalidRequestError, match=r"tool_parser of LLM .* can be one of hermes"):
+        LLM("demo", device="cpu", num_blocks=64).chat(QUESTION, use_tqdm=False, tools=TOOLS)
+
+
 def test_an_answer_goes_on_with_the_last_message(llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0)
     (whole,) = llm.chat(QUESTION, greedy, use_tqdm=False)
