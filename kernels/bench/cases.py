@@ -126,12 +126,13 @@ def _rotary_and_cache(tokens: int, rotated: int = DIM, normed: bool = False) -> 
     slots = torch.randperm(pool.shape[0] * BLOCK_SIZE, device="cuda")[:tokens]
     angles = 6 * torch.rand(tokens, rotated // 2, device="cuda")
     cos_sin_cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    weights = torch.randn(2, DIM, device="cuda", dtype=DTYPE).unbind() if normed else (None, None)
+    q_norm, k_norm = torch.randn(2, DIM, device="cuda", dtype=DTYPE) if normed else (None, None)
 
     def run(ops: Ops, x: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, v = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         caches = pool[:, 1, 0], pool[:, 1, 1]
-        ops.rotary_and_cache(positions, q, k, v, cos_sin_cache, *caches, slots, *weights, 1e-6)
+        norms = (q_norm, k_norm, 1e-6)
+        ops.rotary_and_cache(positions, q, k, v, cos_sin_cache, *caches, slots, *norms)
         return q, pool
 
     return BenchCase(

@@ -29,8 +29,9 @@ from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
-from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
+from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.sampling import RequestSpec
 

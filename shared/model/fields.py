@@ -50,6 +50,17 @@ class Fields:
             raise self.error(f"{name} must be a positive number, not {value!r}")
         return float(value)
 
+    def positive_floats(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0.
+
+        Raises:
+            ModelLoadError: it is something else, or missing.
+        """
+        values = self._given(name, None)
+        if not isinstance(values, list):
+            raise self.error(f"{name} must be a list of positive numbers, not {values!r}")
+        return tuple(Fields({name: value}, self.source).positive_float(name) for value in values)
+
     def flag(self, name: str, default: bool) -> bool:
         """Return a truth value.
 

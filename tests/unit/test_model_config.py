@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -10,16 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.model.config import RopeConfig, load_config, model_fingerprint
+from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.families import ARCHITECTURES
+from pagewire.shared.model.rope_config import RopeConfig
 
 CONFIG_CLASSES = {
     "LlamaForCausalLM": LlamaConfig,
     "MistralForCausalLM": MistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "GraniteForCausalLM": GraniteConfig,
+    "SmolLM3ForCausalLM": SmolLM3Config,
+    "Phi3ForCausalLM": Phi3Config,
 }
 FULL_ATTENTION = {"sliding_window": None}
 
@@ -93,6 +111,10 @@ def test_defaults_are_hugging_faces(tmp_path: Path, architecture: str) -> None:
     _assert_same(tmp_path, CONFIG_CLASSES[architecture](**FULL_ATTENTION))
 
 
+def test_every_architecture_is_compared_with_hugging_face() -> None:
+    assert ARCHITECTURES.keys() == CONFIG_CLASSES.keys()
+
+
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
 def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: str) -> None:
     config = CONFIG_CLASSES[architecture](
@@ -159,6 +181,58 @@ def test_end_tokens_come_from_the_generation_config(
     assert load_config(tmp_path).eos_token_ids == expected
 
 
+PHI_4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 3072,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [9.0] * 48},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+}
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_longrope_serves_the_original_context(tmp_path: Path, name: str) -> None:
+    """Past it all positions turn otherwise: keys that are cached would have to change."""
+    rope: Any = {**PHI_4_MINI["rope_scaling"], "type": name}
+    config = load_config(_write(tmp_path, {**PHI_4_MINI, "rope_scaling": rope}))
+    assert config.max_position_embeddings == 4096
+    assert config.rope.rope_type == "longrope"
+    assert config.rope.rotated(config.head_dim) == 96
+    assert config.rope.amplitude == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+
+
+def test_yarn_lengthens_the_context_that_the_file_names(tmp_path: Path) -> None:
+    """As Qwen's model cards have it: the rotary parameters are added, the length stays."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    content = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
+    config = load_config(_write(tmp_path, {**content, "rope_scaling": rope}))
+    assert config.max_position_embeddings == 131072
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 32768,
+            "max_position_embeddings": 32768,
+        },
+        {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 10, "use_sliding_window": False},
+        PHI_4_MINI,
+    ],
+    ids=["mistral-as-long", "qwen2-switched-off", "phi3-longer"],
+)
+def test_a_window_that_hides_nothing_is_full_attention(
+    tmp_path: Path, content: dict[str, Any]
+) -> None:
+    assert load_config(_write(tmp_path, content)).vocab_size > 0
+
+
 def test_biases_follow_the_architecture(tmp_path: Path) -> None:
     llama = load_config(_write(tmp_path, _llama(attention_bias=True, mlp_bias=True)))
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
@@ -171,6 +245,10 @@ REFUSED = {
         {"architectures": ["GPT2LMHeadModel"]},
         "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, "
         "MistralForCausalLM, Qwen2ForCausalLM",
+    ),
+    "experts": (
+        {"architectures": ["Qwen3MoeForCausalLM"]},
+        "Qwen3MoeForCausalLM is not supported (it has a mixture of experts); supported are",
     ),
     "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
     "mistral-with-a-window": (
@@ -186,11 +264,55 @@ REFUSED = {
         },
         "sliding-window attention is not supported",
     ),
-    "yarn": (
-        _llama(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
-        "rope type 'yarn' is not supported; supported are default, linear, llama3",
+    "phi3-with-a-window": (
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047},
+        "the window of 2047 tokens is shorter than the context of 4096",
     ),
-    "dynamic": (_llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
+    "smollm3-with-windows-by-layer": (
+        {"architectures": ["SmolLM3ForCausalLM"], "layer_types": ["sliding_attention"] * 36},
+        "sliding-window attention is not supported; layer_types has sliding_attention",
+    ),
+    "text-for-a-window": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
+        "sliding_window must be an integer, not '4k'",
+    ),
+    "smollm3-flags": (
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
+        "no_rope_layers must be 36 numbers that are 0 or 1",
+    ),
+    "other-rope-type": (
+        _llama(rope_parameters={"rope_type": "mrope"}),
+        "rope type 'mrope' is not supported; supported are default, linear, dynamic, llama3, yarn",
+    ),
+    "phi3-other-rope-type": (
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2}},
+        "rope type 'linear' is not supported in a Phi-3; supported are default, longrope",
+    ),
+    "yarn-of-a-tiny-context": (
+        _llama(
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 1,
+            }
+        ),
+        "original_max_position_embeddings must be above 1 for rope type 'yarn'",
+    ),
+    "longrope-of-another-length": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+        },
+        "short_factor has 1 numbers; it must have 48",
+    ),
+    "longrope-with-text": (
+        _llama(rope_scaling={"type": "longrope", "short_factor": ["a"]}),
+        "short_factor must be a positive number, not 'a'",
+    ),
+    "odd-part-of-a-head": (
+        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01},
+        "partial_rotary_factor 0.01 of head_dim 96 leaves no pairs to rotate",
+    ),
     "rope-by-layer-type": (
         _llama(rope_parameters={"full_attention": {"rope_type": "default"}}),
         "rotary parameters by layer type are not supported",

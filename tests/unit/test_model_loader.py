@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagewire.kernels import load_ops
 from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.model import llama
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import LoadFormat, load_model
 
 CPU = torch.device("cpu")
@@ -48,11 +48,11 @@ def _save(path: Path, tied: bool = False, **options: str) -> dict[str, torch.Ten
 
 def _load(
     path: Path, dtype: torch.dtype = torch.float32, load_format: LoadFormat = "safetensors"
-) -> llama.LlamaForCausalLM:
+) -> DecoderModel:
     return load_model(path, load_config(path), CPU, dtype, OPS, load_format, 32)
 
 
-def _parameters(model: llama.LlamaForCausalLM) -> dict[int, torch.Tensor]:
+def _parameters(model: DecoderModel) -> dict[int, torch.Tensor]:
     """The allocations, found by walking the objects rather than by `targets()`."""
     found: dict[int, torch.Tensor] = {}
     waiting: list[object] = [model.embed_tokens, model.lm_head, model.norm, *model.layers]
@@ -60,7 +60,9 @@ def _parameters(model: llama.LlamaForCausalLM) -> dict[int, torch.Tensor]:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             found[item.data_ptr()] = item
-        elif type(item).__module__.startswith("pagewire.shared.model"):
+        elif isinstance(item, tuple):
+            waiting.extend(item)
+        elif type(item).__module__.startswith("pagewire.shared.model.layers"):
             names = [name for name in vars(type(item))["__slots__"] if name != "_cos_sin"]
             waiting.extend(getattr(item, name) for name in names)
     return found
