@@ -131,8 +131,8 @@ def _rotary_and_cache(tokens: int, rotated: int = DIM, normed: bool = False) -> 
     def run(ops: Ops, x: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, v = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         caches = pool[:, 1, 0], pool[:, 1, 1]
-        norms = (q_norm, k_norm, 1e-6)
-        ops.rotary_and_cache(positions, q, k, v, cos_sin_cache, *caches, slots, *norms)
+        inputs = (positions, q, k, v, cos_sin_cache, *caches, slots)
+        ops.rotary_and_cache(*inputs, q_norm, k_norm, 1e-6)
         return q, pool
 
     return BenchCase(

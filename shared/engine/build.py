@@ -194,7 +194,7 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
     if asked is not None and asked > config.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {asked} is more than the model's "
-            f"{config.max_position_embeddings} positions"
+            f"{config.max_position_embeddings} positions{config.rope.why_no_longer}"
         )
     return asked or config.max_position_embeddings
 

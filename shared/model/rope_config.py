@@ -70,6 +70,13 @@ class RopeConfig:
             return max(max_positions, int(original * self.factor))
         return max_positions
 
+    @property
+    def why_no_longer(self) -> str:
+        """The reason why sequences end where `context` says, to append to a message; or nothing."""
+        if self.rope_type in ("dynamic", "longrope"):
+            return f"; past them rope type {self.rope_type} turns keys otherwise that are cached"
+        return ""
+
 
 def read_rope(
     fields: Fields,

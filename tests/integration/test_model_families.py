@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def start(model: DecoderModel, lengths: tuple[int, ...]) -> tuple[PagedModel, li
 
 
 def test_greedy_answers_and_their_logits(
-    pair: Pair, record_property: pytest.RecordProperty
+    pair: Pair, record_property: Callable[[str, object], None]
 ) -> None:
     """Prompts in chunks of 7, then 64 tokens one by one, all sequences in one batch."""
     paged, sequences = start(pair.ours, PROMPTS)

@@ -181,7 +181,7 @@ def test_end_tokens_come_from_the_generation_config(
     assert load_config(tmp_path).eos_token_ids == expected
 
 
-PHI_4_MINI = {
+PHI_4_MINI: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
     "hidden_size": 3072,
     "max_position_embeddings": 131072,
@@ -198,7 +198,7 @@ PHI_4_MINI = {
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 def test_longrope_serves_the_original_context(tmp_path: Path, name: str) -> None:
     """Past it all positions turn otherwise: keys that are cached would have to change."""
-    rope: Any = {**PHI_4_MINI["rope_scaling"], "type": name}
+    rope = {**PHI_4_MINI["rope_scaling"], "type": name}
     config = load_config(_write(tmp_path, {**PHI_4_MINI, "rope_scaling": rope}))
     assert config.max_position_embeddings == 4096
     assert config.rope.rope_type == "longrope"

@@ -196,8 +196,15 @@ def test_header_that_only_the_library_finds_wrong(tmp_path: Path) -> None:
 
 def test_directory_without_weights(tmp_path: Path) -> None:
     _save(tmp_path)
-    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
     _assert_refused(tmp_path, "only safetensors weights are loaded, convert others first")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_pickles_are_refused(tmp_path: Path, name: str) -> None:
+    _save(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / name)
+    _assert_refused(tmp_path, f"has its weights as a pickle ({name}), which can run any code")
 
 
 def test_missing_shard(tmp_path: Path) -> None:
