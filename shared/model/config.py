@@ -91,8 +91,8 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(named, list) or not named:
         raise fields.error(f"names no architectures; supported are {supported}")
     for architecture in named:
-        if architecture in ARCHITECTURES:
-            return str(architecture)
+        if isinstance(architecture, str) and architecture in ARCHITECTURES:
+            return architecture
     reason = REFUSED.get(str(named[0]))
     why = f" ({reason})" if reason else ""
     raise fields.error(f"architecture {named[0]} is not supported{why}; supported are {supported}")

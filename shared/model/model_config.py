@@ -146,7 +146,7 @@ def refuse_window(fields: Fields, config: ModelConfig, window: object = None) ->
             raise fields.error(f"sliding_window must be an integer, not {window!r}")
         if window >= context:
             return
-    elif "sliding_attention" not in (fields.raw.get("layer_types") or ()):
+    elif "sliding_attention" not in layer_types(fields):
         return
     raise fields.error(
         f"sliding-window attention is not supported; the window of {window} tokens is shorter than "
@@ -154,6 +154,18 @@ def refuse_window(fields: Fields, config: ModelConfig, window: object = None) ->
         if window
         else "sliding-window attention is not supported; layer_types has sliding_attention"
     )
+
+
+def layer_types(fields: Fields) -> list[object]:
+    """Return the kind of attention of each layer; empty if the file does not say.
+
+    Raises:
+        ModelLoadError: it is something else than a list; one line.
+    """
+    kinds = fields.raw.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise fields.error(f"layer_types must be a list, not {kinds!r}")
+    return kinds or []
 
 
 def switched_window(fields: Fields, default: int | None) -> object:

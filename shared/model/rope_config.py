@@ -31,7 +31,7 @@ class RopeConfig:
         amplitude: what cosines and sines are multiplied by.
         beta_fast: `yarn` alone, as are the next two: rotations within the original context from
             which on a frequency stays as it is.
-        beta_slow: below so many rotations it is divided by `factor`.
+        beta_slow: with fewer rotations than this it is divided by `factor`.
         truncate: whether the ends of the ramp are rounded to whole dimensions.
         short_factors: `longrope` alone: a divisor of each frequency.
     """

@@ -99,6 +99,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"sliding_window": None},
         {"own-head-size": {"num_key_value_heads": 2, "head_dim": 16}},
     ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": POSITIONS, "head_dim": 12},  # its code cannot do without either
+        {
+            "full-by-layer": {
+                "num_key_value_heads": 2,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 3,
+            }
+        },
+    ),
     "qwen2": ("Qwen2", {}, {"yarn": _rope(**_YARN)}),
     "qwen3": (
         "Qwen3",
@@ -142,6 +153,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
 }
+ARCHITECTURE_OF = {family: f"{kind}ForCausalLM" for family, (kind, _, _) in _FAMILIES.items()}
 CASES = {
     f"{family}-{shape}": (family, shape)
     for family, (_, _, own) in _FAMILIES.items()

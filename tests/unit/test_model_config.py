@@ -14,6 +14,7 @@ import pytest
 from transformers import (
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
@@ -27,11 +28,13 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.families import ARCHITECTURES
-from pagewire.shared.model.rope_config import RopeConfig
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig
 
 CONFIG_CLASSES = {
     "LlamaForCausalLM": LlamaConfig,
     "MistralForCausalLM": MistralConfig,
+    "MinistralForCausalLM": MinistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
     "Olmo2ForCausalLM": Olmo2Config,
@@ -241,10 +244,11 @@ def test_biases_follow_the_architecture(tmp_path: Path) -> None:
 
 
 REFUSED = {
+    "list-for-an-architecture": ({"architectures": [["a"]]}, "architecture ['a'] is not supported"),
     "other-architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
         "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, "
-        "MistralForCausalLM, Qwen2ForCausalLM",
+        "MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM",
     ),
     "experts": (
         {"architectures": ["Qwen3MoeForCausalLM"]},
@@ -263,6 +267,13 @@ REFUSED = {
             "sliding_window": 4096,
         },
         "sliding-window attention is not supported",
+    ),
+    "ministral-with-a-window-in-one-layer": (
+        {
+            "architectures": ["MinistralForCausalLM"],
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        "the window of 4096 tokens is shorter than the context of 131072",
     ),
     "phi3-with-a-window": (
         {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047},
@@ -350,6 +361,48 @@ def test_refused_in_one_line_that_names_the_file(
     assert message in str(caught.value)
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+WRONG_VALUES = [None, True, -1, 0, 1, 1.5, 10**400, "x", [], [[]], [None], {}, {"a": {}}]
+ROPE_FIELDS = {
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 64,
+    "long_factor": [1.0] * 64,
+    "attention_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "truncate": True,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def _read_or_refuse(architecture: str, content: dict[str, Any]) -> None:
+    try:
+        ARCHITECTURES[architecture].parse_config(Fields(content, "config.json"))
+    except ModelLoadError as exc:
+        assert "\n" not in str(exc)
+
+
+@pytest.mark.parametrize("architecture", CONFIG_CLASSES)
+def test_any_value_of_any_field_is_read_or_refused(architecture: str) -> None:
+    content = CONFIG_CLASSES[architecture]().to_dict()
+    for name in (*content, "rope_scaling", "quantization_config", "layer_types"):
+        for value in WRONG_VALUES:
+            _read_or_refuse(architecture, {**content, name: value})
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_any_value_of_any_rotary_field_is_read_or_refused(tmp_path: Path, rope_type: str) -> None:
+    rope = {**ROPE_FIELDS, "rope_type": rope_type, "rope_theta": 10_000.0}
+    assert load_config(_write(tmp_path, _llama(rope_parameters=rope))).rope.rope_type == rope_type
+    for name in rope:
+        for value in WRONG_VALUES:
+            _read_or_refuse("LlamaForCausalLM", {"rope_parameters": {**rope, name: value}})
 
 
 def test_directory_without_config(tmp_path: Path) -> None:

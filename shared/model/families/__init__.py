@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.shared.model.families import (
     granite,
     llama,
+    ministral,
     mistral,
     olmo2,
     phi3,
@@ -49,6 +50,7 @@ class Architecture:
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(llama.parse_config, llama.build),
     "MistralForCausalLM": Architecture(mistral.parse_config, llama.build),
+    "MinistralForCausalLM": Architecture(ministral.parse_config, llama.build),
     "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
     "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),

@@ -71,7 +71,11 @@ def _rotates(fields: Fields) -> tuple[bool, ...]:
     if flags is None:
         interval = fields.positive_int("no_rope_layer_interval", 4)
         return tuple((index + 1) % interval != 0 for index in range(layers))
-    if not isinstance(flags, list) or len(flags) < layers or set(flags) - {0, 1}:
+    if (
+        not isinstance(flags, list)
+        or len(flags) < layers
+        or any(flag not in (0, 1) for flag in flags)
+    ):
         raise fields.error(f"no_rope_layers must be {layers} numbers that are 0 or 1")
     return tuple(flag == 1 for flag in flags[:layers])
 
