@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,9 +39,6 @@ class LinearMethod(Protocol):
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
         ...
-
-
-MakeLinearMethod = Callable[[LinearShape], LinearMethod]
 
 
 class Linear:
