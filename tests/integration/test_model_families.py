@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.kernels import load_ops
+from pagewire.kernels import BackendName, load_ops
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
@@ -37,13 +37,10 @@ class Pair:
         return logits
 
 
-def load(path: Path) -> DecoderModel:
+def load(path: Path, backend: BackendName = "torch", device: str = "cpu") -> DecoderModel:
     config = load_config(path)
-    ops = load_ops("torch", "cpu")
-    positions = config.max_position_embeddings
-    return load_model(
-        path, config, torch.device("cpu"), torch.float32, ops, max_positions=positions
-    )
+    ops = load_ops(backend, device)
+    return load_model(path, config, torch.device(device), torch.float32, ops)
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
@@ -92,4 +89,44 @@ def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
     for sequence in sequences:
         expected = pair.expected(sequence.token_ids)
         error = (torch.stack(sequence.logits) - expected).abs().max()
+        assert error <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", id="interpreter"),
+        pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "shape", "changes"),
+    [
+        ("llama", "biases", {"head_dim": 24}),
+        ("qwen3", "groups-of-7", {"num_attention_heads": 7, "num_key_value_heads": 1}),
+        ("olmo2", "groups-of-2-odd-vocabulary", {"hidden_size": 64}),
+        ("granite", "biases", {"hidden_size": 64}),
+        ("smollm3", "rotation-by-layer", {"hidden_size": 64}),
+        ("phi3", "part-of-a-head", {"hidden_size": 64}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_triton_kernels(
+    tmp_path: Path, family: str, shape: str, changes: dict[str, int], device: str
+) -> None:
+    """Head sizes are multiples of 8, as the attention kernels have them."""
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    pair = Pair(
+        write_tiny_model(tmp_path, family, shape, num_hidden_layers=1, **changes),
+        load(tmp_path, "triton", device),
+    )
+    source = random.Random(5)
+    paged = PagedModel(pair.ours, num_blocks=16, block_size=16, seed=5)
+    sequences = [paged.add([source.randrange(VOCAB) for _ in range(n)]) for n in (2, 18)]
+    paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
+    paged.step(sequences, [], padding_rows=1)
+    for sequence in sequences:
+        expected = pair.expected(sequence.token_ids)
+        error = (torch.stack(sequence.logits).cpu() - expected).abs().max()
         assert error <= TOLERANCE * expected.abs().max()
