@@ -33,6 +33,7 @@ class Attention:
         "_head_norms",
         "_heads",
         "_ops",
+        "_projection_norms",
         "_projections",
         "_scale",
         "norms",
@@ -60,17 +61,23 @@ class Attention:
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.norms = norms
-        # Of heads, the rotation does it in its own pass.
+        # Heads are normalised by the kernel that rotates them.
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | tuple[()] = ()
         if norms is not None and qk_norm == "head":
             self._head_norms = (norms[0].weight, norms[1].weight, norms[0].eps)
+        self._projection_norms = norms if qk_norm == "projection" else None
 
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
         """Attend `[T, hidden]`, writing keys and values to `kv_cache` [NB, 2, KH, BS, D]."""
         tokens = hidden.shape[0]
-        q, k, v = self._project(hidden)
+        qkv = self.qkv_proj.apply(hidden)
+        if self._projection_norms is None:
+            by_head = qkv.view(tokens, -1, self._head_dim)
+            q, k, v = by_head.split_with_sizes(self._heads, dim=1)  # strided views [T, heads, D]
+        else:
+            q, k, v = self._normed(qkv, *self._projection_norms)
         k_cache, v_cache = kv_cache.unbind(1)
         self._ops.rotary_and_cache(
             batch.positions,
@@ -87,17 +94,16 @@ class Attention:
             tokens, self._heads[0], self._head_dim, dtype=hidden.dtype, device=hidden.device
         )
         self._attend(q, k_cache, v_cache, batch, out)
-        return self.o_proj(out.view(tokens, -1))
+        return self.o_proj.apply(out.view(tokens, -1))
 
-    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values [T, heads, D] before the rotation, perhaps strided."""
-        qkv = self.qkv_proj(hidden)
-        if self.norms is None or self._head_norms:
-            by_head = qkv.view(hidden.shape[0], -1, self._head_dim)
-            return by_head.split_with_sizes(self._heads, dim=1)
+    def _normed(
+        self, qkv: torch.Tensor, q_norm: RmsNorm, k_norm: RmsNorm
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries and keys, each normalised as a whole, and values: [T, heads, D]."""
         q, k, v = qkv.split_with_sizes(self._projections, dim=1)
-        parts = self.norms[0](q)[0], self.norms[1](k)[0], v
-        return tuple(part.unflatten(1, (-1, self._head_dim)) for part in parts)
+        return tuple(
+            part.unflatten(1, (-1, self._head_dim)) for part in (q_norm(q)[0], k_norm(k)[0], v)
+        )
 
     def _attend(
         self,

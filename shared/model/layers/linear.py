@@ -42,17 +42,19 @@ class LinearMethod(Protocol):
 
 
 class Linear:
-    """Projections of the same input, computed as one."""
+    """Projections of the same input, computed as one.
 
-    __slots__ = ("_apply", "method")
+    Attributes:
+        method: owns the parameters.
+        apply: projects `[T, in_features]` to `[T, sum of the parts]`; the method's own, without a
+            call in between, of which a step would have four a layer.
+    """
+
+    __slots__ = ("apply", "method")
 
     def __init__(self, method: LinearMethod) -> None:
         self.method = method
-        self._apply = method.apply
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `[T, in_features]` to `[T, sum of the parts]`."""
-        return self._apply(x)
+        self.apply = method.apply
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the parameters; `name` is that of the layer around it."""

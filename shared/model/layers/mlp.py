@@ -22,7 +22,7 @@ class Mlp:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
-        return self.down_proj(self._silu_and_mul(self.gate_up_proj(hidden)))
+        return self.down_proj.apply(self._silu_and_mul(self.gate_up_proj.apply(hidden)))
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the projections."""
