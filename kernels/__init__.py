@@ -107,6 +107,9 @@ class RotaryAndCache(Protocol):
     """Rotate q in place; write rotated k, and v, into their KV slots of the paged caches.
 
     Half-split ("NeoX") pairing, in float32, as Hugging Face's Llama does. KV slot -1 is skipped.
+    The first R numbers of a head are rotated (R <= D), the others stay; None rotates nothing. With
+    weights of norms (both or none), each head of q and k is RMS-normalised before, as `RmsNorm`
+    does it with a row.
     """
 
     def __call__(
@@ -115,10 +118,14 @@ class RotaryAndCache(Protocol):
         q: torch.Tensor,  # [T, H, D], any strides with stride(-1) == 1
         k: torch.Tensor,  # [T, KH, D], likewise
         v: torch.Tensor,  # [T, KH, D]
-        cos_sin_cache: torch.Tensor,  # [max_position, D] float32: cos in [:D/2], sin in [D/2:]
+        # [max_position, R] float32: cos in [:R/2], sin in [R/2:]
+        cos_sin_cache: torch.Tensor | None,
         k_cache: torch.Tensor,  # [NB, KH, BS, D]
         v_cache: torch.Tensor,  # [NB, KH, BS, D]
         slot_mapping: torch.Tensor,  # [T] int64
+        q_norm: torch.Tensor | None = None,  # [D]
+        k_norm: torch.Tensor | None = None,  # [D]
+        eps: float = 0.0,  # of the norms
     ) -> None: ...
 
 

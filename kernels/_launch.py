@@ -22,6 +22,8 @@ _INTERPRETED_SMS = 4
 # In larger batches (measured on an H200) programs that come early cost more than they save: they
 # crowd on the SMs that happen to have room.
 _MOST_OVERLAPPING_ROWS = 16
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 256
 
 
 def next_power_of_2(n: int) -> int:
@@ -78,13 +80,14 @@ def check_attention_shapes(
     """Refuse what the attention kernels cannot compute.
 
     Raises:
-        UnsupportedShapeError: A head dimension that is not a power of two from 16 to 256, query
+        UnsupportedShapeError: A head dimension that is not a multiple of 8 from 16 to 256, query
             heads that are not a multiple of the key/value heads, or a last dimension with gaps.
     """
     head_dim = q.shape[2]
-    if head_dim not in (16, 32, 64, 128, 256):
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
         raise UnsupportedShapeError(
-            f"head dimension {head_dim}: attention needs 16, 32, 64, 128 or 256"
+            f"head dimension {head_dim}: attention needs a multiple of 8 from {MIN_HEAD_DIM} to "
+            f"{MAX_HEAD_DIM}"
         )
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     if heads % kv_heads:

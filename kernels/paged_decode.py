@@ -58,6 +58,7 @@ def _paged_decode_kernel(
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SINGLE: tl.constexpr,
@@ -78,17 +79,20 @@ def _paged_decode_kernel(
     members = tl.arange(0, GROUP_PAD)
     member_mask = members < GROUP
     heads = (kv_head * GROUP + members).to(tl.int64)
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, DIM_PAD)
     row64 = row.to(tl.int64)
     q_rows = q_ptr + row64 * q_stride_row + heads * q_stride_head
-    q = tl.load(q_rows[:, None] + dims[None, :], mask=member_mask[:, None], other=0.0)  # [G, D]
+    q_mask = member_mask[:, None]
+    if DIM < DIM_PAD:
+        q_mask = q_mask & (dims < DIM)[None, :]
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0)  # [G, D]
     k_base = k_ptr + kv_head.to(tl.int64) * k_stride_head
     v_base = v_ptr + kv_head.to(tl.int64) * v_stride_head
     table = tables_ptr + row64 * tables_stride
 
     m_i = tl.full([GROUP_PAD], float("-inf"), dtype=tl.float32)
     l_i = tl.zeros([GROUP_PAD], dtype=tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM], dtype=tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], dtype=tl.float32)
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
         tokens = first + tl.arange(0, TILE)
         seen = tokens < stop
@@ -96,7 +100,12 @@ def _paged_decode_kernel(
         offset = tokens % BLOCK_SIZE
         k_rows = k_base + block * k_stride_block + offset * k_stride_token
         v_rows = v_base + block * v_stride_block + offset * v_stride_token
-        keys = tl.load(k_rows[None, :] + dims[:, None], mask=seen[None, :], other=0.0)  # [D, TILE]
+        k_mask = seen[None, :]
+        v_mask = seen[:, None]
+        if DIM < DIM_PAD:
+            k_mask = k_mask & (dims < DIM)[:, None]
+            v_mask = v_mask & (dims < DIM)[None, :]
+        keys = tl.load(k_rows[None, :] + dims[:, None], mask=k_mask, other=0.0)  # [D, TILE]
         scores = tl.dot(q, keys, input_precision="ieee")  # [G, TILE]
         scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
@@ -104,9 +113,7 @@ def _paged_decode_kernel(
         rescale = tl.exp2(m_i - m_new)
         l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
-        values = tl.load(
-            v_rows[:, None] + dims[None, :], mask=seen[:, None], other=0.0
-        )  # [TILE, D]
+        values = tl.load(v_rows[:, None] + dims[None, :], mask=v_mask, other=0.0)  # [TILE, D]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
         m_i = m_new
 
@@ -116,11 +123,11 @@ def _paged_decode_kernel(
     if SINGLE:
         out_rows = out_ptr + row64 * out_stride_row + heads * out_stride_head
         out = result.to(out_ptr.dtype.element_ty)
-        tl.store(out_rows[:, None] + dims[None, :], out, mask=member_mask[:, None])
+        tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
     else:
         cells = (row64 * (tl.num_programs(0) * GROUP) + heads) * splits + split
         out_rows = partial_ptr + cells * DIM
-        tl.store(out_rows[:, None] + dims[None, :], result, mask=member_mask[:, None])
+        tl.store(out_rows[:, None] + dims[None, :], result, mask=q_mask)
         tl.store(lse_ptr + cells, m_i + tl.log2(safe_l), mask=member_mask)
 
 
@@ -134,6 +141,7 @@ def _combine_splits_kernel(
     out_stride_row,
     out_stride_head,
     DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -145,12 +153,15 @@ def _combine_splits_kernel(
     split_len = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
     split = tl.arange(0, SPLITS_PAD)
     used = (split < splits) & (split * split_len < seq_len)
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, DIM_PAD)
+    mask = used[:, None]
+    if DIM < DIM_PAD:
+        mask = mask & (dims < DIM)[None, :]
     first = (row.to(tl.int64) * tl.num_programs(0) + head) * splits
     lse = tl.load(lse_ptr + first + split, mask=used, other=float("-inf"))
     partial = tl.load(
         partial_ptr + (first + split)[:, None] * DIM + dims[None, :],
-        mask=used[:, None],
+        mask=mask,
         other=0.0,
     )  # [SPLITS, D]
     # A finite stand-in keeps an empty sequence from -inf minus -inf.
@@ -159,7 +170,10 @@ def _combine_splits_kernel(
     l_i = tl.sum(p, axis=0)
     result = tl.sum(partial * p[:, None], axis=0) / tl.where(l_i > 0.0, l_i, 1.0)
     out = out_ptr + row.to(tl.int64) * out_stride_row + head * out_stride_head
-    tl.store(out + dims, result.to(out_ptr.dtype.element_ty))
+    if DIM < DIM_PAD:
+        tl.store(out + dims, result.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    else:
+        tl.store(out + dims, result.to(out_ptr.dtype.element_ty))
 
 
 @lru_cache(maxsize=4096)
@@ -208,7 +222,8 @@ def paged_decode(
     if rows == 0:
         return out
     kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
-    tile = min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128)
+    dim_pad = next_power_of_2(dim)
+    tile = min(max(_TILE_BYTES // (dim_pad * q.element_size()), 16), 128)
     tiles = max(1, -(-block_tables.shape[1] * block_size // tile))
     splits = choose_splits(rows * kv_heads, tiles, sm_count(q.device))
     partial = lse = out  # unused without a split
@@ -241,6 +256,7 @@ def paged_decode(
         GROUP=group,
         GROUP_PAD=max(16, next_power_of_2(group)),
         DIM=dim,
+        DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=tile,
         SINGLE=splits == 1,
@@ -258,6 +274,7 @@ def paged_decode(
             out.stride(0),
             out.stride(1),
             DIM=dim,
+            DIM_PAD=dim_pad,
             TILE=tile,
             SPLITS_PAD=next_power_of_2(splits),
             num_warps=4 if splits * dim <= 4096 else 8,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import check_attention_shapes
+from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 
 _LOG2_E = 1.4426950408889634
 
@@ -43,11 +43,12 @@ def _attend_tiles(
     scale_log2,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, DIM_PAD)
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         tokens = first + tl.arange(0, BLOCK_N)
         offset = tokens % BLOCK_SIZE
@@ -56,14 +57,22 @@ def _attend_tiles(
             block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             k_rows = k_base + block * k_stride_block + offset * k_stride_token
             v_rows = v_base + block * v_stride_block + offset * v_stride_token
-            keys = tl.load(k_rows[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
-            values = tl.load(v_rows[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+            mask = inside[:, None]
+            if DIM < DIM_PAD:
+                mask = mask & (dims < DIM)[None, :]
+            keys = tl.load(k_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+            values = tl.load(v_rows[:, None] + dims[None, :], mask=mask, other=0.0)
         else:
             block = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
             k_rows = k_base + block * k_stride_block + offset * k_stride_token
             v_rows = v_base + block * v_stride_block + offset * v_stride_token
-            keys = tl.load(k_rows[:, None] + dims[None, :])  # [BLOCK_N, D]
-            values = tl.load(v_rows[:, None] + dims[None, :])
+            if DIM < DIM_PAD:
+                mask = (dims < DIM)[None, :]
+                keys = tl.load(k_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+                values = tl.load(v_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+            else:
+                keys = tl.load(k_rows[:, None] + dims[None, :])  # [BLOCK_N, D]
+                values = tl.load(v_rows[:, None] + dims[None, :])
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if MASKED:
             # A position past the context is past every query too.
@@ -101,6 +110,7 @@ def _paged_prefill_kernel(
     out_stride_head,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,10 +128,13 @@ def _paged_prefill_kernel(
     queries = tile_start + tl.arange(0, BLOCK_M)
     valid = queries < query_len
     positions = seq_len - query_len + queries
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, DIM_PAD)
     rows = (query_start + queries).to(tl.int64)
     q_rows = q_ptr + rows * q_stride_row + head.to(tl.int64) * q_stride_head
-    q = tl.load(q_rows[:, None] + dims[None, :], mask=valid[:, None], other=0.0)  # [BLOCK_M, D]
+    q_mask = valid[:, None]
+    if DIM < DIM_PAD:
+        q_mask = q_mask & (dims < DIM)[None, :]
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0)  # [BLOCK_M, D]
     kv_head = (head // GROUP).to(tl.int64)
     k_base = k_ptr + kv_head * k_stride_head
     v_base = v_ptr + kv_head * v_stride_head
@@ -129,23 +142,23 @@ def _paged_prefill_kernel(
 
     m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], dtype=tl.float32)
     first_position = seq_len - query_len + tile_start
     unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
     stop = tl.minimum(first_position + BLOCK_M, seq_len)
     acc, l_i, m_i = _attend_tiles(
         q, acc, l_i, m_i, 0, unmasked, positions, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
-        False, DIM, BLOCK_SIZE, BLOCK_N, STAGES,
+        False, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES,
     )  # fmt: skip
     acc, l_i, m_i = _attend_tiles(
         q, acc, l_i, m_i, unmasked, stop, positions, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
-        True, DIM, BLOCK_SIZE, BLOCK_N, STAGES,
+        True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES,
     )  # fmt: skip
     out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_rows[:, None] + dims[None, :], out, mask=valid[:, None])
+    tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +230,8 @@ def paged_prefill(
             q, k_cache, v_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
         )
         return out
-    config = _choose_config(dim, q.element_size(), max_query_len)
+    dim_pad = next_power_of_2(dim)
+    config = _choose_config(dim_pad, q.element_size(), max_query_len)
     _paged_prefill_kernel[(heads, -(-max_query_len // config.block_m), sequences)](
         q,
         k_cache,
@@ -240,6 +254,7 @@ def paged_prefill(
         out.stride(1),
         GROUP=heads // k_cache.shape[1],
         DIM=dim,
+        DIM_PAD=dim_pad,
         BLOCK_SIZE=k_cache.shape[2],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

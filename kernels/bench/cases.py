@@ -135,23 +135,27 @@ def _silu_and_mul(tokens: int) -> BenchCase:
     return BenchCase("silu_and_mul", f"{tokens} x {INTERMEDIATE}", call, work)
 
 
-def _rotary_and_cache(tokens: int) -> BenchCase:
+def _rotary_and_cache(tokens: int, rotated: int = DIM, normed: bool = False) -> BenchCase:
     pool = torch.zeros(1024, 2, 2, KV_HEADS, BLOCK_SIZE, DIM, device="cuda", dtype=DTYPE)
     fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=DTYPE)
     positions = torch.arange(tokens, device="cuda")
     slots = torch.randperm(pool.shape[0] * BLOCK_SIZE, device="cuda")[:tokens]
-    angles = 6 * torch.rand(tokens, DIM // 2, device="cuda")
+    angles = 6 * torch.rand(tokens, rotated // 2, device="cuda")
     cos_sin_cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    q_norm, k_norm = torch.randn(2, DIM, device="cuda", dtype=DTYPE) if normed else (None, None)
 
     def run(ops: Ops, x: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k, v = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         caches = pool[:, 1, 0], pool[:, 1, 1]
-        ops.rotary_and_cache(positions, q, k, v, cos_sin_cache, *caches, slots)
+        inputs = (positions, q, k, v, cos_sin_cache, *caches, slots)
+        ops.rotary_and_cache(*inputs, q_norm, k_norm, 1e-6)
         return q, pool
 
     return BenchCase(
         "rotary_and_cache",
-        f"{tokens} tokens",
+        f"{tokens} tokens"
+        + ", heads normalised" * normed
+        + f", {rotated} of {DIM}" * (rotated < DIM),
         lambda ops: run(ops, fused, pool),
         work=4.0 * tokens * (HEADS + 2 * KV_HEADS) * DIM,
         check=lambda ops: run(ops, fused.clone(), torch.zeros_like(pool)),
@@ -282,7 +286,11 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
     "rms_norm": lambda: (_rms_norm(tokens) for tokens in TOKENS),
     "silu_and_mul": lambda: (_silu_and_mul(tokens) for tokens in TOKENS),
-    "rotary_and_cache": lambda: (_rotary_and_cache(tokens) for tokens in TOKENS),
+    "rotary_and_cache": lambda: (
+        _rotary_and_cache(tokens, *options)
+        for options in ((), (DIM, True), (DIM * 3 // 4,))
+        for tokens in TOKENS
+    ),
     "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
     "shape_logits": lambda: (
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING

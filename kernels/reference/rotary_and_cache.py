@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from pagewire.kernels.reference.rms_norm import rms_norm
+
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` [T, heads, D] by `cos`, `sin` [T, 1, D/2]."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    """Rotate the first R numbers of each head of `x` [T, heads, D]; `cos`, `sin` [T, 1, R/2]."""
+    half = cos.shape[-1]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def rotary_and_cache(
@@ -16,20 +20,28 @@ def rotary_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Rotate q in place, and write rotated k, and v, into their KV slots.
 
     Shapes are those of `pagewire.kernels.RotaryAndCache`.
     """
-    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
-    q.copy_(_rotated(q, cos, sin))
+    if q_norm is not None and k_norm is not None:
+        q.copy_(rms_norm(q, q_norm, eps)[0])
+        k = rms_norm(k, k_norm, eps)[0]
+    if cos_sin_cache is not None:
+        cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+        q.copy_(_rotated(q, cos, sin))
+        k = _rotated(k, cos, sin)
     block_size = k_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = _rotated(k, cos, sin)[kept]
+    k_cache[blocks, :, offsets] = k[kept]
     v_cache[blocks, :, offsets] = v[kept]

@@ -38,8 +38,9 @@ from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
-from pagewire.shared.model.config import ModelConfig, load_config, model_fingerprint
+from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.sampling import RequestSpec
 
@@ -206,7 +207,7 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
     if asked is not None and asked > config.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {asked} is more than the model's "
-            f"{config.max_position_embeddings} positions"
+            f"{config.max_position_embeddings} positions{config.rope.why_no_longer}"
         )
     return asked or config.max_position_embeddings
 

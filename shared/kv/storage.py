@@ -8,7 +8,7 @@ import torch
 
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.model.config import ModelConfig
+from pagewire.shared.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from pagewire.shared.errors import ModelLoadError
+
+_MOST = 1 << 53  # whole numbers up to here are exact in floating point
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Fields:
             ModelLoadError: it is something else, or missing without a default.
         """
         value = self._given(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
             raise self.error(f"{name} must be a positive integer, not {value!r}")
         return value
 
@@ -46,9 +48,20 @@ class Fields:
         """
         value = self._given(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise self.error(f"{name} must be a positive number, not {value!r}")
         return float(value)
+
+    def positive_floats(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0.
+
+        Raises:
+            ModelLoadError: it is something else, or missing.
+        """
+        values = self._given(name, None)
+        if not isinstance(values, list):
+            raise self.error(f"{name} must be a list of positive numbers, not {values!r}")
+        return tuple(Fields({name: value}, self.source).positive_float(name) for value in values)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a truth value.

@@ -11,8 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from pagewire.kernels import Ops
 from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.model.config import ModelConfig
-from pagewire.shared.model.llama import LlamaForCausalLM
+from pagewire.shared.model.families import ARCHITECTURES
+from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.layers.factory import LayerFactory
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
 from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie
 
@@ -35,7 +37,7 @@ def load_model(
     ops: Ops,
     load_format: LoadFormat = "safetensors",
     max_positions: int | None = None,
-) -> LlamaForCausalLM:
+) -> DecoderModel:
     """Return a model that is ready to run.
 
     Weights go straight to the device, one tensor at a time, converted to `dtype` on the way.
@@ -63,10 +65,10 @@ def load_model(
         config = settle_tie(config, checkpoint, dtype)
         # A wrong or corrupt file should not cost the allocation of a large model: check its
         # header against a model that is all shapes and no memory.
-        shapes = LlamaForCausalLM(config, torch.device("meta"), dtype, ops, max_positions=1)
+        shapes = build_model(config, torch.device("meta"), dtype, ops, max_positions=1)
         plan = _plan(_targets(shapes, checkpoint), checkpoint, config.tie_word_embeddings)
     try:
-        model = LlamaForCausalLM(config, device, dtype, ops, positions)
+        model = build_model(config, device, dtype, ops, positions)
     except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
         raise ModelLoadError(
             f"no memory on {device} for a {config.architecture} of {config.num_layers} layers in "
@@ -79,7 +81,15 @@ def load_model(
     return model
 
 
-def _fill_randomly(model: LlamaForCausalLM, device: torch.device) -> None:
+def build_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, ops: Ops, max_positions: int
+) -> DecoderModel:
+    """Return a model of the configuration's family, its parameters not filled."""
+    make = LayerFactory(device, dtype, ops, max_positions)
+    return ARCHITECTURES[config.architecture].build(config, make)
+
+
+def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
     """Fill matrices and biases with small normal values, normalisations with ones."""
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, target in model.targets():
@@ -89,7 +99,7 @@ def _fill_randomly(model: LlamaForCausalLM, device: torch.device) -> None:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _targets(model: LlamaForCausalLM, checkpoint: list[WeightsFile]) -> dict[str, torch.Tensor]:
+def _targets(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, torch.Tensor]:
     """Return what each tensor of the checkpoint fills, by its name there."""
     targets = dict(model.targets())
     names = {name for file in checkpoint for name in file.tensors}

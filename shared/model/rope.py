@@ -6,29 +6,55 @@ import math
 
 import torch
 
-from pagewire.shared.model.config import RopeConfig
+from pagewire.shared.model.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
-    """Return cosines and sines of every position, `[max_positions, D]` float32, on the CPU.
+    """Return cosines and sines of every position, `[max_positions, R]` float32, on the CPU.
 
-    Cosines lie in `[:, :D/2]`, sines in `[:, D/2:]`. On the CPU whatever the model's device:
-    so all workers turn by the same angles.
+    R numbers of each head are rotated. Cosines lie in `[:, :R/2]`, sines in `[:, R/2:]`. On the CPU
+    whatever the model's device: so all workers turn by the same angles.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = positions[:, None] * _inverse_frequencies(rope, head_dim)  # [max_positions, D/2]
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    angles = positions[:, None] * _inverse_frequencies(rope, rope.rotated(head_dim))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.amplitude
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return the angle per position of each pair, `[D/2]`."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+def _inverse_frequencies(rope: RopeConfig, rotated: int) -> torch.Tensor:
+    """Return the angle per position of each pair, `[R/2]`."""
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    wavelengths = rope.theta**exponents  # over 2 pi
+    if rope.rope_type == "longrope":
+        return 1.0 / (torch.tensor(rope.short_factors, dtype=torch.float32) * wavelengths)
+    frequencies = 1.0 / wavelengths
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
         return _scale_llama3(rope, frequencies)
-    return frequencies
+    if rope.rope_type == "yarn":
+        kept = 1 - _yarn_ramp(rope, rotated)
+        return 1.0 / (rope.factor * wavelengths) * (1 - kept) + frequencies * kept
+    return frequencies  # "dynamic", too, up to the model's context
+
+
+def _yarn_ramp(rope: RopeConfig, rotated: int) -> torch.Tensor:
+    """Return the share of each frequency that is divided by the factor, from 0 to 1, `[R/2]`.
+
+    YaRN (arXiv 2309.00071), as Hugging Face computes it.
+    """
+
+    def pair_that_turns(rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rotated * math.log(turns) / (2 * math.log(rope.theta))
+
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(rotated // 2, dtype=torch.float32)
+    return torch.clamp((pairs - first) / (last - first), 0, 1)
 
 
 def _scale_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:

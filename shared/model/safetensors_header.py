@@ -14,6 +14,7 @@ from pagewire.shared.errors import ModelLoadError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -63,6 +64,12 @@ def find_weights(path: Path) -> list[WeightsFile]:
         return [read_header(path / name) for name in _shards(index)]
     if (path / SINGLE_FILE).exists():
         return [read_header(path / SINGLE_FILE)]
+    pickles = sorted(file.name for file in path.glob("*") if file.suffix in PICKLES)
+    if pickles:
+        raise ModelLoadError(
+            f"{path} has its weights as a pickle ({pickles[0]}), which can run any code when it is "
+            "loaded; convert it to safetensors first, on a machine where that does no harm"
+        )
     raise ModelLoadError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded, "
         "convert others first"

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.model.config import ModelConfig
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile
 
 EMBEDDING = "model.embed_tokens.weight"

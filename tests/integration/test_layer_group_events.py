@@ -17,7 +17,7 @@ from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step import StepPlan
-from pagewire.shared.model.llama import LlamaForCausalLM
+from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.sampling import RequestSpec
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
@@ -56,7 +56,7 @@ class Hooked:
     """A layer, and something that happens before it."""
 
     def __init__(self, llm: LLM, index: int, before: Any) -> None:
-        layers: list[Any] = cast("LlamaForCausalLM", llm.engine.runner.model).layers
+        layers: list[Any] = cast("DecoderModel", llm.engine.runner.model).layers
         self._layer, self._before = layers[index], before
         layers[index] = self
 

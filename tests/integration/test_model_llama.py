@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from pagewire.kernels import load_ops
-from pagewire.shared.model import llama
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.tests.support.paged_model import PagedModel, PagedSequence
@@ -77,7 +77,7 @@ class Pair:
     """One checkpoint, loaded by Hugging Face and by us."""
 
     theirs: Any
-    ours: llama.LlamaForCausalLM
+    ours: DecoderModel
 
     @torch.inference_mode()
     def expected(self, token_ids: list[int]) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _randomise(model: torch.nn.Module) -> None:
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
 
 
-def _load(path: Path, max_positions: int = 128) -> llama.LlamaForCausalLM:
+def _load(path: Path, max_positions: int = 128) -> DecoderModel:
     config = load_config(path)
     cpu = torch.device("cpu")
     ops = load_ops("torch", "cpu")
@@ -122,7 +122,7 @@ def _prompts(seed: int) -> list[list[int]]:
     return [[source.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
 
 
-def _paged(model: llama.LlamaForCausalLM, seed: int = 0) -> PagedModel:
+def _paged(model: DecoderModel, seed: int = 0) -> PagedModel:
     return PagedModel(model, num_blocks=64, block_size=BLOCK_SIZE, seed=seed)
 
 

@@ -22,7 +22,7 @@ from transformers import (
 from pagewire.kernels import load_ops
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
-from pagewire.shared.model.llama import LlamaForCausalLM as PagewireModel
+from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.tests.support.paged_model import PagedModel
 
@@ -81,12 +81,12 @@ def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> PagewireModel:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     cpu = torch.device("cpu")
     return load_model(path, load_config(path), cpu, dtype, load_ops("torch", "cpu"))
 
 
-def assert_equal_logits(path: Path, ours: PagewireModel) -> None:
+def assert_equal_logits(path: Path, ours: DecoderModel) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     paged = PagedModel(ours, num_blocks=8, block_size=16, seed=0)
     sequence = paged.add(PROMPT)

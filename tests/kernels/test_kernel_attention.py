@@ -17,6 +17,8 @@ DECODE_CASES = {
     "multi-head-no-group": decode_case((47, 48, 49), 5, 5, 32),
     "dim-256-block-64": decode_case((63, 65), 2, 1, 256, 64),
     "group-wider-than-16": decode_case((40,), 20, 1, 16),
+    "dim-24": decode_case((40, 0, 17), 4, 2, 24),
+    "dim-96": decode_case((300, 5), 3, 1, 96, 32),
     "all-padding": decode_case((0, 0), 4, 2, 16),
 }
 LARGE_DECODE_CASES = {
@@ -27,6 +29,7 @@ LARGE_DECODE_CASES = {
     "dim-64-block-32": decode_case((1000, 33, 2047), 24, 8, 64, 32),
     "dim-256": decode_case((1000, 33, 2047), 16, 4, 256),
     "group-8": decode_case((5000, 17), 64, 8),
+    "dim-96": decode_case((1000, 33, 2047), 32, 32, 96),
 }
 PREFILL_CASES = {
     "one-token": PagedCase((1,), (1,), 4, 2, 16),
@@ -37,12 +40,15 @@ PREFILL_CASES = {
     "chunk-at-tile-edges": PagedCase((64, 65), (128, 129), 2, 1, 16),
     "wide-chunk": PagedCase((130,), (140,), 2, 1, 128),
     "dim-256": PagedCase((9,), (20,), 2, 1, 256),
+    "dim-24": PagedCase((70, 3), (130, 3), 3, 1, 24),
+    "dim-96": PagedCase((33,), (150,), 2, 1, 96, 32),
 }
 LARGE_PREFILL_CASES = {
     "8k": PagedCase((8192,), (8192,)),
     "512-on-8k": PagedCase((512,), (8704,)),
     "ragged-chunks": PagedCase((1, 700, 129, 64, 512, 17), (900, 700, 4129, 64, 513, 2017)),
     "dim-64-block-32": PagedCase((300, 1000), (1300, 1000), 24, 8, 64, 32),
+    "dim-96": PagedCase((300, 1000), (1300, 1000), 32, 32, 96),
     "dim-256-block-128": PagedCase((300, 77), (1300, 77), 16, 4, 256, 128),
 }
 
@@ -121,7 +127,7 @@ def test_prefill_of_one_token_equals_decode(device, kernels, assert_close):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 2, 48), (4, 2, 8), (4, 2, 512), (4, 3, 16)]
+    ("heads", "kv_heads", "dim"), [(4, 2, 44), (4, 2, 8), (4, 2, 512), (4, 3, 16)]
 )
 def test_unsupported_shapes_are_refused(heads, kv_heads, dim, kernels):
     x = decode_case((4,), heads, kv_heads, dim).build("cpu", torch.float32)

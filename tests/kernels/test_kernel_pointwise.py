@@ -92,3 +92,31 @@ def test_rotary_and_cache_of_a_fused_projection(
     assert torch.equal(pool[:, 1, 1], expected_pool[:, 1, 1])
     if tokens > 2:
         assert torch.equal(pool[-1, 1, 1, :, -1], before[2, heads + kv_heads :])
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated"),
+    [(4, 2, 32, 32), (7, 1, 32, 24), (9, 9, 24, 6), (10, 2, 16, 0), (3, 1, 24, 0)],
+    ids=["all", "three-quarters", "a-quarter", "nothing", "nothing-of-24"],
+)
+def test_rotary_and_cache_of_a_part_and_with_norms(
+    heads, kv_heads, dim, rotated, normed, device, dtype, kernels, reference, assert_close
+):
+    fused = _rand(5, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
+    pool = _rand(3, 2, 2, kv_heads, 16, dim, device=device, dtype=dtype)
+    positions = torch.tensor([0, 3, 49, 7, 8], device=device)
+    slots = torch.tensor([3, -1, 47, 16, 0], device=device)
+    angles = torch.rand(50, rotated // 2, device=device) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) if rotated else None
+    norms = (*_rand(2, dim, device=device, dtype=dtype), 1e-2) if normed else ()
+    expected, expected_pool, before = fused.clone(), pool.clone(), fused.clone()
+    for ops, x, cache in (kernels, fused, pool), (reference, expected, expected_pool):
+        q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)
+        caches = cache[:, 1, 0], cache[:, 1, 1]
+        ops.rotary_and_cache(positions, q, k, v, cos_sin, *caches, slots, *norms)
+    assert_close(fused, expected)
+    assert torch.equal(fused[:, heads:], before[:, heads:])
+    assert_close(pool[:, 1, 0], expected_pool[:, 1, 0])
+    assert torch.equal(pool[:, 0], expected_pool[:, 0])
+    assert torch.equal(pool[:, 1, 1], expected_pool[:, 1, 1])

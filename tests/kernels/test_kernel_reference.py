@@ -101,6 +101,31 @@ def test_rotation_is_hugging_faces(reference):
     assert torch.equal(v_cache[0, :, :4], k.transpose(0, 1))
 
 
+def test_norm_and_rotation_of_a_part_are_hugging_faces(reference):
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    angles = torch.rand(4, 12) * 6
+    q, k = torch.randn(4, 6, 32), torch.randn(4, 2, 32)
+    norms = [Qwen3RMSNorm(32, eps=1e-3) for _ in range(2)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    doubled = torch.cat([angles, angles], -1)
+    expected_q, expected_k = apply_rotary_pos_emb(
+        norms[0](q).detach().transpose(0, 1)[None],
+        norms[1](k).detach().transpose(0, 1)[None],
+        doubled.cos()[None],
+        doubled.sin()[None],
+    )
+    k_cache, v_cache = torch.zeros(2, 1, 2, 16, 32)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+    slots, weights = torch.arange(4), [norm.weight.detach() for norm in norms]
+    reference.rotary_and_cache(slots, q, k, k, cos_sin, k_cache, v_cache, slots, *weights, 1e-3)
+    torch.testing.assert_close(q, expected_q[0].transpose(0, 1))
+    torch.testing.assert_close(k_cache[0, :, :4], expected_k[0])
+    assert torch.equal(v_cache[0, :, :4], k.transpose(0, 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_silu_and_mul_is_torchs(dtype, reference, assert_close):
     x = 5 * torch.randn(7, 246).to(dtype)

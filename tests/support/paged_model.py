@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagewire.shared.model.inputs import ForwardBatch
-from pagewire.shared.model.llama import LlamaForCausalLM
+from pagewire.shared.model.layers.decoder import DecoderModel
 
 GARBAGE = 1e4  # what unwritten KV slots hold: nobody may read it
 
@@ -34,9 +34,7 @@ Token = tuple[PagedSequence | None, int]
 class PagedModel:
     """A model, a pool full of garbage, and sequences whose blocks lie in random order."""
 
-    def __init__(
-        self, model: LlamaForCausalLM, *, num_blocks: int, block_size: int, seed: int
-    ) -> None:
+    def __init__(self, model: DecoderModel, *, num_blocks: int, block_size: int, seed: int) -> None:
         config = model.config
         device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)

@@ -11,7 +11,9 @@ from pagewire.services.cli.up.command import DRAIN_TIMEOUT_S
 from pagewire.services.router.dispatch.dispatcher import WORKER_WAIT_S
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.main import CUT_S
+from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.tests.support.documents import DOCUMENTS, ROOT
+from pagewire.tests.support.tiny_models import ARCHITECTURE_OF
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
@@ -42,6 +44,12 @@ def test_the_list_of_refused_fields_is_complete() -> None:
     [prompt] = [row[1] for row in table("not supported") if row[0] == "prompt"]
     assert "`echo` in chats" in prompt
     assert "echo" not in REFUSED_IN_COMPLETIONS
+
+
+def test_the_table_of_families_has_all_and_what_was_tried() -> None:
+    rows = {row[0].strip("`"): row[2].strip("`") for row in table("architecture")}
+    assert rows.keys() == ARCHITECTURES.keys()
+    assert rows == {name: f"-k {family}-" for family, name in ARCHITECTURE_OF.items()}
 
 
 def test_restarts_last_as_long_as_the_readme_says() -> None:

@@ -10,16 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.model.config import RopeConfig, load_config, model_fingerprint
+from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.families import ARCHITECTURES
+from pagewire.shared.model.rope_config import RopeConfig
 
 CONFIG_CLASSES = {
     "LlamaForCausalLM": LlamaConfig,
     "MistralForCausalLM": MistralConfig,
+    "MinistralForCausalLM": MinistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "GraniteForCausalLM": GraniteConfig,
+    "SmolLM3ForCausalLM": SmolLM3Config,
+    "Phi3ForCausalLM": Phi3Config,
 }
 FULL_ATTENTION = {"sliding_window": None}
 
@@ -91,6 +110,10 @@ def _assert_same(path: Path, theirs: PreTrainedConfig) -> None:
 def test_defaults_are_hugging_faces(tmp_path: Path, architecture: str) -> None:
     _write(tmp_path, {"architectures": [architecture], **FULL_ATTENTION})
     _assert_same(tmp_path, CONFIG_CLASSES[architecture](**FULL_ATTENTION))
+
+
+def test_every_architecture_is_compared_with_hugging_face() -> None:
+    assert ARCHITECTURES.keys() == CONFIG_CLASSES.keys()
 
 
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
@@ -167,10 +190,11 @@ def test_biases_follow_the_architecture(tmp_path: Path) -> None:
 
 
 REFUSED = {
+    "list-for-an-architecture": ({"architectures": [["a"]]}, "architecture ['a'] is not supported"),
     "other-architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
         "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, "
-        "MistralForCausalLM, Qwen2ForCausalLM",
+        "MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM",
     ),
     "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
     "mistral-with-a-window": (
@@ -186,11 +210,14 @@ REFUSED = {
         },
         "sliding-window attention is not supported",
     ),
-    "yarn": (
-        _llama(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
-        "rope type 'yarn' is not supported; supported are default, linear, llama3",
+    "text-for-a-window": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
+        "sliding_window must be an integer, not '4k'",
     ),
-    "dynamic": (_llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope type 'dynamic'"),
+    "other-rope-type": (
+        _llama(rope_parameters={"rope_type": "mrope"}),
+        "rope type 'mrope' is not supported; supported are default, linear, dynamic, llama3, yarn",
+    ),
     "rope-by-layer-type": (
         _llama(rope_parameters={"full_attention": {"rope_type": "default"}}),
         "rotary parameters by layer type are not supported",

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagewire.kernels import load_ops
 from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.model import llama
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import LoadFormat, load_model
 
 CPU = torch.device("cpu")
@@ -48,11 +48,11 @@ def _save(path: Path, tied: bool = False, **options: str) -> dict[str, torch.Ten
 
 def _load(
     path: Path, dtype: torch.dtype = torch.float32, load_format: LoadFormat = "safetensors"
-) -> llama.LlamaForCausalLM:
+) -> DecoderModel:
     return load_model(path, load_config(path), CPU, dtype, OPS, load_format, 32)
 
 
-def _parameters(model: llama.LlamaForCausalLM) -> dict[int, torch.Tensor]:
+def _parameters(model: DecoderModel) -> dict[int, torch.Tensor]:
     """The allocations, found by walking the objects rather than by `targets()`."""
     found: dict[int, torch.Tensor] = {}
     waiting: list[object] = [model.embed_tokens, model.lm_head, model.norm, *model.layers]
@@ -60,7 +60,9 @@ def _parameters(model: llama.LlamaForCausalLM) -> dict[int, torch.Tensor]:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             found[item.data_ptr()] = item
-        elif type(item).__module__.startswith("pagewire.shared.model"):
+        elif isinstance(item, tuple):
+            waiting.extend(item)
+        elif type(item).__module__.startswith("pagewire.shared.model.layers"):
             names = [name for name in vars(type(item))["__slots__"] if name != "_cos_sin"]
             waiting.extend(getattr(item, name) for name in names)
     return found
@@ -194,8 +196,15 @@ def test_header_that_only_the_library_finds_wrong(tmp_path: Path) -> None:
 
 def test_directory_without_weights(tmp_path: Path) -> None:
     _save(tmp_path)
-    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
     _assert_refused(tmp_path, "only safetensors weights are loaded, convert others first")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_pickles_are_refused(tmp_path: Path, name: str) -> None:
+    _save(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / name)
+    _assert_refused(tmp_path, f"has its weights as a pickle ({name}), which can run any code")
 
 
 def test_missing_shard(tmp_path: Path) -> None:

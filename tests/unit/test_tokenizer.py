@@ -203,6 +203,40 @@ class TestFromDir:
         assert done.stdout.strip() == "[]"
 
 
+# What the templates of these families do, in short.
+FAMILIES = {
+    "llama": """{{- bos_token }}{% set system = '' %}{% if messages[0]['role'] == 'system' %}
+{%- set system = messages[0]['content']|trim %}{% set messages = messages[1:] %}{% endif %}
+{%- if not date_string is defined %}{% if strftime_now is defined %}
+{%- set date_string = strftime_now("%d %b %Y") %}{% endif %}{% endif %}{{ date_string ~ system }}
+{%- for m in messages %}{{ '[' + m['role'] + ']' + m['content'] | trim }}{% endfor %}""",
+    "qwen3": """{%- set ns = namespace(last=messages|length - 1) %}
+{%- for m in messages[::-1] %}{% set index = (messages|length - 1) - loop.index0 %}
+{%- if m.role == "user" and m.content is string and not (m.content.startswith('<t>') and
+    m.content.endswith('</t>')) %}{% set ns.last = index %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if loop.index0 > ns.last %}{{ m.content.lstrip('\\n') }}
+{%- else %}{{ m.content.split('</think>')[-1].rstrip() }}{% endif %}{% endfor %}
+{%- if enable_thinking is defined and enable_thinking is false %}no thoughts{% endif %}""",
+    "granite": """{%- for m in messages %}{% if loop.first and m.role != 'system' %}
+{{- "Date: " + strftime_now('%B %d, %Y') + ".\\n" }}{% endif %}{{ m['role'] + m['content'] }}
+{%- if loop.last and add_generation_prompt %}<answer{% if controls %}{{ controls|tojson }}
+{%- endif %}>{% endif %}{% endfor %}""",
+    "smollm3": """{%- if thinking is not defined %}{% set thinking = true %}{% endif %}
+{%- if not custom_instructions %}{% set custom_instructions = "plain" %}{% endif %}
+{%- for m in messages %}{% if m.role == "assistant" %}{% generation %}{{ m.content }}
+{%- endgeneration %}{% else %}{{ custom_instructions ~ m.content.replace("/think", "") }}
+{%- endif %}{% endfor %}{{ tools or xml_tools }}""",
+    "phi": """{% for m in messages %}{% if (m['role'] in ['user', 'system']) %}
+{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% elif m['role'] == 'assistant' %}
+{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|a|>' }}
+{% else %}{{ eos_token }}{% endif %}""",
+    "olmo2": """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}
+{% if not loop.last %}{{ m['content'] + eos_token + '\\n' }}{% else %}
+{{ m['content'] + eos_token }}{% endif %}{% else %}{{ m['content'] }}{% endif %}
+{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}""",
+}
+
+
 class TestChatTemplate:
     @pytest.mark.parametrize(
         "source",
@@ -214,8 +248,18 @@ class TestChatTemplate:
             "{% generation %}{{ messages[0].content }}{% endgeneration %} {{ tools is none }}",
             "{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}",
             "{{ messages[0]['content'].split('é')[0] | trim }}{{ add_generation_prompt }}",
+            *FAMILIES.values(),
         ],
-        ids=["blocks", "break", "tojson", "namespace", "generation", "date and tokens", "methods"],
+        ids=[
+            "blocks",
+            "break",
+            "tojson",
+            "namespace",
+            "generation",
+            "date and tokens",
+            "methods",
+            *FAMILIES,
+        ],
     )
     def test_renders_as_hugging_face_does(self, hf_tokenizer: Any, source: str) -> None:
         messages = [{"role": "user", "content": "<café> 👋"}, {"role": "assistant", "content": "x"}]

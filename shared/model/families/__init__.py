@@ -1,0 +1,79 @@
+"""The architectures that are served: one file a family, with its parser and its composition.
+
+`parse_config` reads a config.json; `build` composes the model of layers that a factory makes. The
+files import no torch: the router reads configurations, too.
+
+Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
+
+May import: `fields`, `model_config` and `rope_config` of `shared.model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagewire.shared.model.families import (
+    granite,
+    llama,
+    ministral,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.factory import LayerFactory
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A family.
+
+    Attributes:
+        parse_config: reads its config.json; raises a ModelLoadError of one line.
+        build: makes a model of what `parse_config` returned, its parameters not filled.
+    """
+
+    parse_config: Callable[[Fields], ModelConfig]
+    build: Callable[[Any, LayerFactory], DecoderModel]
+
+
+# By the name in `architectures` of config.json.
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(llama.parse_config, llama.build),
+    "MistralForCausalLM": Architecture(mistral.parse_config, llama.build),
+    "MinistralForCausalLM": Architecture(ministral.parse_config, llama.build),
+    "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
+    "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
+    "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),
+    "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
+    "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
+    "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
+}
+
+_EXPERTS = "it has a mixture of experts"
+_WINDOWS = "some of its layers attend to a sliding window"
+_LATENT = "it caches latent vectors in place of keys and values"
+# Why some that are often asked for are not.
+REFUSED = {
+    "MixtralForCausalLM": _EXPERTS,
+    "Qwen2MoeForCausalLM": _EXPERTS,
+    "Qwen3MoeForCausalLM": _EXPERTS,
+    "OlmoeForCausalLM": _EXPERTS,
+    "GraniteMoeForCausalLM": _EXPERTS,
+    "GptOssForCausalLM": _EXPERTS,
+    "Olmo3ForCausalLM": _WINDOWS,
+    "Gemma2ForCausalLM": f"{_WINDOWS}, and its scores are capped",
+    "Gemma3ForCausalLM": _WINDOWS,
+    "Gemma3ForConditionalGeneration": _WINDOWS,
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+}

@@ -1,0 +1,49 @@
+"""Llama 2 to 3.3, and the composition of all that differ from it by biases alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+
+if TYPE_CHECKING:
+    from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.factory import LayerFactory
+
+_DEFAULTS = Defaults(
+    vocab_size=32_000,
+    intermediate_size=11_008,
+    max_position_embeddings=2048,
+    special_tokens=(1, 2),
+)
+
+
+def parse_config(fields: Fields) -> ModelConfig:
+    """Read the config.json of a Llama.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    bias = fields.flag("attention_bias", False)
+    config = read_config(
+        ModelConfig,
+        "LlamaForCausalLM",
+        fields,
+        _DEFAULTS,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+    refuse_window(fields, config)
+    return config
+
+
+def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
+    """Compose layers of rotated attention and a gated feed-forward layer, norms before each."""
+    cos_sin = make.cos_sin(config)
+    layers = [
+        make.pre_norm_layer(config, make.attention(config, cos_sin), make.mlp(config))
+        for _ in range(config.num_layers)
+    ]
+    return make.model(config, layers)

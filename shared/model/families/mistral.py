@@ -1,0 +1,34 @@
+"""Mistral, without its sliding window: a Llama with other defaults."""
+
+from __future__ import annotations
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+
+_DEFAULTS = Defaults(
+    vocab_size=32_000,
+    intermediate_size=14_336,
+    max_position_embeddings=131_072,
+    special_tokens=(1, 2),
+    num_kv_heads=8,
+)
+_WINDOW = 4096
+
+
+def parse_config(fields: Fields) -> ModelConfig:
+    """Read the config.json of a Mistral.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    config = read_config(
+        ModelConfig,
+        "MistralForCausalLM",
+        fields,
+        _DEFAULTS,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+    )
+    refuse_window(fields, config, fields.raw.get("sliding_window", _WINDOW))
+    return config

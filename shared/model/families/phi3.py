@@ -1,0 +1,70 @@
+"""Phi-3, 3.5 and 4: a Llama with fused projections, which may rotate a part of each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+
+if TYPE_CHECKING:
+    from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.factory import LayerFactory
+
+_DEFAULTS = Defaults(
+    vocab_size=32_064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    max_position_embeddings=4096,
+    special_tokens=(1, 32_000),
+    rms_norm_eps=1e-5,
+)
+_ORIGINAL_POSITIONS = 4096
+_ROPE_TYPES = ("default", "longrope")
+
+
+def parse_config(fields: Fields) -> ModelConfig:
+    """Read the config.json of a Phi-3.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    config = read_config(
+        ModelConfig,
+        "Phi3ForCausalLM",
+        _with_todays_names(fields),
+        _DEFAULTS,
+        partial_rotary=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+    )
+    if config.rope.rope_type not in _ROPE_TYPES:
+        raise fields.error(
+            f"rope type {config.rope.rope_type!r} is not supported in a Phi-3; supported are "
+            f"{', '.join(_ROPE_TYPES)}"
+        )
+    refuse_window(fields, config, fields.raw.get("sliding_window"))
+    return config
+
+
+def _with_todays_names(fields: Fields) -> Fields:
+    """Return the fields with what the first files called "su" or "yarn" under its later name."""
+    raw = {"original_max_position_embeddings": _ORIGINAL_POSITIONS, **fields.raw}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(name)
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            raw[name] = {**rope, "rope_type": "longrope"}
+    return Fields(raw, fields.source)
+
+
+def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
+    """Compose a Llama of the fused projections that the checkpoint has."""
+    cos_sin = make.cos_sin(config)
+    layers = [
+        make.pre_norm_layer(
+            config, make.attention(config, cos_sin, fused=True), make.mlp(config, fused=True)
+        )
+        for _ in range(config.num_layers)
+    ]
+    return make.model(config, layers)

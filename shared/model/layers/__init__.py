@@ -1,0 +1,10 @@
+"""The layers that the families compose, for inference alone.
+
+Plain objects around tensors: without `nn.Module`'s hooks a call costs the host less. A layer
+allocates its parameters uninitialised and names the checkpoint's tensors that fill them.
+
+Read first: `factory.py` (how a family makes layers), `decoder.py` (decoder layers and the model),
+`linear.py` (projections and the methods that store and multiply their weights).
+
+May import: torch, `kernels`, and the modules of `shared.model` except families and loader.
+"""

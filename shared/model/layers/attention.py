@@ -1,0 +1,151 @@
+"""Grouped-query attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.norm import RmsNorm
+from pagewire.shared.model.model_config import ModelConfig
+
+# What of queries and keys is normalised before the rotation: nothing, each head, or all heads
+# together.
+QkNorm = Literal["none", "head", "projection"]
+
+
+class Attention:
+    """Attention whose keys are rotated and cached.
+
+    Attributes:
+        qkv_proj: projects to queries, keys and values.
+        o_proj: projects the heads' outputs back.
+        norms: of queries and keys, or None.
+    """
+
+    __slots__ = (
+        "_cos_sin",
+        "_head_dim",
+        "_head_norms",
+        "_heads",
+        "_ops",
+        "_projection_norms",
+        "_projections",
+        "_scale",
+        "norms",
+        "o_proj",
+        "qkv_proj",
+    )
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        cos_sin: torch.Tensor | None,
+        scale: float,
+        qk_norm: QkNorm,
+        norms: tuple[RmsNorm, RmsNorm] | None,
+    ) -> None:
+        self._ops = ops
+        self._cos_sin = cos_sin  # [max_positions, R]; None: nothing is rotated
+        self._head_dim = config.head_dim
+        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._projections = [heads * config.head_dim for heads in self._heads]
+        self._scale = scale
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
+        self.norms = norms
+        # Heads are normalised by the kernel that rotates them.
+        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | tuple[()] = ()
+        if norms is not None and qk_norm == "head":
+            self._head_norms = (norms[0].weight, norms[1].weight, norms[0].eps)
+        self._projection_norms = norms if qk_norm == "projection" else None
+
+    def forward(
+        self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend `[T, hidden]`, writing keys and values to `kv_cache` [NB, 2, KH, BS, D]."""
+        tokens = hidden.shape[0]
+        qkv = self.qkv_proj.apply(hidden)
+        if self._projection_norms is None:
+            by_head = qkv.view(tokens, -1, self._head_dim)
+            q, k, v = by_head.split_with_sizes(self._heads, dim=1)  # strided views [T, heads, D]
+        else:
+            q, k, v = self._normed(qkv, *self._projection_norms)
+        k_cache, v_cache = kv_cache.unbind(1)
+        self._ops.rotary_and_cache(
+            batch.positions,
+            q,
+            k,
+            v,
+            self._cos_sin,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
+            *self._head_norms,
+        )
+        out = torch.empty(
+            tokens, self._heads[0], self._head_dim, dtype=hidden.dtype, device=hidden.device
+        )
+        self._attend(q, k_cache, v_cache, batch, out)
+        return self.o_proj.apply(out.view(tokens, -1))
+
+    def _normed(
+        self, qkv: torch.Tensor, q_norm: RmsNorm, k_norm: RmsNorm
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries and keys, each normalised as a whole, and values: [T, heads, D]."""
+        q, k, v = qkv.split_with_sizes(self._projections, dim=1)
+        return tuple(
+            part.unflatten(1, (-1, self._head_dim)) for part in (q_norm(q)[0], k_norm(k)[0], v)
+        )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill `out` [T, H, D]: decode rows first, then the prefill chunks."""
+        decodes = batch.num_decodes
+        if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
+            self._ops.paged_decode(
+                q[:decodes],
+                k_cache,
+                v_cache,
+                batch.decode_block_tables,
+                batch.decode_seq_lens,
+                self._scale,
+                out=out[:decodes],
+            )
+        if (
+            batch.prefill_block_tables is not None
+            and batch.prefill_cu_query_lens is not None
+            and batch.prefill_seq_lens is not None
+        ):
+            self._ops.paged_prefill(
+                q[decodes:],
+                k_cache,
+                v_cache,
+                batch.prefill_block_tables,
+                batch.prefill_cu_query_lens,
+                batch.prefill_seq_lens,
+                batch.max_query_len,
+                self._scale,
+                out=out[decodes:],
+            )
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills projections and norms."""
+        yield from self.qkv_proj.targets(name)
+        yield from self.o_proj.targets(name)
+        if self.norms is not None:
+            yield from self.norms[0].targets(f"{name}.q_norm")
+            yield from self.norms[1].targets(f"{name}.k_norm")

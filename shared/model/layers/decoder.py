@@ -1,0 +1,218 @@
+"""Decoder layers and the model that they make.
+
+The residual stream runs alongside the hidden states: each normalisation adds the one to the other,
+so that a layer is a plain list of fused steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pagewire.kernels import Ops
+from pagewire.shared.model.inputs import ForwardBatch, OnLayerEnd
+from pagewire.shared.model.layers.linear import NamedTarget
+from pagewire.shared.model.layers.norm import RmsNorm
+from pagewire.shared.model.model_config import ModelConfig
+
+
+class AttentionPart(Protocol):
+    """Mixes tokens."""
+
+    def forward(
+        self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Map `[T, hidden]` to `[T, hidden]`, writing to `kv_cache` [NB, 2, KH, BS, D]."""
+        ...
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the parameters."""
+        ...
+
+
+class TokenPart(Protocol):
+    """Maps each token by itself."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map `[T, hidden]` to `[T, hidden]`."""
+        ...
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the parameters."""
+        ...
+
+
+class DecoderLayer(Protocol):
+    """One layer of a model."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return hidden states and what is still to be added to them, `[T, hidden]` each."""
+        ...
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the parameters."""
+        ...
+
+
+class PreNormLayer:
+    """Attention and feed-forward, each after a normalisation."""
+
+    __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
+
+    def __init__(
+        self,
+        input_norm: RmsNorm,
+        attention: AttentionPart,
+        post_attention_norm: RmsNorm,
+        mlp: TokenPart,
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp = mlp
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and residual stream, `[T, hidden]`, not yet added together."""
+        hidden, residual = self.input_norm(hidden, residual)
+        hidden = self.attention.forward(hidden, batch, kv_cache)
+        hidden, residual = self.post_attention_norm(hidden, residual)
+        return self.mlp.forward(hidden), residual
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the layer."""
+        yield from self.input_norm.targets(f"{name}.input_layernorm")
+        yield from self.attention.targets(f"{name}.self_attn")
+        yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
+        yield from self.mlp.targets(f"{name}.mlp")
+
+
+class PostNormLayer:
+    """Attention and feed-forward, the output of each normalised before it is added."""
+
+    __slots__ = ("attention", "mlp", "post_attention_norm", "post_mlp_norm")
+
+    def __init__(
+        self,
+        attention: AttentionPart,
+        post_attention_norm: RmsNorm,
+        mlp: TokenPart,
+        post_mlp_norm: RmsNorm,
+    ) -> None:
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp = mlp
+        self.post_mlp_norm = post_mlp_norm
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the hidden states `[T, hidden]`, complete."""
+        hidden = hidden + self.post_attention_norm(
+            self.attention.forward(hidden, batch, kv_cache)
+        )[0]  # fmt: skip
+        return hidden + self.post_mlp_norm(self.mlp.forward(hidden))[0], None
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the layer."""
+        yield from self.attention.targets(f"{name}.self_attn")
+        yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
+        yield from self.mlp.targets(f"{name}.mlp")
+        yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
+
+
+class DecoderModel:
+    """The whole model, its parameters uninitialised until a loader has filled `targets()`.
+
+    Attributes:
+        config: the model's shape.
+        layers: in order; a fused kernel may replace the steps of any.
+        embed_tokens: `[vocab, hidden]`.
+        lm_head: `[vocab, hidden]`; the same tensor as `embed_tokens` if they are tied.
+        norm: of the last layer's output.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        embed_tokens: torch.Tensor,
+        layers: Sequence[DecoderLayer],
+        norm: RmsNorm,
+        lm_head: torch.Tensor,
+        embedding_multiplier: float,
+        logits_divisor: float,
+    ) -> None:
+        self.config = config
+        self._linear = ops.linear
+        self.embed_tokens = embed_tokens
+        self.layers = list(layers)
+        self.norm = norm
+        self.lm_head = lm_head
+        self._embedding_multiplier = embedding_multiplier
+        self._logits_divisor = logits_divisor
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, kv_pool: torch.Tensor, on_layer_end: OnLayerEnd | None = None
+    ) -> torch.Tensor:
+        """Run one step.
+
+        Args:
+            batch: the step's tokens, `[T]`.
+            kv_pool: `[NB, L, 2, KH, BS, D]`; the tokens' keys and values are written to it.
+            on_layer_end: called with the number of each layer, from 0, once it is launched.
+
+        Returns:
+            Hidden states after the last normalisation, `[T, hidden]`.
+        """
+        hidden = F.embedding(batch.input_ids, self.embed_tokens)
+        if self._embedding_multiplier != 1.0:
+            hidden.mul_(self._embedding_multiplier)
+        residual: torch.Tensor | None = None
+        caches = kv_pool.unbind(1)
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, caches, strict=True)):
+            hidden, residual = layer.forward(hidden, residual, batch, kv_cache)
+            if on_layer_end is not None:
+                on_layer_end(index)
+        return self.norm(hidden, residual)[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits `[N, vocab]` of hidden states `[N, hidden]`, in the model's dtype.
+
+        Args:
+            hidden: final hidden states.
+            out: [N, vocab] to write them to, if they are to be there.
+        """
+        logits = self._linear(hidden, self.lm_head, out=out)
+        if self._logits_divisor != 1.0:
+            logits.div_(self._logits_divisor)
+        return logits
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield every checkpoint tensor's name and the part of a parameter that it fills."""
+        yield "model.embed_tokens.weight", self.embed_tokens
+        for index, layer in enumerate(self.layers):
+            yield from layer.targets(f"model.layers.{index}")
+        yield from self.norm.targets("model.norm")
+        if not self.config.tie_word_embeddings:
+            yield "lm_head.weight", self.lm_head

@@ -1,0 +1,202 @@
+"""The shape of a decoder, and what the families' parsers of config.json share.
+
+Missing fields have the defaults of Hugging Face's configuration classes, so that a directory means
+the same here and there. What cannot be computed exactly is refused, not approximated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.rope_config import RopeConfig, read_rope
+
+SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and constants of a decoder; a family with more of them has a subclass.
+
+    Attributes:
+        architecture: Hugging Face's class name, e.g. `LlamaForCausalLM`.
+        head_dim: may differ from `hidden_size / num_heads`.
+        max_position_embeddings: longest sequence that is computed exactly.
+        qkv_bias: whether the query, key and value projections have a bias.
+        o_bias: whether the attention's output projection has one.
+        mlp_bias: whether the feed-forward projections have one.
+        dtype: of the checkpoint: `float32`, `float16` or `bfloat16`.
+        eos_token_ids: tokens that end an answer; may be empty.
+        bos_token_id: None if the model has none.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a family's config.json means by a field that it lacks.
+
+    Attributes:
+        num_kv_heads: None: as many as query heads.
+        head_dim: None: hidden size / query heads.
+        special_tokens: begin and end.
+    """
+
+    vocab_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    special_tokens: tuple[int | None, int | None]
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def read_config(
+    kind: type[Config],
+    architecture: str,
+    fields: Fields,
+    defaults: Defaults,
+    *,
+    partial_rotary: bool = False,
+    **own: Any,
+) -> Config:
+    """Read the fields that all families have.
+
+    Args:
+        kind: the family's class of configuration.
+        architecture: Hugging Face's class name.
+        fields: of config.json.
+        defaults: of the family.
+        partial_rotary: whether a part of each head may be rotated.
+        own: the remaining fields of `kind`: biases, and what the family alone has.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    _refuse_variants(fields)
+    hidden_size = fields.positive_int("hidden_size", defaults.hidden_size)
+    num_heads = fields.positive_int("num_attention_heads", defaults.num_heads)
+    head_dim = fields.positive_int("head_dim", defaults.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise fields.error(f"head_dim ({head_dim}) is odd; rotary embedding needs pairs")
+    positions = fields.positive_int("max_position_embeddings", defaults.max_position_embeddings)
+    rope = read_rope(fields, positions, head_dim, defaults.rope_theta, partial_rotary)
+    begin, end = defaults.special_tokens
+    return kind(
+        architecture=architecture,
+        vocab_size=fields.positive_int("vocab_size", defaults.vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive_int("intermediate_size", defaults.intermediate_size),
+        num_layers=fields.positive_int("num_hidden_layers", defaults.num_layers),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, defaults, num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.positive_float("rms_norm_eps", defaults.rms_norm_eps),
+        rope=rope,
+        max_position_embeddings=rope.context(positions),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", defaults.tie_word_embeddings),
+        dtype=_dtype(fields),
+        eos_token_ids=fields.token_ids("eos_token_id", end),
+        bos_token_id=fields.token_id("bos_token_id", begin),
+        **own,
+    )
+
+
+def refuse_window(fields: Fields, config: ModelConfig, window: object = None) -> None:
+    """Refuse a sliding window that is shorter than the context: attention is over all of it.
+
+    Args:
+        fields: of config.json.
+        config: what else they say.
+        window: its length; None if the family has none, or its switch is off.
+
+    Raises:
+        ModelLoadError: there is one; one line.
+    """
+    context = config.max_position_embeddings
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise fields.error(f"sliding_window must be an integer, not {window!r}")
+        if window >= context:
+            return
+    elif "sliding_attention" not in layer_types(fields):
+        return
+    raise fields.error(
+        f"sliding-window attention is not supported; the window of {window} tokens is shorter than "
+        f"the context of {context}"
+        if window
+        else "sliding-window attention is not supported; layer_types has sliding_attention"
+    )
+
+
+def layer_types(fields: Fields) -> list[object]:
+    """Return the kind of attention of each layer; empty if the file does not say.
+
+    Raises:
+        ModelLoadError: it is something else than a list; one line.
+    """
+    kinds = fields.raw.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise fields.error(f"layer_types must be a list, not {kinds!r}")
+    return kinds or []
+
+
+def switched_window(fields: Fields, default: int | None) -> object:
+    """Return the window of a family that has a switch for it; None if it is off."""
+    is_on = fields.flag("use_sliding_window", False)
+    return fields.raw.get("sliding_window", default) if is_on else None
+
+
+def _refuse_variants(fields: Fields) -> None:
+    """Refuse what the layers of every family would compute wrongly."""
+    if fields.raw.get("hidden_act", "silu") != "silu":
+        raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only 'silu'")
+    if fields.raw.get("quantization_config") is not None:
+        raise fields.error("quantised checkpoints are not supported; pass an unquantised one")
+
+
+def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:
+    """Return the KV heads; an explicit null means as many as query heads."""
+    count = defaults.num_kv_heads
+    if "num_key_value_heads" in fields.raw or count is None:
+        count = fields.positive_int("num_key_value_heads", num_heads)
+    if num_heads % count:
+        raise fields.error(
+            f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({count})"
+        )
+    return count
+
+
+def _dtype(fields: Fields) -> str:
+    named = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    if named not in SUPPORTED_DTYPES:
+        supported = ", ".join(SUPPORTED_DTYPES)
+        raise fields.error(f"dtype {named!r} is not supported; supported are {supported}")
+    return str(named)

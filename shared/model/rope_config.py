@@ -1,0 +1,188 @@
+"""What a configuration says about rotary position embedding, by Hugging Face's rules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pagewire.shared.model.fields import Fields
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+        rope_type: `default`; `linear` divides all frequencies by `factor`; `dynamic` none of them,
+            up to the model's context; `llama3` only the low ones, with a smooth step between;
+            `yarn` likewise, with a ramp; `longrope` each by its own of `short_factors`.
+        theta: base of the frequencies.
+        factor: 1.0 for `default`.
+        low_freq_factor: `llama3` alone, as is the next.
+        high_freq_factor: wavelengths below original length / this one stay as they are.
+        original_max_position_embeddings: context that the model was first trained on; of `llama3`,
+            `yarn` and `longrope`.
+        share: of each head, from its start, that is rotated.
+        amplitude: what cosines and sines are multiplied by.
+        beta_fast: `yarn` alone, as are the next two: rotations within the original context from
+            which on a frequency stays as it is.
+        beta_slow: with fewer rotations than this it is divided by `factor`.
+        truncate: whether the ends of the ramp are rounded to whole dimensions.
+        short_factors: `longrope` alone: a divisor of each frequency.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    share: float = 1.0
+    amplitude: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+
+    def rotated(self, head_dim: int) -> int:
+        """Return how many numbers of a head are rotated."""
+        return int(head_dim * self.share)
+
+    def context(self, max_positions: int) -> int:
+        """Return the longest sequence that is computed as Hugging Face does.
+
+        Past its original context, `longrope` has other frequencies for all positions, and the keys
+        that are cached by then would be wrong. `dynamic` has the same past `max_positions`. For
+        `yarn` published files leave `max_position_embeddings` as it was before.
+
+        Args:
+            max_positions: `max_position_embeddings` of the file.
+        """
+        original = self.original_max_position_embeddings
+        if self.rope_type == "longrope":
+            return min(max_positions, original)
+        if self.rope_type == "yarn":
+            return max(max_positions, int(original * self.factor))
+        return max_positions
+
+    @property
+    def why_no_longer(self) -> str:
+        """The reason why sequences end where `context` says, to append to a message; or nothing."""
+        if self.rope_type in ("dynamic", "longrope"):
+            return f"; past them rope type {self.rope_type} turns keys otherwise that are cached"
+        return ""
+
+
+def read_rope(
+    fields: Fields,
+    max_positions: int,
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    partial: bool = False,
+) -> RopeConfig:
+    """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`.
+
+    Args:
+        fields: of config.json.
+        max_positions: the original context where the file names none.
+        head_dim: numbers of a head.
+        default_theta: of the family.
+        partial: whether the family can rotate a part of each head.
+
+    Raises:
+        ModelLoadError: a value is missing or wrong, or the type is not supported; one line.
+    """
+    raw = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
+    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+        raise fields.error(
+            "rotary parameters by layer type are not supported; only one set for all"
+        )
+    rope = Fields(raw, fields.source)
+    rope_type = raw.get("rope_type", raw.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        supported = ", ".join(ROPE_TYPES)
+        raise fields.error(f"rope type {rope_type!r} is not supported; supported are {supported}")
+    theta = rope.positive_float("rope_theta", fields.positive_float("rope_theta", default_theta))
+    share = fields.positive_float("partial_rotary_factor", 1.0)
+    share = rope.positive_float("partial_rotary_factor", share)
+    if share != 1.0 and not partial:
+        raise fields.error("partial_rotary_factor is not supported; all of a head is rotated")
+    if share > 1.0 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
+        raise fields.error(
+            f"partial_rotary_factor {share} of head_dim {head_dim} leaves no pairs to rotate"
+        )
+    if rope_type in ("default", "linear", "dynamic"):
+        factor = 1.0 if rope_type == "default" else rope.positive_float("factor")
+        return RopeConfig(rope_type, theta, factor, share=share)
+    # Hugging Face lets a value at the top level win over the one among the rotary parameters.
+    original = rope.positive_int("original_max_position_embeddings", max_positions)
+    original = fields.positive_int("original_max_position_embeddings", original)
+    if original < 2 or theta <= 1.0:
+        raise fields.error(
+            "rope_theta and original_max_position_embeddings must be above 1 for rope type "
+            f"{rope_type!r}, not {theta} and {original}"
+        )
+    if rope_type == "llama3":
+        return _llama3(rope, theta, original, share)
+    if rope_type == "yarn":
+        return _yarn(rope, theta, original, share, max_positions)
+    return _longrope(rope, theta, original, share, max_positions, head_dim)
+
+
+def _llama3(rope: Fields, theta: float, original: int, share: float) -> RopeConfig:
+    factor = rope.positive_float("factor")
+    low, high = rope.positive_float("low_freq_factor"), rope.positive_float("high_freq_factor")
+    if low == high:
+        raise rope.error("low_freq_factor and high_freq_factor are equal; they must differ")
+    return RopeConfig("llama3", theta, factor, low, high, original, share)
+
+
+def _yarn(rope: Fields, theta: float, original: int, share: float, positions: int) -> RopeConfig:
+    factor = rope.positive_float("factor", positions / original)
+    amplitude = _yarn_amplitude(factor, 1.0)
+    scale, scale_all = rope.raw.get("mscale"), rope.raw.get("mscale_all_dim")
+    if scale and scale_all:
+        amplitude = _yarn_amplitude(factor, rope.positive_float("mscale"))
+        amplitude /= _yarn_amplitude(factor, rope.positive_float("mscale_all_dim"))
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original_max_position_embeddings=original,
+        share=share,
+        amplitude=rope.positive_float("attention_factor", amplitude),
+        beta_fast=rope.positive_float("beta_fast", 32.0),
+        beta_slow=rope.positive_float("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _yarn_amplitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(
+    rope: Fields, theta: float, original: int, share: float, positions: int, head_dim: int
+) -> RopeConfig:
+    factor = rope.positive_float("factor", positions / original)
+    amplitude = 1.0
+    if factor > 1.0:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    pairs = int(head_dim * share) // 2
+    short = rope.positive_floats("short_factor")
+    if len(short) != pairs:
+        raise rope.error(f"short_factor has {len(short)} numbers; it must have {pairs}")
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original_max_position_embeddings=original,
+        share=share,
+        amplitude=rope.positive_float("attention_factor", amplitude),
+        short_factors=short,
+    )

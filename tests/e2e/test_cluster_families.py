@@ -1,0 +1,96 @@
+"""A cluster with prefill and decode apart serves a model of a family other than the demo's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(240)
+
+TOKENS = 40
+PROMPT = [(n * 37) % 900 + 10 for n in range(75)]  # longer than what a decode worker computes
+QUESTION = [{"role": "user", "content": "What is a lambda, and what is it good for? " * 3}]
+# As Qwen's templates do: thinking of earlier turns is left out.
+TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>
+{%- set parts = m.content.split('</think>') %}{{ parts[-1].lstrip('\\n') }}{{ eos_token }}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running cluster, and the model that it serves as Hugging Face has it."""
+
+    cluster: LocalCluster
+    theirs: Any
+    tokenizer: Tokenizer
+    eos: int
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        asked = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS, **body}
+        response = httpx.post(f"{self.cluster.url}/v1/{path}", json=asked, timeout=60)
+        assert response.is_success, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """Return Hugging Face's tokens, each chosen clearly."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > 1e-3
+            tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    demo = demo_model_path()
+    tokenizer = Tokenizer.from_dir(demo)
+    shape = "groups-of-2-odd-vocabulary"
+    theirs = write_tiny_model(path, "qwen3", shape, vocab_size=tokenizer.vocab_size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, path / name)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    eos = greedy(theirs, PROMPT)[9]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, eos]}))
+    options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
+    with local_cluster("--model", str(path), *options) as cluster:
+        yield Served(cluster, theirs, tokenizer, eos)
+
+
+def test_tokens_are_hugging_faces_over_both_workers(served: Served) -> None:
+    body = {"prompt": PROMPT, "ignore_eos": True, "return_token_ids": True}
+    answer = served.post("completions", **body)
+    assert answer["choices"][0]["token_ids"] == greedy(served.theirs, PROMPT)
+    assert served.cluster.total("pagewire_kv_transfer_segments_total") > 0
+
+
+def test_an_end_token_of_the_generation_config_ends_the_answer(served: Served) -> None:
+    expected = greedy(served.theirs, PROMPT)
+    choice = served.post("completions", prompt=PROMPT, return_token_ids=True)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"] == expected[: expected.index(served.eos) + 1]
+
+
+def test_chat_goes_through_the_models_own_template(served: Served) -> None:
+    text = f"<|user|>{QUESTION[0]['content']}<|eos|><|assistant|>"
+    prompt = served.tokenizer.encode(text, add_special_tokens=False)
+    answer = served.post("chat/completions", messages=QUESTION, ignore_eos=True)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    expected = served.tokenizer.decode(greedy(served.theirs, prompt))
+    assert answer["choices"][0]["message"]["content"] == expected

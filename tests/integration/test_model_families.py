@@ -1,0 +1,132 @@
+"""Every family over paged KV against Hugging Face's own modelling code, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.kernels import BackendName, load_ops
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.loader import load_model
+from pagewire.tests.support.paged_model import PagedModel, PagedSequence
+from pagewire.tests.support.tiny_models import CASES, VOCAB, write_tiny_model
+
+TOLERANCE = 1e-4  # of the largest logit
+BLOCK_SIZE = 8
+ANSWER = 64  # tokens
+PROMPTS = (1, 9, 40)  # lengths
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint, loaded by Hugging Face and by us."""
+
+    theirs: Any
+    ours: DecoderModel
+
+    @torch.inference_mode()
+    def expected(self, token_ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self.theirs(torch.tensor([token_ids])).logits[0]  # [T, vocab]
+        return logits
+
+
+def load(path: Path, backend: BackendName = "torch", device: str = "cpu") -> DecoderModel:
+    config = load_config(path)
+    ops = load_ops(backend, device)
+    return load_model(path, config, torch.device(device), torch.float32, ops)
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    path = tmp_path_factory.mktemp("model")
+    return Pair(write_tiny_model(path, *request.param), load(path))
+
+
+def start(model: DecoderModel, lengths: tuple[int, ...]) -> tuple[PagedModel, list[PagedSequence]]:
+    source = random.Random(3)
+    paged = PagedModel(model, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
+    prompts = [[source.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return paged, [paged.add(prompt + [0] * ANSWER) for prompt in prompts]
+
+
+def test_greedy_answers_and_their_logits(
+    pair: Pair, record_property: Callable[[str, object], None]
+) -> None:
+    """Prompts in chunks of 7, then 64 tokens one by one, all sequences in one batch."""
+    paged, sequences = start(pair.ours, PROMPTS)
+    for sequence, length in zip(sequences, PROMPTS, strict=True):
+        while sequence.done < length:
+            paged.step([], [(sequence, min(7, length - sequence.done))])
+    for _ in range(ANSWER):
+        for sequence in sequences:
+            sequence.token_ids[sequence.done] = int(sequence.logits[-1].argmax())
+        paged.step(sequences, [], padding_rows=1)
+    for sequence, length in zip(sequences, PROMPTS, strict=True):
+        actual, expected = torch.stack(sequence.logits), pair.expected(sequence.token_ids)
+        largest = expected.abs().max()
+        assert (actual - expected).abs().max() <= TOLERANCE * largest
+        assert expected.std() > 0.3  # else the tolerance would accept anything
+        best = expected[length - 1 : -1].topk(2).values
+        differs = expected[length - 1 : -1].argmax(-1) != torch.tensor(sequence.token_ids[length:])
+        is_tie = best[:, 0] - best[:, 1] <= 2 * TOLERANCE * largest
+        record_property("near_ties", int((differs & is_tie).sum()))
+        assert not (differs & ~is_tie).any()
+
+
+def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
+    paged, sequences = start(pair.ours, (13, 2, 57))
+    source = random.Random(4)
+    for sequence in sequences:
+        sequence.token_ids = [source.randrange(VOCAB) for _ in sequence.token_ids]
+    paged.run_mixed(sequences, max_chunk=23)
+    for sequence in sequences:
+        expected = pair.expected(sequence.token_ids)
+        error = (torch.stack(sequence.logits) - expected).abs().max()
+        assert error <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", id="interpreter"),
+        pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "shape", "changes"),
+    [
+        ("llama", "biases", {"head_dim": 24}),
+        ("qwen3", "groups-of-7", {"num_attention_heads": 7, "num_key_value_heads": 1}),
+        ("olmo2", "groups-of-2-odd-vocabulary", {"hidden_size": 64}),
+        ("granite", "biases", {"hidden_size": 64}),
+        ("smollm3", "rotation-by-layer", {"hidden_size": 64}),
+        ("phi3", "part-of-a-head", {"hidden_size": 64}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_triton_kernels(
+    tmp_path: Path, family: str, shape: str, changes: dict[str, int], device: str
+) -> None:
+    """Head sizes are multiples of 8, as the attention kernels have them."""
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    pair = Pair(
+        write_tiny_model(tmp_path, family, shape, num_hidden_layers=1, **changes),
+        load(tmp_path, "triton", device),
+    )
+    source = random.Random(5)
+    paged = PagedModel(pair.ours, num_blocks=16, block_size=16, seed=5)
+    sequences = [paged.add([source.randrange(VOCAB) for _ in range(n)]) for n in (2, 18)]
+    paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
+    paged.step(sequences, [], padding_rows=1)
+    for sequence in sequences:
+        expected = pair.expected(sequence.token_ids)
+        error = (torch.stack(sequence.logits).cpu() - expected).abs().max()
+        assert error <= TOLERANCE * expected.abs().max()

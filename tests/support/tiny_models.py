@@ -1,0 +1,181 @@
+"""Tiny models of every family, made by transformers' own classes, with random weights.
+
+A covering set of shapes for each: query heads per KV head 1, 2, 4 and 7, tied and untied heads,
+vocabularies of odd sizes, biases, and what the family alone has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 96  # the smallest: prompts for all of them have smaller tokens
+POSITIONS = 256
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_COMMON: dict[str, dict[str, Any]] = {
+    "groups-of-1-tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "groups-of-2-odd-vocabulary": {"num_key_value_heads": 2, "vocab_size": 131},
+    "groups-of-4-tied-odd-vocabulary": {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "vocab_size": 97,
+        "rms_norm_eps": 1e-3,
+    },
+    "groups-of-7": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112},
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_BIASES = {"num_key_value_heads": 2, "attention_bias": True}
+
+
+def _longrope(pairs: int, original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 900.0,
+        "short_factor": [1.0 + 0.13 * pair for pair in range(pairs)],
+        "long_factor": [2.0 + 1.7 * pair for pair in range(pairs)],
+        "original_max_position_embeddings": original,
+    }
+
+
+def _rope(**parameters: Any) -> dict[str, Any]:
+    return {"num_key_value_heads": 2, "rope_parameters": parameters}
+
+
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.05,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.25,
+}
+# Family: Hugging Face's classes, what all its shapes have, and the shapes that only it has.
+_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "llama": (
+        "Llama",
+        {},
+        {
+            "biases": {**_BIASES, "mlp_bias": True},
+            "own-head-size": {"num_key_value_heads": 2, "head_dim": 20},
+            "linear": _rope(rope_type="linear", rope_theta=900.0, factor=2.5),
+            "dynamic": _rope(rope_type="dynamic", rope_theta=900.0, factor=3.7),
+            "llama3": _rope(**_LLAMA3),
+            "yarn": _rope(**_YARN),
+            "yarn-with-scales": _rope(
+                **_YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2
+            ),
+            "yarn-not-truncated": _rope(**_YARN, truncate=False, attention_factor=1.3),
+            "longrope": _rope(**_longrope(6, 200), factor=3.0),
+        },
+    ),
+    "mistral": (
+        "Mistral",
+        {"sliding_window": None},
+        {"own-head-size": {"num_key_value_heads": 2, "head_dim": 16}},
+    ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": POSITIONS, "head_dim": 12},  # its code cannot do without either
+        {
+            "full-by-layer": {
+                "num_key_value_heads": 2,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 3,
+            }
+        },
+    ),
+    "qwen2": ("Qwen2", {}, {"yarn": _rope(**_YARN)}),
+    "qwen3": (
+        "Qwen3",
+        {"head_dim": 16},
+        {"biases": _BIASES, "head-of-12-yarn": {**_rope(**_YARN), "head_dim": 12}},
+    ),
+    "olmo2": ("Olmo2", {}, {"biases": _BIASES, "llama3": _rope(**_LLAMA3)}),
+    "granite": (
+        "Granite",
+        _GRANITE,
+        {
+            "biases": {**_BIASES, "mlp_bias": True},
+            "multipliers-of-1": dict.fromkeys(_GRANITE, 1.0) | {"attention_multiplier": 0.3},
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {"num_hidden_layers": 5},
+        {
+            "biases": {**_BIASES, "mlp_bias": True},
+            "rotation-by-layer": {"no_rope_layers": [0, 1, 0, 0, 1]},
+            "every-second-yarn": {**_rope(**_YARN), "no_rope_layer_interval": 2},
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {"original_max_position_embeddings": POSITIONS},
+        {
+            "part-of-a-head": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2},
+            "longrope": {
+                **_rope(**_longrope(6, 128)),
+                "original_max_position_embeddings": 128,
+            },
+            "longrope-of-a-part": {
+                **_rope(**_longrope(6, 200)),
+                "hidden_size": 64,
+                "original_max_position_embeddings": 200,
+                "partial_rotary_factor": 0.75,
+                "sliding_window": 260,
+            },
+        },
+    ),
+}
+ARCHITECTURE_OF = {family: f"{kind}ForCausalLM" for family, (kind, _, _) in _FAMILIES.items()}
+CASES = {
+    f"{family}-{shape}": (family, shape)
+    for family, (_, _, own) in _FAMILIES.items()
+    for shape in (*_COMMON, *own)
+}
+
+
+def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any:
+    """Save a model of a shape, and return it as Hugging Face has it."""
+    kind, always, own = _FAMILIES[family]
+    fields = {**_SIZES, **always, **({**_COMMON, **own}[shape]), **changes}
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    randomise(model)
+    model.save_pretrained(path)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Give every parameter, biases and norms included, a value that matters."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
