@@ -14,7 +14,7 @@ import msgspec
 
 from pagewire.services.router.http.body_messages import receive_message
 from pagewire.services.router.http.child_process import ChildProcess
-from pagewire.services.router.http.grammar_process import Verdict
+from pagewire.services.router.http.grammar_process import Ready, Verdict
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import (
     ChannelError,
@@ -24,7 +24,8 @@ from pagewire.shared.errors import (
 )
 
 PROCESSES = 2
-TIMEOUT_S = 5.0  # of the clock: a backstop
+START_TIMEOUT_S = 60.0  # of a process: the interpreter, and the vocabulary
+TIMEOUT_S = 5.0  # of a grammar, by the clock: a backstop
 TRIES = 3
 MAX_WAITING = 256
 MAX_KNOWN_CHARS = 16 << 20
@@ -114,33 +115,61 @@ class GrammarChecker:
         raise RequestFailedError("the processes that try grammars are killed")
 
     def _try_once(self, text: str) -> tuple[str | None, bool]:
-        process, ended = self._idle.get(), True
+        process, kept = self._idle.get(), None
         try:
-            if process is None:
-                process = self._start()
+            process = process or self._start()
+            problem, is_final, kept = self._ask(process, text)
+        finally:
+            self._idle.put(kept)
+        return problem, is_final
+
+    def _ask(
+        self, process: ChildProcess, text: str
+    ) -> tuple[str | None, bool, ChildProcess | None]:
+        """Return what `_try` does, and the process if it can go on; otherwise it is ended."""
+        kept = None
+        try:
             process.send(text)
             verdict = receive_message(process.connection, Verdict)
-            ended = verdict.memory_bytes > MAX_PROCESS_BYTES
+            if verdict.memory_bytes <= MAX_PROCESS_BYTES:
+                kept = process
         except TimeoutError:
-            return _TOO_LONG, False
+            return _TOO_LONG, False, None
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
-            if self._is_closed or process is None:
-                raise RequestFailedError(f"no process can try a grammar: {exc}") from exc
+            if self._is_closed:
+                raise _cannot_try(exc) from exc
             if process.killed_by() in _NOT_BY_ITSELF:
                 raise _KilledError from exc
-            return _ENDED, True
+            return _ENDED, True, None
         finally:
-            if ended and process is not None:
+            if kept is None:
                 self._end(process)
-            self._idle.put(None if ended else process)
-        return verdict.problem, True
+        return verdict.problem, True, kept
 
     def _start(self) -> ChildProcess:
-        process = ChildProcess(_PROGRAM, self._settings, TIMEOUT_S)
+        """Start a process and wait until it can try grammars."""
+        try:
+            process = ChildProcess(_PROGRAM, self._settings, START_TIMEOUT_S)
+        except OSError as exc:
+            raise _cannot_try(exc) from exc
         with self._lock:
             self._all.add(process)
             if self._is_closed:
                 process.kill()
+        is_ready = False
+        try:
+            process.send_settings()
+            receive_message(process.connection, Ready)
+            process.connection.settimeout(TIMEOUT_S)
+            is_ready = True
+        except (ChannelError, OSError, msgspec.DecodeError) as exc:
+            is_late = isinstance(exc, TimeoutError)
+            if not (is_late or self._is_closed) and process.killed_by() in _NOT_BY_ITSELF:
+                raise _KilledError from exc
+            raise _cannot_try(exc) from exc
+        finally:
+            if not is_ready:
+                self._end(process)
         return process
 
     def _end(self, process: ChildProcess) -> None:
@@ -159,3 +188,7 @@ class GrammarChecker:
             while True:
                 if (idle := self._idle.get_nowait()) is not None:
                     self._end(idle)
+
+
+def _cannot_try(exc: Exception) -> RequestFailedError:
+    return RequestFailedError(f"no process can try a grammar: {exc}")

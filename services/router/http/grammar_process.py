@@ -50,6 +50,10 @@ class VocabularySettings(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
+class Ready(msgspec.Struct, frozen=True):
+    """The vocabulary is loaded; the answer to the settings."""
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """What is wrong with a grammar, None if nothing is, and what the process holds now."""
 
@@ -67,6 +71,7 @@ def serve(connection: socket.socket) -> None:
     settings = receive_message(connection, VocabularySettings)
     vocabulary = load_vocabulary(Path(settings.model), settings.vocab_size, settings.eos_token_ids)
     _limit_memory()
+    send_message(connection, Ready())
     while True:
         text = receive_message(connection, str)
         send_message(connection, _verdict(text, vocabulary))
