@@ -41,6 +41,10 @@ class _KilledError(Exception):
     """Somebody has killed the process: an operator, or the kernel for want of memory."""
 
 
+class _NoVocabularyError(Exception):
+    """No grammar can be tried with this model."""
+
+
 class GrammarChecker:
     """Checks grammars. Its processes start with the first grammar that is not known yet.
 
@@ -119,6 +123,8 @@ class GrammarChecker:
         try:
             process = process or self._start()
             problem, is_final, kept = self._ask(process, text)
+        except _NoVocabularyError as exc:
+            return str(exc), False
         finally:
             self._idle.put(kept)
         return problem, is_final
@@ -159,7 +165,8 @@ class GrammarChecker:
         is_ready = False
         try:
             process.send_settings()
-            receive_message(process.connection, Ready)
+            if (problem := receive_message(process.connection, Ready).problem) is not None:
+                raise _NoVocabularyError(problem)
             process.connection.settimeout(TIMEOUT_S)
             is_ready = True
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
