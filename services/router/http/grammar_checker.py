@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
+import subprocess
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -23,9 +25,12 @@ from pagewire.shared.errors import (
     RequestFailedError,
 )
 
+logger = logging.getLogger(__name__)
+
 PROCESSES = 2
 START_TIMEOUT_S = 60.0  # of a process: the interpreter, and the vocabulary
 TIMEOUT_S = 5.0  # of a grammar, by the clock: a backstop
+VERDICT_WAIT_S = 30.0  # of one request, with the grammars before its own
 TRIES = 3
 MAX_WAITING = 256
 MAX_KNOWN_CHARS = 16 << 20
@@ -33,6 +38,7 @@ MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give tha
 
 _NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PROGRAM = "pagewire.services.router.http.grammar_process"
+_SHUTS_DOWN = "the router shuts down"
 _ENDED = "the grammar is nested too deeply, or too large, to be compiled"
 _TOO_LONG = f"the grammar takes longer than {TIMEOUT_S:g} s to compile"
 
@@ -77,9 +83,11 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: it is wrong, or costs too much; names the field.
-            OverloadedError: too many others wait to be tried.
-            RequestFailedError: no process can try it.
+            OverloadedError: too many others wait to be tried, or it waits for too long.
+            RequestFailedError: no process can try it, or the router shuts down.
         """
+        if self._is_closed:
+            raise RequestFailedError(_SHUTS_DOWN)
         if text in self._known:
             self._known.move_to_end(text)
             problem = self._known[text]
@@ -89,15 +97,25 @@ class GrammarChecker:
                 if len(self._trying) >= MAX_WAITING:
                     raise OverloadedError("too many grammars wait to be tried")
                 task = self._trying[text] = asyncio.create_task(self._learn(text))
-            problem = await asyncio.shield(task)
+                task.add_done_callback(_retrieve)
+            try:
+                problem = await asyncio.wait_for(asyncio.shield(task), VERDICT_WAIT_S)
+            except TimeoutError:
+                raise OverloadedError("the grammar waits too long to be tried") from None
         if problem is not None:
             raise InvalidRequestError(f"{field}: {problem}", field)
 
     async def _learn(self, text: str) -> str | None:
         """Try a grammar and remember the result."""
         try:
+            if self._is_closed:
+                raise RequestFailedError(_SHUTS_DOWN)
             loop = asyncio.get_running_loop()
             problem, is_final = await loop.run_in_executor(self._threads, self._try, text)
+        except asyncio.CancelledError:
+            if self._is_closed:  # it waited for a thread
+                raise RequestFailedError(_SHUTS_DOWN) from None
+            raise
         finally:
             del self._trying[text]
         if is_final:
@@ -182,20 +200,33 @@ class GrammarChecker:
     def _end(self, process: ChildProcess) -> None:
         with self._lock:
             self._all.discard(process)
-        process.close()
+        try:
+            process.close()
+        except (OSError, subprocess.TimeoutExpired):  # it says nothing of the grammar
+            logger.exception("a process that tries grammars could not be ended")
 
     def close(self) -> None:
         """End all threads and processes, busy ones included."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
             for process in self._all:
                 process.kill()  # a thread that waits for its answer then closes the rest
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        idle: list[ChildProcess | None] = []
         with contextlib.suppress(Empty):
             while True:
-                if (idle := self._idle.get_nowait()) is not None:
-                    self._end(idle)
+                idle.append(self._idle.get_nowait())
+        for each in idle:
+            if each is not None:
+                self._end(each)
+            self._idle.put(None)  # a thread may just be about to take it
 
 
 def _cannot_try(exc: Exception) -> RequestFailedError:
     return RequestFailedError(f"no process can try a grammar: {exc}")
+
+
+def _retrieve(task: asyncio.Task[str | None]) -> None:
+    """Take a result that nobody may wait for any more, so that asyncio does not complain."""
+    if not task.cancelled():
+        task.exception()
