@@ -115,6 +115,7 @@ class Constraints:
         filler = self.filler
         rows = self._rows_of(launched)
         if filler is None or not rows:
+            self._due_s = None  # those that were waited for may have been aborted
             return Masked()
         pairs = [row for _, _, row in rows]
         if self._due_s is None:
