@@ -46,7 +46,8 @@ Task = Callable[[], None]
 class Follower:
     """One answer's grammar, matcher and next mask.
 
-    The engine's thread owns it; while `is_busy`, one thread for masks writes to it.
+    The engine's thread owns it; while `is_busy`, one thread for masks writes to it. Both may set
+    `problem`; neither takes it back.
 
     Attributes:
         mask: what is allowed after the first `position` tokens of the answer.
@@ -69,13 +70,14 @@ class Follower:
 
     def is_ready(self, position: int) -> bool:
         """Whether the mask after this many tokens is known, or it is known that there is none."""
-        return not self.is_busy and (self.position == position or self.problem is not None)
+        return self.problem is not None or (not self.is_busy and self.position == position)
 
     def note(self, mask: bytes | None) -> None:
         """Take what has been filled; the last thing that a thread for masks does."""
         if self.matcher is not None:
             self.mask, self.position = mask, self.matcher.num_followed
-            self.problem = self.matcher.problem
+            if self.matcher.problem is not None:  # one that is known stays
+                self.problem = self.matcher.problem
         self.is_busy = False
 
 
@@ -162,7 +164,7 @@ class MaskFiller:
         for row in rows:
             follower = row.follower
             is_busy = follower.is_busy  # read once: its thread may be done at any time
-            if not is_busy and row.is_ready:
+            if follower.problem is not None or (not is_busy and row.is_ready):
                 continue
             missing.append(row)
             matcher = follower.matcher
@@ -190,7 +192,7 @@ class MaskFiller:
             follower = row.follower
             follower.is_slow = follower.is_slow or follower in self._batch
             if self.clock() > follower.since_s + MAX_WAIT_S:
-                follower.problem, follower.is_busy = TOO_SLOW, False
+                follower.problem = TOO_SLOW  # still busy: a thread may write to it
 
     def usual_s(self, count: int) -> float:
         """Return how long a call for this many rows usually takes."""

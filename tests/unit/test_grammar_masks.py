@@ -222,3 +222,18 @@ def test_mask_that_does_not_come_fails_its_row() -> None:
         problems.append(stuck.follower.problem)
     assert problems == [None, "the grammar takes too long to follow"]
     assert filler.begin([stuck]) == []
+
+
+def test_mask_that_comes_after_its_row_has_failed_changes_nothing(vocabulary: LLTokenizer) -> None:
+    now = [0.0]
+    filler = make_filler(lambda: now[0])
+    matcher = Matcher(check_grammar(TEXTS[0], vocabulary))
+    late = Row(Follower(filler._compiler.compile(TEXTS[0]), matcher, is_busy=True), [1], 1)
+    missing = filler.begin([late])
+    now[0] = 11.0
+    filler.give_up(missing)
+    assert late.is_ready and late.follower.is_busy  # its thread may still write
+    assert filler.begin([late]) == []
+    late.follower.note(matcher.fill_mask(WORDS))
+    assert late.follower.problem == "the grammar takes too long to follow"
+    assert late.is_ready and filler.begin([late]) == [] and not late.follower.is_busy
