@@ -78,7 +78,8 @@ class GrammarCompiler:
     def compile(self, text: str) -> Future[LLMatcher]:
         """Return a future of the grammar at its start, to be copied for each answer.
 
-        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit.
+        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit. Another
+        failure is not the grammar's, and is not kept.
         """
         with self._lock:
             found = self._cached.get(text)
@@ -107,13 +108,26 @@ class GrammarCompiler:
             self._tasks.get()()
 
     def _compile(self, text: str, future: Future[LLMatcher]) -> None:
+        is_loaded = False  # until then, what is raised says nothing of the grammar
         try:
             with self._vocabulary_lock:
                 if self._vocabulary is None:
                     self._vocabulary = self._load()
-            future.set_result(check_grammar(text, self._vocabulary))
+            is_loaded = True
+            compiled = check_grammar(text, self._vocabulary)
         except Exception as exc:  # noqa: BLE001 the caller that waits for the future gets it
+            if not (is_loaded and isinstance(exc, InvalidRequestError)):
+                self._drop(text, future)
             future.set_exception(exc)
+        else:
+            future.set_result(compiled)
+
+    def _drop(self, text: str, future: Future[LLMatcher]) -> None:
+        """Forget a future, so that the next caller has the grammar compiled again."""
+        with self._lock:
+            if self._cached.get(text) is future:
+                del self._cached[text]
+                self._num_bytes -= _cost(text)
 
 
 def _cost(text: str) -> int:

@@ -237,3 +237,30 @@ def test_mask_that_comes_after_its_row_has_failed_changes_nothing(vocabulary: LL
     late.follower.note(matcher.fill_mask(WORDS))
     assert late.follower.problem == "the grammar takes too long to follow"
     assert late.is_ready and filler.begin([late]) == [] and not late.follower.is_busy
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), InvalidRequestError("no vocabulary")])
+def test_failure_that_is_not_the_grammars_is_not_kept(error: Exception) -> None:
+    errors = [error]
+
+    def load() -> LLTokenizer:
+        if errors:
+            raise errors.pop()
+        return load_vocabulary(PATH, VOCAB, EOS)
+
+    compiler = GrammarCompiler(load)
+    with pytest.raises(type(error), match=str(error)):
+        compiler.compile(TEXTS[0]).result()
+    assert compiler._num_bytes == 0
+    kept = compiler.compile(TEXTS[0])
+    assert isinstance(kept.result(), LLMatcher) and compiler.compile(TEXTS[0]) is kept
+    wrong = compiler.compile("start: nothing")
+    assert wrong.exception() is not None and compiler.compile("start: nothing") is wrong
+
+
+def test_want_of_memory_for_one_grammar_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "parser_limits", lambda: (_ for _ in ()).throw(MemoryError()))
+        assert isinstance(compiler.compile(TEXTS[0]).exception(), MemoryError)
+    assert isinstance(compiler.compile(TEXTS[0]).result(), LLMatcher)
