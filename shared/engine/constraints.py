@@ -89,7 +89,8 @@ class Constraints:
 
     def close(self, sequence: Sequence) -> None:
         """Stop following a sequence's grammar, if it has one."""
-        self._followers.pop(sequence, None)
+        if (follower := self._followers.pop(sequence, None)) is not None:
+            follower.closed.set()
 
     def note_result(self) -> None:
         """Note that a step's result is here, to measure how long steps usually take."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
 import msgspec
@@ -163,3 +164,21 @@ def test_wait_for_a_row_that_is_aborted_does_not_shorten_the_next_one(overlap: b
     drain(core)
     assert (core.stats.tokens_generated, core.stats.rows_held) == (1, 0)
     assert_idle(core)
+
+
+def test_grammar_of_a_closed_sequence_is_not_compiled() -> None:
+    gate = threading.Event()
+
+    def load() -> LLTokenizer:
+        gate.wait()
+        return load_vocabulary(demo_model_path(), 2048, (1, 5))
+
+    constraints = Constraints(MaskFiller(load, 2048))
+    sequence = make_sequence("gone", [1])
+    sequence.spec = msgspec.structs.replace(sequence.spec, grammar=regex_grammar("a"))
+    constraints.open(sequence)
+    (follower,) = constraints._followers.values()
+    constraints.close(sequence)
+    gate.set()
+    with pytest.raises(CancelledError):
+        follower.compiled.result()

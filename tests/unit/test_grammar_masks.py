@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
-from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
+from pagewire.shared.grammar.masks import SLOW_THREADS, Follower, MaskFiller, Row
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens, fill_masks
 from pagewire.shared.grammar.structures import (
     choice_grammar,
@@ -264,3 +266,51 @@ def test_want_of_memory_for_one_grammar_is_not_kept(monkeypatch: pytest.MonkeyPa
         patch.setattr(compiling, "parser_limits", lambda: (_ for _ in ()).throw(MemoryError()))
         assert isinstance(compiler.compile(TEXTS[0]).exception(), MemoryError)
     assert isinstance(compiler.compile(TEXTS[0]).result(), LLMatcher)
+
+
+def test_grammar_that_nobody_wants_any_more_is_not_compiled() -> None:
+    gate = Event()
+
+    def load() -> LLTokenizer:
+        gate.wait()
+        return load_vocabulary(PATH, VOCAB, EOS)
+
+    filler = MaskFiller(load, VOCAB)
+    closed = [filler.open(text, []) for text in TEXTS[:2]]
+    wanted = Row(filler.open(TEXTS[0], []), [1], 1)
+    for follower in closed:
+        follower.closed.set()
+    gate.set()
+    settle(filler, [wanted])
+    with pytest.raises(CancelledError):
+        closed[1].compiled.result()
+    while any(follower.is_busy for follower in closed):
+        filler.news.wait(5)
+        filler.news.clear()
+    assert wanted.follower.mask is not None
+    assert [(each.matcher, each.problem) for each in closed] == [(None, None)] * 2
+    again = Row(filler.open(TEXTS[1], []), [1], 1)
+    settle(filler, [again])
+    assert again.follower.mask is not None
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_mask_that_nobody_wants_any_more_is_not_filled(is_slow: bool) -> None:
+    filler, gate = make_filler(), Event()
+    rows = [Row(filler.open(text, []), [1], 1) for text in TEXTS[:3]]
+    settle(filler, rows)
+    for row in rows:
+        row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
+        row.follower.is_slow = is_slow
+    for _ in range(SLOW_THREADS if is_slow else 1):  # each thread waits before its first row
+        (filler._single if is_slow else filler._many).put(lambda: gate.wait() and None)
+    assert filler.begin(rows) == rows
+    rows[1].follower.closed.set()
+    gate.set()
+    settle(filler, [rows[0], rows[2]])
+    while rows[1].follower.is_busy:
+        filler.news.wait(5)
+        filler.news.clear()
+    assert [row.follower.position for row in rows] == [1, 0, 1]
+    matcher = rows[1].follower.matcher
+    assert matcher is not None and matcher.num_followed == 0
