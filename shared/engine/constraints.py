@@ -89,7 +89,8 @@ class Constraints:
 
     def close(self, sequence: Sequence) -> None:
         """Stop following a sequence's grammar, if it has one."""
-        self._followers.pop(sequence, None)
+        if (follower := self._followers.pop(sequence, None)) is not None:
+            follower.closed.set()
 
     def note_result(self) -> None:
         """Note that a step's result is here, to measure how long steps usually take."""
@@ -115,6 +116,7 @@ class Constraints:
         filler = self.filler
         rows = self._rows_of(launched)
         if filler is None or not rows:
+            self._due_s = None  # those that were waited for may have been aborted
             return Masked()
         pairs = [row for _, _, row in rows]
         if self._due_s is None:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Lock
+from threading import Event, Lock
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -70,22 +70,33 @@ class GrammarCompiler:
         self._lock = Lock()
         self._cached: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_bytes = 0
+        self._closed: dict[Future[LLMatcher], list[Event]] = {}  # until they are compiled
         self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = Lock()  # not _lock, for which callers would wait while it is loaded
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._num_threads = 0
 
-    def compile(self, text: str) -> Future[LLMatcher]:
+    def compile(self, text: str, closed: Event | None = None) -> Future[LLMatcher]:
         """Return a future of the grammar at its start, to be copied for each answer.
 
-        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit.
+        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit. Another
+        failure is not the grammar's, and is not kept.
+
+        Args:
+            text: of the grammar.
+            closed: set when the caller does not want it any more. If no caller does, the future is
+                cancelled.
         """
+        closed = closed or Event()
         with self._lock:
             found = self._cached.get(text)
             if found is not None:
                 self._cached.move_to_end(text)
+                if found in self._closed:
+                    self._closed[found].append(closed)
                 return found
             future = self._cached[text] = Future()
+            self._closed[future] = [closed]
             self._num_bytes += _cost(text)
             while self._num_bytes > MAX_CACHED_BYTES and len(self._cached) > 1:
                 oldest, _ = self._cached.popitem(last=False)
@@ -107,13 +118,38 @@ class GrammarCompiler:
             self._tasks.get()()
 
     def _compile(self, text: str, future: Future[LLMatcher]) -> None:
+        is_loaded = False  # until then, what is raised says nothing of the grammar
         try:
             with self._vocabulary_lock:
                 if self._vocabulary is None:
                     self._vocabulary = self._load()
-            future.set_result(check_grammar(text, self._vocabulary))
+            is_loaded = True
+            if not self._is_wanted(text, future):
+                future.cancel()
+                return
+            compiled = check_grammar(text, self._vocabulary)
         except Exception as exc:  # noqa: BLE001 the caller that waits for the future gets it
+            if not (is_loaded and isinstance(exc, InvalidRequestError)):
+                with self._lock:
+                    self._drop(text, future)
             future.set_exception(exc)
+        else:
+            future.set_result(compiled)
+
+    def _is_wanted(self, text: str, future: Future[LLMatcher]) -> bool:
+        """Whether a grammar is to be compiled; if not, the next caller has a future of its own."""
+        with self._lock:
+            is_wanted = not all(closed.is_set() for closed in self._closed.pop(future))
+            if not is_wanted:
+                self._drop(text, future)
+        return is_wanted
+
+    def _drop(self, text: str, future: Future[LLMatcher]) -> None:
+        """Forget a future, so that the next caller has the grammar compiled again."""
+        self._closed.pop(future, None)
+        if self._cached.get(text) is future:
+            del self._cached[text]
+            self._num_bytes -= _cost(text)
 
 
 def _cost(text: str) -> int:

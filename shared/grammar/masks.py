@@ -46,7 +46,8 @@ Task = Callable[[], None]
 class Follower:
     """One answer's grammar, matcher and next mask.
 
-    The engine's thread owns it; while `is_busy`, one thread for masks writes to it.
+    The engine's thread owns it; while `is_busy`, one thread for masks writes to it. Both may set
+    `problem`; neither takes it back.
 
     Attributes:
         mask: what is allowed after the first `position` tokens of the answer.
@@ -55,6 +56,7 @@ class Follower:
         is_slow: filled by itself.
         asked: the position whose mask was requested last.
         since_s: when that was, by the filler's clock.
+        closed: set when nobody wants its masks any more; threads then skip it.
     """
 
     compiled: Future[LLMatcher]
@@ -66,16 +68,18 @@ class Follower:
     is_slow: bool = False
     asked: int = -1
     since_s: float = 0.0
+    closed: Event = field(default_factory=Event)
 
     def is_ready(self, position: int) -> bool:
         """Whether the mask after this many tokens is known, or it is known that there is none."""
-        return not self.is_busy and (self.position == position or self.problem is not None)
+        return self.problem is not None or (not self.is_busy and self.position == position)
 
     def note(self, mask: bytes | None) -> None:
         """Take what has been filled; the last thing that a thread for masks does."""
         if self.matcher is not None:
             self.mask, self.position = mask, self.matcher.num_followed
-            self.problem = self.matcher.problem
+            if self.matcher.problem is not None:  # one that is known stays
+                self.problem = self.matcher.problem
         self.is_busy = False
 
 
@@ -134,7 +138,9 @@ class MaskFiller:
 
     def open(self, text: str, output_ids: Sequence[int]) -> Follower:
         """Begin to follow an answer: compile its grammar, follow what there is, fill a mask."""
-        follower = Follower(self._compiler.compile(text), is_busy=True)
+        closed = Event()
+        compiled = self._compiler.compile(text, closed)
+        follower = Follower(compiled, is_busy=True, closed=closed)
         known = list(output_ids)
 
         def fill_first(_compiled: Future[LLMatcher]) -> None:
@@ -162,7 +168,7 @@ class MaskFiller:
         for row in rows:
             follower = row.follower
             is_busy = follower.is_busy  # read once: its thread may be done at any time
-            if not is_busy and row.is_ready:
+            if follower.problem is not None or (not is_busy and row.is_ready):
                 continue
             missing.append(row)
             matcher = follower.matcher
@@ -190,7 +196,7 @@ class MaskFiller:
             follower = row.follower
             follower.is_slow = follower.is_slow or follower in self._batch
             if self.clock() > follower.since_s + MAX_WAIT_S:
-                follower.problem, follower.is_busy = TOO_SLOW, False
+                follower.problem = TOO_SLOW  # still busy: a thread may write to it
 
     def usual_s(self, count: int) -> float:
         """Return how long a call for this many rows usually takes."""
@@ -204,21 +210,25 @@ class MaskFiller:
         executor = self._executor
 
         def fill() -> None:
-            started = time.perf_counter()
-            masks: list[bytes | None] = [None] * len(work)
-            try:
-                pairs = [(matcher, tokens) for _, matcher, tokens in work]
-                masks = fill_masks(executor, pairs, mask_words(self.vocab_size))
-            except Exception as exc:  # a fault of ours or llguidance's: these rows fail
-                logger.exception("masks could not be filled")
-                for _, matcher, _ in work:
-                    matcher.problem = f"the grammar cannot be followed: {exc}"
-            took_s = (time.perf_counter() - started) / len(work)
-            self._row_s = min(max(took_s, MIN_ROW_S), self._row_s * 1.05)
-            for (follower, _, _), mask in zip(work, masks, strict=True):
-                follower.note(mask)
+            if wanted := [each for each in work if not _is_skipped(each[0])]:
+                self._fill_many(executor, wanted)
 
         self._many.put(fill)
+
+    def _fill_many(self, executor: LLExecutor, work: list[_Work]) -> None:
+        started = time.perf_counter()
+        masks: list[bytes | None] = [None] * len(work)
+        try:
+            pairs = [(matcher, tokens) for _, matcher, tokens in work]
+            masks = fill_masks(executor, pairs, mask_words(self.vocab_size))
+        except Exception as exc:  # a fault of ours or llguidance's: these rows fail
+            logger.exception("masks could not be filled")
+            for _, matcher, _ in work:
+                matcher.problem = f"the grammar cannot be followed: {exc}"
+        took_s = (time.perf_counter() - started) / len(work)
+        self._row_s = min(max(took_s, MIN_ROW_S), self._row_s * 1.05)
+        for (follower, _, _), mask in zip(work, masks, strict=True):
+            follower.note(mask)
 
     def _queue_single(self, work: _Work) -> None:
         while self._num_single < SLOW_THREADS:
@@ -227,6 +237,9 @@ class MaskFiller:
         self._single.put(lambda: self._fill(*work))
 
     def _fill_first(self, follower: Follower, output_ids: list[int]) -> None:
+        if _is_skipped(follower):
+            self.news.set()
+            return
         try:
             matcher = follower.matcher = Matcher(follower.compiled.result())
         except InvalidRequestError as exc:
@@ -240,6 +253,8 @@ class MaskFiller:
 
     def _fill(self, follower: Follower, matcher: Matcher, tokens: list[int]) -> None:
         """Follow an answer's new tokens and fill its next mask."""
+        if _is_skipped(follower):
+            return
         started, mask = time.perf_counter(), None
         try:
             matcher.follow(tokens)
@@ -249,6 +264,14 @@ class MaskFiller:
             matcher.problem = f"the grammar cannot be followed: {exc}"
         follower.is_slow = time.perf_counter() - started > QUICK_S
         follower.note(mask)
+
+
+def _is_skipped(follower: Follower) -> bool:
+    """Whether nobody wants a follower's mask any more; then its thread is done with it."""
+    if not follower.closed.is_set():
+        return False
+    follower.is_busy = False
+    return True
 
 
 def _run_tasks(tasks: SimpleQueue[Task], news: Event) -> None:

@@ -6,15 +6,22 @@ The device is a fake that notices every wrong read; which masks are late is draw
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from llguidance import LLTokenizer
 
 from pagewire.shared.engine.constraints import Constraints, Masked
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.launched import Launched
 from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.grammar.masks import MaskFiller
+from pagewire.shared.grammar.structures import regex_grammar
+from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.engine_iterations import LIMIT, assert_idle, drain
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
@@ -129,3 +136,49 @@ def test_aborted_while_its_step_runs(seed: int, overlap: bool) -> None:
     drain(core)
     assert kept.token_ids[kept.num_prompt_tokens :] == expected
     assert_idle(core)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_wait_for_a_row_that_is_aborted_does_not_shorten_the_next_one(overlap: bool) -> None:
+    gate, now = threading.Event(), [0.0]
+
+    def load() -> LLTokenizer:
+        gate.wait()
+        return load_vocabulary(demo_model_path(), 2048, (1, 5))
+
+    core, _device = make_core(overlap=overlap)
+    core.constraints = Constraints(MaskFiller(load, 2048), clock=lambda: now[0])
+    for name in ("gone", "next"):
+        sequence = make_sequence(name, [1] * 5, max_tokens=1)
+        grammar = regex_grammar(r"(.|\n)*")  # the end, too, is always allowed
+        sequence.spec = msgspec.structs.replace(sequence.spec, grammar=grammar)
+        core.add(sequence)
+        if name == "gone":
+            for _ in range(4):
+                core.step(wait=False)
+            assert core.has_work and not core.stats.tokens_generated
+            core.abort(name)
+            core.step(wait=False)
+            now[0] = 1.0
+            gate.set()
+    drain(core)
+    assert (core.stats.tokens_generated, core.stats.rows_held) == (1, 0)
+    assert_idle(core)
+
+
+def test_grammar_of_a_closed_sequence_is_not_compiled() -> None:
+    gate = threading.Event()
+
+    def load() -> LLTokenizer:
+        gate.wait()
+        return load_vocabulary(demo_model_path(), 2048, (1, 5))
+
+    constraints = Constraints(MaskFiller(load, 2048))
+    sequence = make_sequence("gone", [1])
+    sequence.spec = msgspec.structs.replace(sequence.spec, grammar=regex_grammar("a"))
+    constraints.open(sequence)
+    (follower,) = constraints._followers.values()
+    constraints.close(sequence)
+    gate.set()
+    with pytest.raises(CancelledError):
+        follower.compiled.result()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
-from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
+from pagewire.shared.grammar.masks import SLOW_THREADS, Follower, MaskFiller, Row
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens, fill_masks
 from pagewire.shared.grammar.structures import (
     choice_grammar,
@@ -222,3 +224,93 @@ def test_mask_that_does_not_come_fails_its_row() -> None:
         problems.append(stuck.follower.problem)
     assert problems == [None, "the grammar takes too long to follow"]
     assert filler.begin([stuck]) == []
+
+
+def test_mask_that_comes_after_its_row_has_failed_changes_nothing(vocabulary: LLTokenizer) -> None:
+    now = [0.0]
+    filler = make_filler(lambda: now[0])
+    matcher = Matcher(check_grammar(TEXTS[0], vocabulary))
+    late = Row(Follower(filler._compiler.compile(TEXTS[0]), matcher, is_busy=True), [1], 1)
+    missing = filler.begin([late])
+    now[0] = 11.0
+    filler.give_up(missing)
+    assert late.is_ready and late.follower.is_busy  # its thread may still write
+    assert filler.begin([late]) == []
+    late.follower.note(matcher.fill_mask(WORDS))
+    assert late.follower.problem == "the grammar takes too long to follow"
+    assert late.is_ready and filler.begin([late]) == [] and not late.follower.is_busy
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), InvalidRequestError("no vocabulary")])
+def test_failure_that_is_not_the_grammars_is_not_kept(error: Exception) -> None:
+    errors = [error]
+
+    def load() -> LLTokenizer:
+        if errors:
+            raise errors.pop()
+        return load_vocabulary(PATH, VOCAB, EOS)
+
+    compiler = GrammarCompiler(load)
+    with pytest.raises(type(error), match=str(error)):
+        compiler.compile(TEXTS[0]).result()
+    assert compiler._num_bytes == 0
+    kept = compiler.compile(TEXTS[0])
+    assert isinstance(kept.result(), LLMatcher) and compiler.compile(TEXTS[0]) is kept
+    wrong = compiler.compile("start: nothing")
+    assert wrong.exception() is not None and compiler.compile("start: nothing") is wrong
+
+
+def test_want_of_memory_for_one_grammar_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "parser_limits", lambda: (_ for _ in ()).throw(MemoryError()))
+        assert isinstance(compiler.compile(TEXTS[0]).exception(), MemoryError)
+    assert isinstance(compiler.compile(TEXTS[0]).result(), LLMatcher)
+
+
+def test_grammar_that_nobody_wants_any_more_is_not_compiled() -> None:
+    gate = Event()
+
+    def load() -> LLTokenizer:
+        gate.wait()
+        return load_vocabulary(PATH, VOCAB, EOS)
+
+    filler = MaskFiller(load, VOCAB)
+    closed = [filler.open(text, []) for text in TEXTS[:2]]
+    wanted = Row(filler.open(TEXTS[0], []), [1], 1)
+    for follower in closed:
+        follower.closed.set()
+    gate.set()
+    settle(filler, [wanted])
+    with pytest.raises(CancelledError):
+        closed[1].compiled.result()
+    while any(follower.is_busy for follower in closed):
+        filler.news.wait(5)
+        filler.news.clear()
+    assert wanted.follower.mask is not None
+    assert [(each.matcher, each.problem) for each in closed] == [(None, None)] * 2
+    again = Row(filler.open(TEXTS[1], []), [1], 1)
+    settle(filler, [again])
+    assert again.follower.mask is not None
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_mask_that_nobody_wants_any_more_is_not_filled(is_slow: bool) -> None:
+    filler, gate = make_filler(), Event()
+    rows = [Row(filler.open(text, []), [1], 1) for text in TEXTS[:3]]
+    settle(filler, rows)
+    for row in rows:
+        row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
+        row.follower.is_slow = is_slow
+    for _ in range(SLOW_THREADS if is_slow else 1):  # each thread waits before its first row
+        (filler._single if is_slow else filler._many).put(lambda: gate.wait() and None)
+    assert filler.begin(rows) == rows
+    rows[1].follower.closed.set()
+    gate.set()
+    settle(filler, [rows[0], rows[2]])
+    while rows[1].follower.is_busy:
+        filler.news.wait(5)
+        filler.news.clear()
+    assert [row.follower.position for row in rows] == [1, 0, 1]
+    matcher = rows[1].follower.matcher
+    assert matcher is not None and matcher.num_followed == 0

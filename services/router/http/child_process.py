@@ -51,10 +51,18 @@ class ChildProcess:
         Raises:
             OSError: the process has ended, or takes too long.
         """
+        self.send_settings()
+        send_message(self.connection, message)
+
+    def send_settings(self) -> None:
+        """Send the settings, if they have not been sent.
+
+        Raises:
+            OSError: the process has ended, or takes too long.
+        """
         if self._settings is not None:
             send_message(self.connection, self._settings)
             self._settings = None
-        send_message(self.connection, message)
 
     def killed_by(self) -> int | None:
         """Wait for the end of a process that has closed its connection.

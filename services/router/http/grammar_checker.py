@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
+import subprocess
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -14,7 +16,7 @@ import msgspec
 
 from pagewire.services.router.http.body_messages import receive_message
 from pagewire.services.router.http.child_process import ChildProcess
-from pagewire.services.router.http.grammar_process import Verdict
+from pagewire.services.router.http.grammar_process import Ready, Verdict
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import (
     ChannelError,
@@ -23,8 +25,12 @@ from pagewire.shared.errors import (
     RequestFailedError,
 )
 
+logger = logging.getLogger(__name__)
+
 PROCESSES = 2
-TIMEOUT_S = 5.0  # of the clock: a backstop
+START_TIMEOUT_S = 60.0  # of a process: the interpreter, and the vocabulary
+TIMEOUT_S = 5.0  # of a grammar, by the clock: a backstop
+VERDICT_WAIT_S = 30.0  # of one request, with the grammars before its own
 TRIES = 3
 MAX_WAITING = 256
 MAX_KNOWN_CHARS = 16 << 20
@@ -32,12 +38,17 @@ MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give tha
 
 _NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PROGRAM = "pagewire.services.router.http.grammar_process"
+_SHUTS_DOWN = "the router shuts down"
 _ENDED = "the grammar is nested too deeply, or too large, to be compiled"
 _TOO_LONG = f"the grammar takes longer than {TIMEOUT_S:g} s to compile"
 
 
 class _KilledError(Exception):
     """Somebody has killed the process: an operator, or the kernel for want of memory."""
+
+
+class _NoVocabularyError(Exception):
+    """No grammar can be tried with this model."""
 
 
 class GrammarChecker:
@@ -72,9 +83,11 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: it is wrong, or costs too much; names the field.
-            OverloadedError: too many others wait to be tried.
-            RequestFailedError: no process can try it.
+            OverloadedError: too many others wait to be tried, or it waits for too long.
+            RequestFailedError: no process can try it, or the router shuts down.
         """
+        if self._is_closed:
+            raise RequestFailedError(_SHUTS_DOWN)
         if text in self._known:
             self._known.move_to_end(text)
             problem = self._known[text]
@@ -84,15 +97,25 @@ class GrammarChecker:
                 if len(self._trying) >= MAX_WAITING:
                     raise OverloadedError("too many grammars wait to be tried")
                 task = self._trying[text] = asyncio.create_task(self._learn(text))
-            problem = await asyncio.shield(task)
+                task.add_done_callback(_retrieve)
+            try:
+                problem = await asyncio.wait_for(asyncio.shield(task), VERDICT_WAIT_S)
+            except TimeoutError:
+                raise OverloadedError("the grammar waits too long to be tried") from None
         if problem is not None:
             raise InvalidRequestError(f"{field}: {problem}", field)
 
     async def _learn(self, text: str) -> str | None:
         """Try a grammar and remember the result."""
         try:
+            if self._is_closed:
+                raise RequestFailedError(_SHUTS_DOWN)
             loop = asyncio.get_running_loop()
             problem, is_final = await loop.run_in_executor(self._threads, self._try, text)
+        except asyncio.CancelledError:
+            if self._is_closed:  # it waited for a thread
+                raise RequestFailedError(_SHUTS_DOWN) from None
+            raise
         finally:
             del self._trying[text]
         if is_final:
@@ -114,48 +137,96 @@ class GrammarChecker:
         raise RequestFailedError("the processes that try grammars are killed")
 
     def _try_once(self, text: str) -> tuple[str | None, bool]:
-        process, ended = self._idle.get(), True
+        process, kept = self._idle.get(), None
         try:
-            if process is None:
-                process = self._start()
+            process = process or self._start()
+            problem, is_final, kept = self._ask(process, text)
+        except _NoVocabularyError as exc:
+            return str(exc), False
+        finally:
+            self._idle.put(kept)
+        return problem, is_final
+
+    def _ask(
+        self, process: ChildProcess, text: str
+    ) -> tuple[str | None, bool, ChildProcess | None]:
+        """Return what `_try` does, and the process if it can go on; otherwise it is ended."""
+        kept = None
+        try:
             process.send(text)
             verdict = receive_message(process.connection, Verdict)
-            ended = verdict.memory_bytes > MAX_PROCESS_BYTES
+            if verdict.memory_bytes <= MAX_PROCESS_BYTES:
+                kept = process
         except TimeoutError:
-            return _TOO_LONG, False
+            return _TOO_LONG, False, None
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
-            if self._is_closed or process is None:
-                raise RequestFailedError(f"no process can try a grammar: {exc}") from exc
+            if self._is_closed:
+                raise _cannot_try(exc) from exc
             if process.killed_by() in _NOT_BY_ITSELF:
                 raise _KilledError from exc
-            return _ENDED, True
+            return _ENDED, True, None
         finally:
-            if ended and process is not None:
+            if kept is None:
                 self._end(process)
-            self._idle.put(None if ended else process)
-        return verdict.problem, True
+        return verdict.problem, True, kept
 
     def _start(self) -> ChildProcess:
-        process = ChildProcess(_PROGRAM, self._settings, TIMEOUT_S)
+        """Start a process and wait until it can try grammars."""
+        try:
+            process = ChildProcess(_PROGRAM, self._settings, START_TIMEOUT_S)
+        except OSError as exc:
+            raise _cannot_try(exc) from exc
         with self._lock:
             self._all.add(process)
             if self._is_closed:
                 process.kill()
+        is_ready = False
+        try:
+            process.send_settings()
+            if (problem := receive_message(process.connection, Ready).problem) is not None:
+                raise _NoVocabularyError(problem)
+            process.connection.settimeout(TIMEOUT_S)
+            is_ready = True
+        except (ChannelError, OSError, msgspec.DecodeError) as exc:
+            is_late = isinstance(exc, TimeoutError)
+            if not (is_late or self._is_closed) and process.killed_by() in _NOT_BY_ITSELF:
+                raise _KilledError from exc
+            raise _cannot_try(exc) from exc
+        finally:
+            if not is_ready:
+                self._end(process)
         return process
 
     def _end(self, process: ChildProcess) -> None:
         with self._lock:
             self._all.discard(process)
-        process.close()
+        try:
+            process.close()
+        except (OSError, subprocess.TimeoutExpired):  # it says nothing of the grammar
+            logger.exception("a process that tries grammars could not be ended")
 
     def close(self) -> None:
         """End all threads and processes, busy ones included."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
             for process in self._all:
                 process.kill()  # a thread that waits for its answer then closes the rest
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        idle: list[ChildProcess | None] = []
         with contextlib.suppress(Empty):
             while True:
-                if (idle := self._idle.get_nowait()) is not None:
-                    self._end(idle)
+                idle.append(self._idle.get_nowait())
+        for each in idle:
+            if each is not None:
+                self._end(each)
+            self._idle.put(None)  # a thread may just be about to take it
+
+
+def _cannot_try(exc: Exception) -> RequestFailedError:
+    return RequestFailedError(f"no process can try a grammar: {exc}")
+
+
+def _retrieve(task: asyncio.Task[str | None]) -> None:
+    """Take a result that nobody may wait for any more, so that asyncio does not complain."""
+    if not task.cancelled():
+        task.exception()

@@ -50,6 +50,12 @@ class VocabularySettings(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
+class Ready(msgspec.Struct, frozen=True):
+    """The answer to the settings: why grammars cannot be tried, None if they can."""
+
+    problem: str | None
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """What is wrong with a grammar, None if nothing is, and what the process holds now."""
 
@@ -58,15 +64,20 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def serve(connection: socket.socket) -> None:
-    """Try grammars.
+    """Try grammars; returns if the model has no vocabulary for them.
 
     Raises:
         ChannelError: the router has closed the connection.
-        InvalidRequestError: the model has no vocabulary for grammars.
     """
     settings = receive_message(connection, VocabularySettings)
-    vocabulary = load_vocabulary(Path(settings.model), settings.vocab_size, settings.eos_token_ids)
+    path = Path(settings.model)
+    try:
+        vocabulary = load_vocabulary(path, settings.vocab_size, settings.eos_token_ids)
+    except InvalidRequestError as exc:
+        send_message(connection, Ready(exc.message))
+        return
     _limit_memory()
+    send_message(connection, Ready(None))
     while True:
         text = receive_message(connection, str)
         send_message(connection, _verdict(text, vocabulary))
