@@ -144,7 +144,7 @@ def template_message(index: int, role: str, content: object, said: SaidMessage) 
     if said.tool_call_id is not None:
         _check_role(place, "tool_call_id", role, "tool")
         entry["tool_call_id"] = said.tool_call_id
-    reasoning = said.reasoning_content if said.reasoning is None else said.reasoning
+    reasoning = _reasoning(said)
     if reasoning is not None:
         field = "reasoning_content" if said.reasoning is None else "reasoning"
         _check_role(place, field, role, "assistant")
@@ -163,7 +163,7 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
                 f'{field}: only parts of type "text" are supported: {exc}', field
             ) from exc
         content = "".join(part.text for part in parts)
-    if content is None and role == "assistant" and (said.tool_calls or said.reasoning):
+    if content is None and role == "assistant" and (said.tool_calls or _reasoning(said)):
         return ""
     # An answer may have been empty, and its client sends the whole conversation again. So may a
     # tool's result.
@@ -171,6 +171,10 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
     if not isinstance(content, str) or not (content or may_be_empty):
         raise InvalidRequestError(f"{field} must be text that is not empty", field)
     return content
+
+
+def _reasoning(said: SaidMessage) -> str | None:
+    return said.reasoning_content if said.reasoning is None else said.reasoning
 
 
 def _check_role(place: str, field: str, role: str, right: str) -> None:

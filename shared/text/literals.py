@@ -92,8 +92,9 @@ class Literals:
         match value:
             case str():
                 return self._pattern.sub(lambda found: self._marks[found[0]], value)
-            case list():
-                return [self._with_marks(each) for each in value]
+            case list() | tuple():
+                marked = [self._with_marks(each) for each in value]
+                return marked if isinstance(value, list) else tuple(marked)
             case Mapping():
                 return {
                     key if key in _OWN_KEYS else self._with_marks(key): (
@@ -155,7 +156,7 @@ def _texts(value: Any) -> Iterator[str]:
     match value:
         case str():
             yield value
-        case list():
+        case list() | tuple():
             for each in value:
                 yield from _texts(each)
         case Mapping():

@@ -14,12 +14,17 @@ from typing import Literal, Protocol
 from pagewire.shared.tools.formats import ARGS_MARK, ARGUMENT_KEYS, CALL_ID_MARK, ToolFormat
 from pagewire.shared.tools.scanner import ValueScanner
 
+MAX_CALL_ID = 64  # characters
+# Characters from a name to where arguments begin: they are read again with each part that comes.
+MAX_HEAD = 1024
+
 _OTHER_KEYS = ("id", "type", "index")  # that an object may have besides; they say nothing
 _NAME = re.compile(r"[A-Za-z0-9_.:-]*")
-_CALL_ID = re.compile(r"[A-Za-z0-9_-]*")
+_CALL_ID = re.compile(rf"[A-Za-z0-9_-]{{0,{MAX_CALL_ID}}}")
 # What a call of Python has in parentheses, and what may become that.
 _KEYWORDS = re.compile(r"\(\s*(?:\)|[A-Za-z_][A-Za-z0-9_]*\s*=)")
 _KEYWORDS_BEGIN = re.compile(r"\(\s*(?:[A-Za-z_][A-Za-z0-9_]*\s*)?\Z")
+_OBJECT = re.compile(r"\{")
 _SPACES = " \t\r\n"
 
 
@@ -69,11 +74,12 @@ class ObjectCall:
         self.is_done = self.has_failed = False
         self._names = names
         self._found: str | None = None  # the name, perhaps before the arguments begin
-        self._arguments: str | None = None  # as JSON, as far as they were read before it began
-        self._given = 0  # characters of them
+        # As JSON, as far as they were read before it began, in parts.
+        self._arguments: list[str] | None = None
         self._more = ""  # of the arguments, since then
         self._expected: Literal["{", "key or end", "key", ":", "value", "next"] = "{"
-        self._key = self._value = ""
+        self._key = ""  # a quote while it is read
+        self._parts: list[str] = []  # of the key or the value, as far as it was read
         self._seen: set[str] = set()
         self._scanner = ValueScanner()
 
@@ -87,7 +93,7 @@ class ObjectCall:
         at = 0
         while at < len(text) and not (self.is_done or self.has_failed):
             is_in_key = self._key.startswith('"')
-            if text[at] in _SPACES and not (is_in_key or self._value):
+            if text[at] in _SPACES and not (is_in_key or self._parts):
                 at += 1
             elif is_in_key or self._expected == "value":
                 at = self._scan(text, at)
@@ -102,8 +108,9 @@ class ObjectCall:
         elif expected.startswith("key") and char == '"':
             self._scanner = ValueScanner()
             self._key, _ = self._scanner.push(char)
+            self._parts = [self._key]
         elif expected == ":" and char == ":":
-            self._expected, self._value, self._scanner = "value", "", ValueScanner()
+            self._expected, self._parts, self._scanner = "value", [], ValueScanner()
         elif expected == "next" and char == ",":
             self._expected = "key"
         elif expected in ("next", "key or end") and char == "}":
@@ -119,12 +126,11 @@ class ObjectCall:
         part, at = self._scanner.push(text, at)
         if self._expected == "value" and self._key in ARGUMENT_KEYS and self.name is not None:
             self._more += part
-        elif self._expected == "value":
-            self._value += part
-            if self._key in ARGUMENT_KEYS and self._value.startswith("{"):
-                self._arguments = self._value
-        else:
-            self._key += part
+        elif part:
+            self._parts.append(part)
+            is_value = self._expected == "value" and self._key in ARGUMENT_KEYS
+            if is_value and self._parts[0].startswith("{"):
+                self._arguments = self._parts
         if self._scanner.has_failed:
             self._fail()
         elif self._scanner.is_done:
@@ -135,8 +141,8 @@ class ObjectCall:
         return at
 
     def _after_key(self) -> None:
-        self._key = json.loads(self._key)
-        self._expected = ":"
+        self._key = json.loads("".join(self._parts))
+        self._expected, self._parts = ":", []
         kind = "arguments" if self._key in ARGUMENT_KEYS else self._key
         if kind in self._seen or kind not in ("name", "arguments", *_OTHER_KEYS):
             self._fail()
@@ -144,20 +150,22 @@ class ObjectCall:
 
     def _after_value(self) -> None:
         self._expected = "next"
+        value = "".join(self._parts)
         if self._key == "name":
-            name = json.loads(self._value)
+            name = json.loads(value)
             self._found = name if isinstance(name, str) and name in self._names else None
             if self._found is None:
                 self._fail()
         elif self._key in ARGUMENT_KEYS:
-            self._arguments = _as_object(self._value)
-            if self._arguments is None:
+            arguments = _as_object(value)
+            self._arguments = None if arguments is None else [arguments]
+            if arguments is None:
                 self._fail()
-        self._key = self._value = ""
+        self._key, self._parts = "", []
 
     def _end(self) -> None:
         if self._arguments is None:
-            self._arguments = "{}"
+            self._arguments = ["{}"]
         if self._found is None:
             self._fail()
         else:
@@ -174,10 +182,10 @@ class ObjectCall:
     def _give(self) -> str:
         if self._found is None or self._arguments is None:
             return ""
+        first = "".join(self._arguments) if self.name is None else ""
         self.name = self._found
-        given, self._given = self._given, len(self._arguments)
         more, self._more = self._more, ""
-        return self._arguments[given:] + more
+        return first + more
 
 
 class HeadedCall:
@@ -198,17 +206,18 @@ class HeadedCall:
         """Return the next part of the arguments, and how much of the text was taken."""
         at = 0
         if self.name is None:
-            found = self._read_head(text)
+            at = len(text) - len(text.lstrip())
+            found = self._read_head(text, at)
             if found is None:
-                return "", 0
+                self.has_failed |= len(text) - at > MAX_HEAD
+                return "", at
             self.name, at = found
         part, at = self._scanner.push(text, at)
         self.is_done, self.has_failed = self._scanner.is_done, self._scanner.has_failed
         return part, at
 
-    def _read_head(self, text: str) -> tuple[str, int] | None:
+    def _read_head(self, text: str, start: int) -> tuple[str, int] | None:
         """Return the name, and where the arguments begin; None if that is not known yet."""
-        start = len(text) - len(text.lstrip())
         name = _matched(_NAME, text, start)
         at = start + len(name)
         if not self._is_python:
@@ -225,8 +234,8 @@ class HeadedCall:
         if at == len(text):
             self.has_failed = not self._may_be(name, self._is_python)
             return None
-        begins = _KEYWORDS.match(text, at) if self._is_python else text[at] == "{"
-        if name in self._names and begins:
+        begins = (_KEYWORDS if self._is_python else _OBJECT).match(text, at)
+        if name in self._names and begins and begins.end() - start <= MAX_HEAD:
             return name, at
         may_begin = self._is_python and _KEYWORDS_BEGIN.match(text, at)
         self.has_failed = not (name in self._names and may_begin)

@@ -18,6 +18,7 @@ from pagewire.shared.tools.calls import make_reader
 from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText, ToolEvent
 from pagewire.shared.tools.formats import ToolFormat
 
+_MAX_PIECE = 4096  # characters that are read at a time: each step copies what is left of them
 _State = Literal["text", "open", "begin", "call", "next", "rest"]
 
 
@@ -46,28 +47,31 @@ class ToolParser:
         self._new_id = new_id or (lambda: new_call_id(form))
         self._open = form.open.strip()
         self._state: _State = "text" if self._open else "open"
+        # What is not given out, in order; only the buffer, which is short, is looked at again.
+        self._raw: list[str] = []  # of a call that has not begun: content, should it be none
+        self._spaces: list[str] = []  # dropped if a call is next to them
         self._buffer = ""  # not decided on yet
-        self._raw = ""  # of a call that has not begun: content, should it be none
         self._reader = make_reader(form, names)
         self._events: list[ToolEvent] = []
 
     def push(self, text: str) -> list[ToolEvent]:
         """Add text; return what is certain."""
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
+        for at in range(0, len(text), _MAX_PIECE):
+            self._buffer += text[at : at + _MAX_PIECE]
+            while self._buffer and self._step():
+                pass
         return self._taken()
 
     def flush(self) -> list[ToolEvent]:
         """End the text; return what was held back."""
-        rest, self._buffer = self._raw + self._buffer, ""
+        rest = "".join((*self._raw, *self._spaces, self._buffer))
         if self._state == "call" and self._reader.name is not None:
             if held := self._reader.held:  # the answer was cut inside a number or an escape
                 self._emit(CallArguments(self.num_calls - 1, held))
             self._end_call()
         elif not self.num_calls or (rest.strip() and not self._is_part_of_close(rest)):
             self._content(rest)
-        self._raw = ""
+        self._raw, self._spaces, self._buffer = [], [], ""
         return self._taken()
 
     def _is_part_of_close(self, rest: str) -> bool:
@@ -92,31 +96,35 @@ class ToolParser:
                 return self._read_call()
             case "next":
                 return self._match_next()
-        text = self._buffer.rstrip()
-        self._content(text)
-        self._buffer = self._buffer[len(text) :]
+        self._let_through(len(self._buffer))
         return False
 
     def _find_open(self) -> bool:
         """Let text through up to the marker of a call, but for spaces before it."""
-        before, marker, after = self._buffer.partition(self._open)
-        text = before if marker else before[: len(before) - overlap(before, self._open)]
-        text = text.rstrip()
-        self._content(text)
-        self._buffer = self._buffer[len(text) :]
-        if not marker:
+        at = self._buffer.find(self._open)
+        if at < 0:
+            self._let_through(len(self._buffer) - overlap(self._buffer, self._open))
             return False
-        self._raw, self._buffer = self._buffer[: len(self._buffer) - len(after)], after
+        self._let_through(at)
+        self._take_raw(len(self._open))
         self._begin_calls()
         return True
 
+    def _let_through(self, count: int) -> None:
+        """Make content of the next characters, but for spaces at their end."""
+        certain, self._buffer = self._buffer[:count], self._buffer[count:]
+        text = certain.rstrip()
+        if text:
+            self._content(self._held_spaces() + text)
+        self._spaces.append(certain[len(text) :])
+
     def _match_open(self) -> bool:
         """Decide whether an answer begins with a call."""
-        start = self._buffer.lstrip()
+        self._hold_spaces()
         marker = self._form.may_open
-        if marker and start.startswith(marker):
-            self._take_raw(len(self._buffer) - len(start) + len(marker))
-        elif marker.startswith(start):
+        if marker and self._buffer.startswith(marker):
+            self._take_raw(len(marker))
+        elif marker.startswith(self._buffer):
             return False
         self._begin_calls()
         return True
@@ -139,10 +147,11 @@ class ToolParser:
     def _read_call(self) -> bool:
         """Read on in a call."""
         reader, had_begun = self._reader, self._reader.name is not None
+        self._buffer = self._held_spaces() + self._buffer
         part, taken = reader.push(self._buffer)
         self._take_raw(taken)
         if reader.name is not None:
-            self._raw = ""
+            self._raw = []
             if not had_begun:
                 self.num_calls += 1
                 self._emit(CallBegin(self.num_calls - 1, self._new_id(), reader.name))
@@ -174,27 +183,37 @@ class ToolParser:
             self._reader = make_reader(form, self._names)
             self._state = "call"
         elif end and matches[-1]:
-            self._buffer = self._buffer[matches[-1] :]
+            self._spaces, self._buffer = [], self._buffer[matches[-1] :]
         return self._state != after_call
 
     def _match(self, text: str) -> int | None:
-        """Return how much of the buffer a text takes, with spaces before it.
+        """Return how much of the buffer a text takes, once spaces before it are held back.
 
         0 if something else is there, None if that is not known yet.
         """
+        self._hold_spaces()
+        if self._buffer.startswith(text):
+            return len(text)
+        return None if text.startswith(self._buffer) else 0
+
+    def _hold_spaces(self) -> None:
         start = self._buffer.lstrip()
-        if start.startswith(text):
-            return len(self._buffer) - len(start) + len(text)
-        return None if text.startswith(start) else 0
+        self._spaces.append(self._buffer[: len(self._buffer) - len(start)])
+        self._buffer = start
+
+    def _held_spaces(self) -> str:
+        """Return the spaces that were held back, and hold them no longer."""
+        spaces, self._spaces = "".join(self._spaces), []
+        return spaces
 
     def _take_raw(self, count: int) -> None:
-        self._raw += self._buffer[:count]
-        self._buffer = self._buffer[count:]
+        self._raw += (*self._spaces, self._buffer[:count])
+        self._spaces, self._buffer = [], self._buffer[count:]
 
     def _give_up(self) -> None:
         """Make content of what is not a call, and go on after it."""
-        self._content(self._raw)
-        self._raw = ""
+        self._content("".join(self._raw))
+        self._raw = []
         self._state = "text" if self._open else "rest"
 
     def _end_call(self) -> None:

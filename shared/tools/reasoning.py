@@ -58,6 +58,7 @@ class ReasoningSplitter:
         self._form = form
         self._is_decided = False  # whether the answer begins with an open tag
         self._is_after_tag = self.is_open  # line breaks here are dropped
+        self._spaces: list[str] = []  # held back, before the buffer; never looked at again
         self._buffer = ""
         self._length = 0  # of all text that was added
 
@@ -72,7 +73,7 @@ class ReasoningSplitter:
 
     def flush(self) -> tuple[str, str]:
         """End the text; return what was held back."""
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = self._held_spaces() + self._buffer, ""
         if self.has_ended:
             return "", "" if self._is_after_tag else rest
         return (rest, "") if self.is_open else ("", rest)
@@ -80,11 +81,16 @@ class ReasoningSplitter:
     def _decide(self) -> bool:
         """Find out whether the answer begins with an open tag; False if that is not certain."""
         start = self._buffer.lstrip()
+        self._spaces.append(self._buffer[: len(self._buffer) - len(start)])
+        self._buffer = start
         if start.startswith(self._form.open):
+            self._held_spaces()
             self._buffer = start.removeprefix(self._form.open)
             self.is_open = self._is_after_tag = True
         elif self._form.open.startswith(start):
             return False
+        else:
+            self._buffer = self._held_spaces() + start
         self._is_decided = True
         self.has_ended = not self.is_open
         return True
@@ -96,15 +102,24 @@ class ReasoningSplitter:
             self.has_ended = self._is_after_tag = True
             self._buffer = after
             self.close_end = self._length - len(after)
-            return before.rstrip("\n")
-        text = before[: len(before) - overlap(before, self._form.close)].rstrip("\n")
-        self._buffer = self._buffer[len(text) :]
-        return text
+            text, spaces = before.rstrip("\n"), self._held_spaces()
+            return spaces + text if text else ""
+        certain = before[: len(before) - overlap(before, self._form.close)]
+        self._buffer = before[len(certain) :]
+        text = certain.rstrip("\n")
+        reasoning = self._held_spaces() + text if text else ""
+        self._spaces.append(certain[len(text) :])
+        return reasoning
 
     def _take_answer(self) -> str:
         self._drop_line_breaks()
         text, self._buffer = self._buffer, ""
         return text
+
+    def _held_spaces(self) -> str:
+        """Return the spaces that were held back, and hold them no longer."""
+        spaces, self._spaces = "".join(self._spaces), []
+        return spaces
 
     def _drop_line_breaks(self) -> None:
         if self._is_after_tag:

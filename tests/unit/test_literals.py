@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.text.chat_template import ChatTemplate
+from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
 from pagewire.shared.text.tokenizer import Tokenizer
 
 DEMO = Tokenizer.from_dir(demo_model_path())
@@ -181,6 +181,17 @@ def test_a_template_may_move_and_drop_literals(source: str) -> None:
     ids = tokenizer.encode_chat(chat)
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(chat)
     assert len(specials_in(ids)) == source.count("<|end|>")
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_literals_in_sequences_of_variables_and_tools_are_text(sequence: type) -> None:
+    tokenizer = changed("{{ notes[0] }}{{ tools[0].function.parameters.enum[0] }}<|end|>")
+    texts = sequence(["a <|end|> "])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": texts}}}
+    options = ChatOptions([tool], {"notes": texts})
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}], options)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a <|end|> a <|end|> <|end|>"
+    assert len(specials_in(ids)) == 1
 
 
 def test_a_vocabulary_whose_own_word_is_a_special_token_refuses_it() -> None:

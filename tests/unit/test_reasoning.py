@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -75,6 +76,18 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
         if isinstance(event, ReasoningText):
             assert "</think>" not in event.text
     assert end is None or text[:end].endswith("</think>")
+
+
+@pytest.mark.parametrize(
+    ("begins", "more"), [("outside", "\n\n\n\n"), ("inside", "\n\n\n\n"), ("inside", "a\n\n\n")]
+)
+def test_text_held_back_is_not_read_again(begins: Begins, more: str) -> None:
+    parser = AnswerParser(SYNTAX, AnswerReading(reasoning=begins))
+    text = "Hm." + more * 100_000 + "So." if begins == "inside" else more * 100_000 + "So."
+    start = time.process_time()
+    events = parsed(parser, [text[at : at + 4] for at in range(0, len(text), 4)])
+    assert time.process_time() - start < 2
+    assert events == [ReasoningText(text) if begins == "inside" else ContentText(text)]
 
 
 def test_calls_come_after_the_reasoning_and_those_in_it_are_none() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.shared.tools.calls import MAX_CALL_ID, MAX_HEAD
 from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.shared.tools.parser import new_call_id
@@ -25,6 +26,7 @@ from pagewire.tests.support.tool_answers import (
     written,
 )
 
+PUSHES = 100_000  # as many tokens as a long answer has
 FORMATS = sorted(TOOL_FORMATS)
 VALUES = st.recursive(
     st.none()
@@ -255,3 +257,58 @@ def test_long_answers_take_time_in_proportion() -> None:
             reader.push(text[at : at + 4])
         reader.flush()
     assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "more"),
+    [
+        ("hermes", "", "    "),
+        ("hermes", '<tool_call>{"name": "clock", "arguments": {}}', " \n \n"),
+        ("llama3_json", "", "    "),
+        ("llama3_json", '{"name": "clock", "parameters": {}}x', "    "),
+        ("llama3_json", '{"arguments": {"a": "', "abcd"),
+        ("llama3_json", '{"', "abcd"),
+        ("mistral", "[TOOL_CALLS]", "    "),
+        ("mistral_args", "[TOOL_CALLS]", "    "),
+        ("mistral_args", "[TOOL_CALLS]clock[CALL_ID]", "abcd"),
+        ("mistral_args", "[TOOL_CALLS]clock[ARGS]", "    "),
+        ("pythonic", "[clock(", "    "),
+        ("pythonic", "[clock(", "abcd"),
+        ("pythonic", "[clock()", "    "),
+    ],
+)
+def test_text_held_back_is_not_read_again(name: str, begin: str, more: str) -> None:
+    reader, text = parser(name), begin + more * PUSHES
+    start = time.process_time()
+    events = [event for part in (begin, *[more] * PUSHES) for event in reader.push(part)]
+    events += reader.flush()
+    assert time.process_time() - start < 2
+    if not any(isinstance(event, CallBegin) for event in events):
+        assert content_of(events) == text
+
+
+def test_a_long_answer_may_come_as_a_whole() -> None:
+    start = time.process_time()
+    for name, text in (("hermes", "<tool_call>"), ("mistral_args", "[TOOL_CALLS]clock[CALL_ID]")):
+        assert parsed(parser(name), [text * 40_000]) == [ContentText(text * 40_000)]
+    assert time.process_time() - start < 4
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("begin", "is_call"),
+    [
+        (f"[TOOL_CALLS]clock[CALL_ID]{'a' * MAX_CALL_ID}[ARGS]", True),
+        (f"[TOOL_CALLS]clock[CALL_ID]{'a' * (MAX_CALL_ID + 1)}[ARGS]", False),
+        (f"[TOOL_CALLS]{' ' * MAX_HEAD}clock[ARGS]", True),
+        (f"[TOOL_CALLS]clock[ARGS]{' ' * (MAX_HEAD - len('clock[ARGS]{'))}", True),
+        (f"[TOOL_CALLS]clock[ARGS]{' ' * MAX_HEAD}", False),
+    ],
+)
+def test_what_comes_before_arguments_has_a_bound(begin: str, is_call: bool, size: int) -> None:
+    text = begin + "{}"
+    events = parsed(
+        parser("mistral_args"), [text[at : at + size] for at in range(0, len(text), size)]
+    )
+    assert calls_of(events) == ([("clock", {})] if is_call else [])
+    assert content_of(events) == ("" if is_call else text)

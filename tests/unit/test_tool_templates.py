@@ -192,6 +192,12 @@ def test_fields_of_another_role_are_refused(message: dict[str, Any], field: str)
     assert caught.value.param == f"messages[0].{field}"
 
 
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_an_answer_may_be_reasoning_alone(field: str) -> None:
+    (message,) = read_conversation([{"role": "assistant", "content": None, field: "Hm."}])
+    assert (message["content"], message["reasoning"]) == ("", "Hm.")
+
+
 @pytest.mark.parametrize("arguments", ["{", "[]", "5", '"{}"', "null"])
 def test_arguments_that_are_not_an_object_are_refused(arguments: str) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
