@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -11,11 +12,11 @@ import msgspec
 from pagewire.shared.engine.prompts import TokenizedPrompt
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.shared.text.chat_template import ChatOptions
+from pagewire.shared.text.chat_template import ChatOptions, TemplateVariables
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
-from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools
+from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
 from pagewire.shared.tools.syntax import ChatSyntax
 
 
@@ -45,7 +46,7 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -83,8 +84,10 @@ def read_chats(
     except msgspec.ValidationError as exc:
         raise InvalidRequestError(f"arguments of chat: {exc}") from exc
     check_tools(asked.tools, asked.tool_choice)
+    tools = [dict(tool) for tool in arguments.get("tools") or ()] or None
+    check_tools_size(_json_bytes(tools))
     options = ChatOptions.of(
-        [dict(tool) for tool in arguments.get("tools") or ()] or None,
+        tools,
         asked.chat_template_kwargs or {},
         asked.add_generation_prompt,
         asked.continue_final_message,
@@ -100,3 +103,12 @@ def read_chats(
         grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
         found.append(ChatPrompt(text, ids, syntax, reading, grammars))
     return found
+
+
+def _json_bytes(tools: list[dict[str, Any]] | None) -> int:
+    """Return the size of tools as JSON; what JSON lacks counts as Python shows it."""
+    try:
+        text = json.dumps(tools, ensure_ascii=False, separators=(",", ":"), default=repr)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidRequestError(f"tools must be what JSON can express: {exc}", "tools") from exc
+    return len(text.encode(errors="surrogatepass"))

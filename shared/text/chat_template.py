@@ -12,17 +12,27 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Meta
 
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 
 MAX_RENDERED_CHARS = 8_000_000
+MAX_TEMPLATE_VARIABLES = 64
+
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Meta(
+        max_length=MAX_TEMPLATE_VARIABLES,
+        description=f"an object of at most {MAX_TEMPLATE_VARIABLES} values",
+    ),
+]
 
 # What a template can raise when a message lacks a field or has one of another type.
 RENDER_ERRORS = (

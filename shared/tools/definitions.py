@@ -118,6 +118,16 @@ def check_tools(
         )
 
 
+def check_tools_size(num_bytes: int) -> None:
+    """Check the size of all tools of a request, as JSON.
+
+    Raises:
+        InvalidRequestError: they are too large.
+    """
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes", "tools")
+
+
 def _is_plain(schema: dict[str, Any]) -> bool:
     """Whether a schema lists all properties itself."""
     others = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")

@@ -11,10 +11,11 @@ import pytest
 from pagewire.shared.engine.llm import LLM
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import SamplingParams
-from pagewire.shared.tools.definitions import Function
+from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES, Function
 from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.tests.support.tool_answers import NAMES, TOOLS
+from pagewire.tests.support.tool_answers import CLOCK, NAMES, TOOLS
 
+LARGE_TOOL = {**CLOCK, "notes": "x" * MAX_TOOLS_BYTES}
 QUESTION = [{"role": "user", "content": "What is a lambda?"}]
 SCHEMAS = {each["function"]["name"]: Function(**each["function"]).schema for each in TOOLS}
 # Room for the longest calls, and for a city of letters that the demo has to spell.
@@ -77,6 +78,8 @@ def test_with_auto_the_demo_answers_as_without_tools(llm: LLM) -> None:
         ({"tools": []}, None),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"surprise": 1}, None),
+        ({"tools": [LARGE_TOOL]}, "tools"),
+        ({"chat_template_kwargs": {str(n): n for n in range(65)}}, None),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.inputs import GenerationInput, read_chat
+from pagewire.services.router.http.inputs import MAX_CHARS_PER_TOKEN, GenerationInput, read_chat
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError
@@ -66,6 +66,13 @@ def test_an_empty_answer_may_be_part_of_the_conversation():
 )
 def test_wrong_lists_of_messages_are_refused(messages, param):
     assert refused_field(messages) == param
+
+
+@pytest.mark.parametrize("field", ["content", "name", "reasoning", "reasoning_content"])
+def test_all_texts_of_messages_count_for_their_length(field):
+    answer = {"role": "assistant", "content": "Hello", field: "x" * (512 * MAX_CHARS_PER_TOKEN)}
+    with pytest.raises(InvalidRequestError, match="characters in the messages cannot fit"):
+        chat([GOOD, answer, GOOD])
 
 
 def test_text_parts_are_joined_and_developers_are_the_system():

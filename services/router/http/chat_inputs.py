@@ -48,7 +48,8 @@ def template_options(body: ChatBody, raw: bytes | bytearray) -> ChatOptions:
 
 def num_chars(messages: list[dict[str, Any]], options: ChatOptions) -> int:
     """Return how many characters a template is given at least."""
-    count = sum(len(message["content"]) for message in messages)
+    texts = ("content", "name", "reasoning")
+    count = sum(len(message.get(key, "")) for message in messages for key in texts)
     more = [message["tool_calls"] for message in messages if "tool_calls" in message]
     for given in (more, options.tools, options.variables):
         count += len(msgspec.json.encode(given)) if given else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,8 @@ from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import NumTop, SamplingFields, SamplingParams
 from pagewire.shared.text.chat_messages import ROLES, SaidMessage, TextPart
-from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES, ToolChoice, Tools, check_tools
+from pagewire.shared.text.chat_template import TemplateVariables
+from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_METADATA = 64
-MAX_TEMPLATE_VARIABLES = 64
 
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
@@ -57,13 +57,6 @@ Metadata = Annotated[
 ]
 NumChoices = Annotated[
     int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
-]
-TemplateVariables = Annotated[
-    dict[str, Any],
-    Meta(
-        max_length=MAX_TEMPLATE_VARIABLES,
-        description=f"an object of at most {MAX_TEMPLATE_VARIABLES} values",
-    ),
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PROMPT_RULE = (
@@ -235,6 +228,6 @@ def _check_chat(body: ChatBody, fields: dict[str, msgspec.Raw]) -> None:
     Raises:
         InvalidRequestError: names the field.
     """
-    if body.tools is not None and memoryview(fields["tools"]).nbytes > MAX_TOOLS_BYTES:
-        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes", "tools")
+    if body.tools is not None:
+        check_tools_size(memoryview(fields["tools"]).nbytes)
     check_tools(body.tools, body.tool_choice)
