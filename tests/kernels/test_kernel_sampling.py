@@ -345,9 +345,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
-def test_rows_of_several_chunks_match_reference(make, device, dtype, kernels, reference):
-    logits = make(10, 9001).clamp(max=6e4 if dtype == torch.float16 else None, min=-math.inf)
-    x = sampling_inputs(logits.to(device, dtype), **_MIXED, first_seed=3)
+def test_rows_of_several_chunks_match_reference(make, device, kernels, reference):
+    x = sampling_inputs(make(10, 9001).to(device, torch.float32), **_MIXED, first_seed=3)
     drawn = _sample(kernels, x)
     assert torch.equal(drawn, _sample(reference, x))
     for row in (0, 1, 8):
