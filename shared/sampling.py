@@ -251,7 +251,7 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
     own if it has as many tokens and another first one.
 
     Raises:
-        InvalidRequestError: there is no tokenizer, or a word is too many tokens.
+        InvalidRequestError: the tokenizer is missing, or a word has too many tokens.
     """
     if encode is None:
         if words:

@@ -51,7 +51,7 @@ class Follower:
 
     Attributes:
         mask: what is allowed after the first `position` tokens of the answer.
-        position: -1 if there is no mask yet.
+        position: -1 before the first mask.
         problem: why the answer cannot go on.
         is_slow: filled by itself.
         asked: the position whose mask was requested last.

@@ -47,7 +47,7 @@ class ReasoningSplitter:
 
     Attributes:
         is_open: the answer begins with reasoning.
-        has_ended: what comes is no longer reasoning.
+        has_ended: the reasoning is complete; all that comes is the answer.
         close_end: where the reasoning's close tag ends in the text; None before, or without one.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,6 +20,8 @@ from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [[(n * 37 + length) % 1900 + 10 for n in range(length)] for length in (1, 2, 17, 60, 140)]
 ASKED = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=3, prompt_logprobs=2),
@@ -29,14 +30,6 @@ ASKED = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=1.2, seed=7, max_tokens=40, ignore_eos=True, prompt_logprobs=0),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,17 +25,11 @@ from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.shaped_requests import SHAPES, shaped_fields
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MAX_TOKENS = 40
 COUNT = 2 * len(SHAPES)
 PROMPTS = [[n * 37 % 1000 + 10 + i for n in range(8 + 11 * i)] for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_llm(*, overlap: bool = True, **settings: Any) -> LLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,13 @@ from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 from pagewire.tools.demo_model.prompts import standard_prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MAX_TOKENS = 64
 BLOCK_SIZE = 16
 EACH_EXECUTOR = pytest.mark.parametrize("run_on", ["here", "pipe"], indirect=True)
 RunOn = Callable[[LLM], LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_llm(*, overlap: bool = False, **settings: Any) -> LLM:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.executor import PendingStep
@@ -19,6 +17,8 @@ from pagewire.shared.errors import IntegrityError
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
 GREEDY = RequestSpec(temperature=0.0, max_tokens=20, ignore_eos=True)
 SAMPLING = [
@@ -26,14 +26,6 @@ SAMPLING = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
 ] * 3
 TIGHT = {"device": "cpu", "num_blocks": 12, "max_num_batched_tokens": 40}  # some are preempted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_llm(**more: Any) -> LLM:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from pagewire import LLM
 from pagewire.shared.engine.sequence import Sequence, new_sequence
@@ -18,6 +16,8 @@ from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.tests.support.hostile_grammars import hostile_fields
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # A router refuses some of these. None of them ends the process that compiles it.
 NAMES = [
@@ -27,14 +27,6 @@ NAMES = [
 ]  # fmt: skip
 NUM_TOKENS = 200
 PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (5, 17, 40, 9)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def hostile_specs() -> dict[str, RequestSpec]:

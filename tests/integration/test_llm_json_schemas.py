@@ -6,10 +6,8 @@ python -P -m pytest -s tests/integration/test_llm_json_schemas.py    prints the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-import torch
 from jsonschema import Draft202012Validator
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
@@ -17,15 +15,9 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.tests.support.json_schemas import SchemaMaker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT = 500
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_500_schemas() -> None:

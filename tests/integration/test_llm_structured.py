@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from jsonschema import Draft202012Validator
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
@@ -18,6 +16,8 @@ from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import RequestSpec, SamplingDefaults
 from pagewire.tests.support.logprob_truth import LogprobTruth
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -43,14 +43,6 @@ PARAMS = [
                    structured_outputs=asked)
     for row, asked in enumerate(ASKED * 2)
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_llm(*, overlap: bool = True, **settings: Any) -> LLM:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,25 +14,12 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.tests.support.paged_model import PagedModel, PagedSequence
-from pagewire.tests.support.tiny_models import CASES, VOCAB, write_tiny_model
+from pagewire.tests.support.tiny_models import CASES, VOCAB, Pair, write_tiny_model
 
 TOLERANCE = 1e-4  # of the largest logit
 BLOCK_SIZE = 8
 ANSWER = 64  # tokens
 PROMPTS = (1, 9, 40)  # lengths
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One checkpoint, loaded by Hugging Face and by us."""
-
-    theirs: Any
-    ours: DecoderModel
-
-    @torch.inference_mode()
-    def expected(self, token_ids: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self.theirs(torch.tensor([token_ids])).logits[0]  # [T, vocab]
-        return logits
 
 
 def load(path: Path, backend: BackendName = "torch", device: str = "cpu") -> DecoderModel:

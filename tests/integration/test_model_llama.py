@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.source import resolve_model
 from pagewire.tests.support.paged_model import PagedModel, PagedSequence
+from pagewire.tests.support.tiny_models import Pair, randomise
 
 VOCAB = 97
 BLOCK_SIZE = 4
@@ -72,28 +72,6 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One checkpoint, loaded by Hugging Face and by us."""
-
-    theirs: Any
-    ours: DecoderModel
-
-    @torch.inference_mode()
-    def expected(self, token_ids: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self.theirs(torch.tensor([token_ids])).logits[0]  # [T, vocab]
-        return logits
-
-
-def _randomise(model: torch.nn.Module) -> None:
-    """Give every parameter, biases and norms included, a value that matters."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
-
-
 def _load(path: Path, max_positions: int = 128) -> DecoderModel:
     config = load_config(path)
     cpu = torch.device("cpu")
@@ -105,7 +83,7 @@ def _load(path: Path, max_positions: int = 128) -> DecoderModel:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp("model")
     theirs = FAMILIES[request.param]().eval()
-    _randomise(theirs)
+    randomise(theirs)
     theirs.save_pretrained(path)
     return Pair(theirs, _load(path))
 

@@ -65,7 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
         "regex and choice",
     ),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "there is no field 'yaml'"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "the field 'yaml' is unknown"),
     ({"guided_json": {}, "guided_whitespace_pattern": "x"}, "whitespace_pattern", "not supported"),
     (
         {

@@ -6,11 +6,14 @@ vocabularies of odd sizes, biases, and what the family alone has.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from pagewire.shared.model.layers.decoder import DecoderModel
 
 VOCAB = 96  # the smallest: prompts for all of them have smaller tokens
 POSITIONS = 256
@@ -170,6 +173,19 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
     randomise(model)
     model.save_pretrained(path)
     return model
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint, loaded by Hugging Face and by us."""
+
+    theirs: Any
+    ours: DecoderModel
+
+    @torch.inference_mode()
+    def expected(self, token_ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self.theirs(torch.tensor([token_ids])).logits[0]  # [T, vocab]
+        return logits
 
 
 def randomise(model: torch.nn.Module) -> None:

@@ -8,11 +8,8 @@ bug ends it, too, with a traceback on stderr.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,13 +23,13 @@ from pagewire.services.router.http.body_messages import (
     receive_message,
     send_message,
 )
+from pagewire.services.router.http.child_serving import memory_bytes, run
 from pagewire.services.router.http.inputs import InputReader, read_chat, read_completion
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ChannelError, InvalidRequestError
+from pagewire.shared.errors import InvalidRequestError
 
 READERS: dict[BodyKind, InputReader] = {"chat": read_chat, "completion": read_completion}
-NICENESS = 5  # where cores are few, streams go first
 
 
 def serve(connection: socket.socket) -> None:
@@ -57,25 +54,5 @@ def serve(connection: socket.socket) -> None:
             send_message(connection, prompt)
 
 
-def memory_bytes() -> int:
-    """Return how much memory this process holds; 0 where the system does not say it."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def main() -> int:
-    """Serve until the router closes the connection."""
-    os.nice(NICENESS)
-    with (
-        socket.socket(fileno=int(sys.argv[1])) as connection,
-        contextlib.suppress(ChannelError, ConnectionError),
-    ):
-        serve(connection)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(serve))

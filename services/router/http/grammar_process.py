@@ -10,8 +10,6 @@ it survives. It serves one socket, the router's, and ends when that is closed.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import resource
 import socket
@@ -25,8 +23,8 @@ import msgspec
 from llguidance import LLTokenizer
 
 from pagewire.services.router.http.body_messages import receive_message, send_message
-from pagewire.services.router.http.body_process import NICENESS, memory_bytes
-from pagewire.shared.errors import ChannelError, InvalidRequestError
+from pagewire.services.router.http.child_serving import memory_bytes, run
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.limits import (
     CHECK_STACK_BYTES,
@@ -133,16 +131,5 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def main() -> int:
-    """Serve until the router closes the connection."""
-    os.nice(NICENESS)
-    with (
-        socket.socket(fileno=int(sys.argv[1])) as connection,
-        contextlib.suppress(ChannelError, ConnectionError),
-    ):
-        serve(connection)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(serve))

@@ -38,7 +38,7 @@ def describe_wrong_field(
         return InvalidRequestError("the body must be a JSON object")
     if unknown := _UNKNOWN.match(str(error)):
         field = _joined(path)
-        return InvalidRequestError(f"{field}: there is no field {unknown[1][:100]!r}", field)
+        return InvalidRequestError(f"{field}: the field {unknown[1][:100]!r} is unknown", field)
     depth, rule = rule_at(inspect.type_info(kind), path)
     field = _joined(path[:depth])
     if missing and depth == len(path):

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+from pagewire.shared.model.families.mistral import DEFAULTS, WINDOW
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import (
-    Defaults,
     ModelConfig,
     layer_types,
     read_config,
     refuse_window,
 )
-
-_DEFAULTS = Defaults(
-    vocab_size=32_000,
-    intermediate_size=14_336,
-    max_position_embeddings=131_072,
-    special_tokens=(1, 2),
-    num_kv_heads=8,
-)
-_WINDOW = 4096
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -31,7 +22,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelConfig,
         "MinistralForCausalLM",
         fields,
-        _DEFAULTS,
+        DEFAULTS,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -45,4 +36,4 @@ def _window(fields: Fields) -> object:
     kinds = layer_types(fields)
     if kinds and "sliding_attention" not in kinds:
         return None
-    return fields.raw.get("sliding_window", _WINDOW)
+    return fields.raw.get("sliding_window", WINDOW)

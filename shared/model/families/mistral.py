@@ -5,14 +5,14 @@ from __future__ import annotations
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=32_000,
     intermediate_size=14_336,
     max_position_embeddings=131_072,
     special_tokens=(1, 2),
     num_kv_heads=8,
 )
-_WINDOW = 4096
+WINDOW = 4096
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -25,10 +25,10 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelConfig,
         "MistralForCausalLM",
         fields,
-        _DEFAULTS,
+        DEFAULTS,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
     )
-    refuse_window(fields, config, fields.raw.get("sliding_window", _WINDOW))
+    refuse_window(fields, config, fields.raw.get("sliding_window", WINDOW))
     return config

@@ -1,0 +1,34 @@
+"""The other end of `child_process.py`: a process that serves one socket, the router's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pagewire.shared.errors import ChannelError
+
+NICENESS = 5  # where cores are few, streams go first
+
+
+def run(serve: Callable[[socket.socket], None]) -> int:
+    """Serve until the router closes the connection, whose file descriptor is the one argument."""
+    os.nice(NICENESS)
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        contextlib.suppress(ChannelError, ConnectionError),
+    ):
+        serve(connection)
+    return 0
+
+
+def memory_bytes() -> int:
+    """Return how much memory this process holds; 0 where the system does not say it."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
