@@ -126,20 +126,24 @@ class AnswerMessage:
     @classmethod
     def of(cls, events: Iterable[AnswerEvent]) -> AnswerMessage:
         """Return the message that events make."""
-        message = cls()
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[tuple[CallBegin, list[str]]] = []
         for event in events:
             match event:
                 case ContentText(text):
-                    message.content = (message.content or "") + text
+                    content.append(text)
                 case ReasoningText(text):
-                    message.reasoning = (message.reasoning or "") + text
-                case CallBegin(_, call_id, name):
-                    message.tool_calls.append(ToolCall(call_id, name))
+                    reasoning.append(text)
+                case CallBegin():
+                    calls.append((event, []))
                 case CallArguments(_, text):
-                    message.tool_calls[-1].arguments += text
-        if message.content is None and not message.tool_calls and message.reasoning is None:
-            message.content = ""
-        return message
+                    calls[-1][1].append(text)
+        return cls(
+            "".join(content) if content or not (calls or reasoning) else None,
+            "".join(reasoning) if reasoning else None,
+            [ToolCall(call.id, call.name, "".join(parts)) for call, parts in calls],
+        )
 
 
 def read_answer(syntax: ChatSyntax, reading: AnswerReading, text: str) -> AnswerMessage:

@@ -159,10 +159,10 @@ def test_a_process_that_is_killed_fails_its_request_and_no_other(redis_url):
             assert response.json()["error"]["code"] == "internal_error"
             asked = {"prompt": "Hi", "max_tokens": 2, "user": LONG}
             assert (await router.complete(**asked)).status_code == 200
-        (pid,) = mine()
-        os.kill(pid, signal.SIGKILL)  # an idle one is replaced, and nobody notices
-        await eventually(lambda: not mine())
-        assert (await router.complete(**asked)).status_code == 200
+        for _ in range(5):
+            (pid,) = mine()
+            os.kill(pid, signal.SIGKILL)  # an idle one is replaced, and nobody notices
+            assert (await router.complete(**asked)).status_code == 200
 
     with_worker(redis_url, scenario)
 

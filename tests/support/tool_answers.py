@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -72,18 +74,18 @@ def parsed(reader: Any, parts: Iterable[str]) -> list[AnswerEvent]:
 
 def joined(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:
     """Return events with successive texts of one kind as one."""
-    found: list[Any] = []
-    for event in events:
-        assert not isinstance(event, get_args(ContentText | ReasoningText)) or event.text
-        last = found[-1] if found else None
-        if isinstance(event, ContentText | ReasoningText) and type(last) is type(event):
-            found[-1] = type(event)(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
-            assert event.index == last.index
-            found[-1] = CallArguments(event.index, last.text + event.text)
-        else:
-            found.append(event)
+    found: list[AnswerEvent] = []
+    for kind, group in itertools.groupby(events, key=lambda event: (type(event), call_of(event))):
+        same: list[Any] = list(group)
+        if kind[0] in (ContentText, ReasoningText, CallArguments):
+            assert all(event.text for event in same)
+            same = [dataclasses.replace(same[0], text="".join(event.text for event in same))]
+        found += same
     return found
+
+
+def call_of(event: AnswerEvent) -> int | None:
+    return event.index if isinstance(event, CallArguments) else None
 
 
 def calls_of(events: Iterable[AnswerEvent]) -> list[Call]:

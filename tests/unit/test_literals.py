@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.growth import grows_in_proportion
 
 DEMO = Tokenizer.from_dir(demo_model_path())
 AS_TOKENS = Tokenizer.from_dir(demo_model_path(), "tokens")
@@ -237,14 +237,15 @@ def test_a_lone_surrogate_next_to_a_literal_is_the_clients_fault() -> None:
         DEMO.encode_chat([{"role": "user", "content": "<|end|>\ud800"}])
 
 
-def test_looking_for_literals_is_quick() -> None:
+def test_looking_for_literals_takes_time_in_proportion() -> None:
     backend = tokenizers.Tokenizer(models.BPE({"<": 0}, []))
     backend.add_special_tokens([f"[reserved_{index}]" for index in range(700)])
     tokenizer = Tokenizer(backend, ChatTemplate("", {}), None, frozenset())
-    chat = [{"role": "user", "content": "[" * 1_000_000}]
-    start = time.perf_counter()
-    assert tokenizer.encode_chat(chat) == []
-    assert time.perf_counter() - start < 1
+
+    def encode(length: int) -> None:
+        assert tokenizer.encode_chat([{"role": "user", "content": "[" * length}]) == []
+
+    assert grows_in_proportion(encode, 1_000_000)
 
 
 def test_of_literals_that_begin_alike_the_longest_counts() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, Cont
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.shared.tools.parser import new_call_id
 from pagewire.shared.tools.scanner import MAX_DEPTH, ValueScanner
+from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import (
     NAMES,
     Call,
@@ -26,7 +26,7 @@ from pagewire.tests.support.tool_answers import (
     written,
 )
 
-PUSHES = 100_000  # as many tokens as a long answer has
+PUSHES = 64_000  # as many tokens as a long answer has
 FORMATS = sorted(TOOL_FORMATS)
 VALUES = st.recursive(
     st.none()
@@ -249,14 +249,15 @@ def test_depth_and_long_numbers_have_a_bound() -> None:
     assert scanner.has_failed
 
 
-def test_long_answers_take_time_in_proportion() -> None:
-    start = time.perf_counter()
-    for text in ("<tool_call>" * 20_000, '<tool_call>{"name": "' * 10_000, "[" * 200_000):
-        reader = parser("hermes")
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"name": "', "["])
+def test_long_answers_take_time_in_proportion(unit: str) -> None:
+    def read(size: int) -> None:
+        reader, text = parser("hermes"), unit * (size // len(unit))
         for at in range(0, len(text), 4):
             reader.push(text[at : at + 4])
         reader.flush()
-    assert time.perf_counter() - start < 20
+
+    assert grows_in_proportion(read, 200_000)
 
 
 @pytest.mark.parametrize(
@@ -278,20 +279,24 @@ def test_long_answers_take_time_in_proportion() -> None:
     ],
 )
 def test_text_held_back_is_not_read_again(name: str, begin: str, more: str) -> None:
-    reader, text = parser(name), begin + more * PUSHES
-    start = time.process_time()
-    events = [event for part in (begin, *[more] * PUSHES) for event in reader.push(part)]
-    events += reader.flush()
-    assert time.process_time() - start < 2
-    if not any(isinstance(event, CallBegin) for event in events):
-        assert content_of(events) == text
+    def read(pushes: int) -> None:
+        reader, text = parser(name), begin + more * pushes
+        events = [event for part in (begin, *[more] * pushes) for event in reader.push(part)]
+        events += reader.flush()
+        if not any(isinstance(event, CallBegin) for event in events):
+            assert content_of(events) == text
+
+    assert grows_in_proportion(read, PUSHES)
 
 
-def test_a_long_answer_may_come_as_a_whole() -> None:
-    start = time.process_time()
-    for name, text in (("hermes", "<tool_call>"), ("mistral_args", "[TOOL_CALLS]clock[CALL_ID]")):
-        assert parsed(parser(name), [text * 40_000]) == [ContentText(text * 40_000)]
-    assert time.process_time() - start < 4
+@pytest.mark.parametrize(
+    ("name", "unit"), [("hermes", "<tool_call>"), ("mistral_args", "[TOOL_CALLS]clock[CALL_ID]")]
+)
+def test_a_long_answer_may_come_as_a_whole(name: str, unit: str) -> None:
+    def read(count: int) -> None:
+        assert parsed(parser(name), [unit * count]) == [ContentText(unit * count)]
+
+    assert grows_in_proportion(read, 40_000)
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])

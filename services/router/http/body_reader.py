@@ -121,12 +121,17 @@ class _Processes:
             InvalidRequestError: the client's fault; names the field.
             RequestFailedError: the process ended, or takes too long.
         """
-        process = self._take()
-        try:
-            reply, prompts = process.read(Job(kind, max_model_len, len(raw)), raw)
-        except (ChannelError, OSError, msgspec.DecodeError) as exc:
-            self._drop(process)
-            raise RequestFailedError(f"the process that reads large bodies failed: {exc}") from exc
+        while True:
+            process = self._take()
+            try:
+                reply, prompts = process.read(Job(kind, max_model_len, len(raw)), raw)
+                break
+            except (ChannelError, OSError, msgspec.DecodeError) as exc:
+                self._drop(process)
+                if process.has_answered and isinstance(exc, (ChannelError, ConnectionError)):
+                    continue  # it may have ended while it was idle
+                problem = f"the process that reads large bodies failed: {exc}"
+                raise RequestFailedError(problem) from exc
         if reply.memory_bytes > MAX_PROCESS_BYTES:
             self._drop(process)
         else:
@@ -172,7 +177,13 @@ class _Processes:
 
 
 class _Process(ChildProcess):
-    """One process that reads bodies."""
+    """One process that reads bodies.
+
+    Attributes:
+        has_answered: whether it has read one.
+    """
+
+    has_answered = False
 
     def read(self, job: Job, raw: bytes | bytearray) -> tuple[Reply, tuple[PromptInput, ...]]:
         """Return what the process answers, and the request's prompts.
@@ -186,4 +197,5 @@ class _Process(ChildProcess):
         self.connection.sendall(raw)
         reply = receive_message(self.connection, Reply)
         prompts = [receive_message(self.connection, PromptInput) for _ in range(reply.num_prompts)]
+        self.has_answered = True
         return reply, tuple(prompts)
