@@ -36,6 +36,7 @@ from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config, model_fingerprint
@@ -105,20 +106,21 @@ def build_engine(
     model = load_model(path, config, device, dtype, ops, settings.load_format, full_model_len)
     settle_threads(model, device)
     shape = KvShape.of(config, settings.block_size, dtype)
+    groups = CacheGroups.of(config.windows, settings.block_size)
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(
-        settings, model, ops, shape, config, device, full_model_len, other_memory
+        settings, model, ops, shape, groups, config, device, full_model_len, other_memory
     )
-    max_model_len = fit_context(settings, full_model_len, num_blocks)
+    max_model_len = fit_context(settings, full_model_len, num_blocks, groups)
     _log_pool(shape, num_blocks, device)
     runner = _make_runner(
-        model, ops, shape, num_blocks, settings, device, max_model_len, config.vocab_size
+        model, ops, shape, groups, num_blocks, settings, device, max_model_len, config.vocab_size
     )
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
     fingerprint = model_fingerprint(path, config, settings.load_format)
     layout = _layout(fingerprint, config, dtype, shape)
-    pool = BlockPool(num_blocks, settings.enable_prefix_caching, listener)
+    pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
@@ -134,7 +136,7 @@ def _layout(
         fingerprint=fingerprint,
         dtype=str(dtype).removeprefix("torch."),
         block_size=shape.block_size,
-        num_layers=config.num_layers,
+        num_layers=shape.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_bytes=shape.block_bytes,
@@ -225,18 +227,21 @@ def _log_pool(shape: KvShape, num_blocks: int, device: torch.device) -> None:
     )
 
 
-def fit_context(settings: EngineSettings, full_model_len: int, num_blocks: int) -> int:
+def fit_context(
+    settings: EngineSettings, full_model_len: int, num_blocks: int, groups: CacheGroups
+) -> int:
     """Return the length of the longest sequence, which the KV pool may shorten; then it is logged.
 
     Args:
         settings: whether `max_model_len` was set: then a shorter one is an error.
         full_model_len: what was set, else the model's own.
         num_blocks: of the pool.
+        groups: cache groups, which share it.
 
     Raises:
         ConfigError: the pool does not hold the length that was set.
     """
-    fits = num_blocks * settings.block_size
+    fits = groups.longest_sequence(num_blocks, settings.max_num_batched_tokens)
     if full_model_len <= fits:
         return full_model_len
     if settings.max_model_len is not None:
@@ -258,6 +263,7 @@ def _make_runner(
     model: CausalLM,
     ops: Ops,
     shape: KvShape,
+    groups: CacheGroups,
     num_blocks: int,
     settings: EngineSettings,
     device: torch.device,
@@ -265,8 +271,9 @@ def _make_runner(
     vocab_size: int,
 ) -> ModelRunner:
     max_blocks = -(-max_model_len // settings.block_size)
-    state = DeviceState(settings.max_num_seqs, max_blocks, device)
-    return ModelRunner(model, ops, shape.allocate(num_blocks, device), state, vocab_size)
+    state = DeviceState(settings.max_num_seqs, max_blocks, device, len(groups))
+    kv_pool = shape.allocate(num_blocks, device)
+    return ModelRunner(model, ops, kv_pool, groups, state, vocab_size)
 
 
 def _fitting_blocks(
@@ -274,6 +281,7 @@ def _fitting_blocks(
     model: CausalLM,
     ops: Ops,
     shape: KvShape,
+    groups: CacheGroups,
     config: ModelConfig,
     device: torch.device,
     max_model_len: int,
@@ -285,11 +293,12 @@ def _fitting_blocks(
         ConfigError: nothing is left.
     """
     if device.type != "cuda":
-        return max(CPU_POOL_BYTES // shape.block_bytes, -(-max_model_len // shape.block_size))
-    trial_blocks = -(-settings.max_num_batched_tokens // settings.block_size) + 1
+        longest = groups.most_blocks(max_model_len, settings.max_num_batched_tokens)
+        return max(CPU_POOL_BYTES // shape.block_bytes, longest)
+    trial_blocks = (groups.blocks_for(settings.max_num_batched_tokens) + 1) * len(groups)
     torch.cuda.reset_peak_memory_stats(device)
     runner = _make_runner(
-        model, ops, shape, trial_blocks, settings, device, max_model_len, config.vocab_size
+        model, ops, shape, groups, trial_blocks, settings, device, max_model_len, config.vocab_size
     )
     _warm_up(runner, min(settings.max_num_batched_tokens, max_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
@@ -326,13 +335,17 @@ def _warm_up(runner: ModelRunner, most_tokens: int) -> None:
 
     Their content goes nowhere that matters.
     """
-    length = min(most_tokens, runner.kv_pool.shape[0] * runner.block_size - 1)
+    num_groups = len(runner.groups)
+    length = min(most_tokens, runner.kv_pool.shape[0] // num_groups * runner.block_size - 1)
     spec = RequestSpec(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1)
-    block_ids = list(range(-(-(length + 1) // runner.block_size)))
+    blocks, count = TableEntries(), runner.groups.blocks_for(length + 1)
+    for group in range(num_groups):
+        ids = list(range(group * count, (group + 1) * count))
+        blocks.add(0, group * runner.state.max_blocks, ids)
     prefill = StepPlan(
         number=0,
         new_slots=[NewDeviceSlot(0, spec)],
-        blocks=TableEntries([0] * len(block_ids), list(range(len(block_ids))), block_ids),
+        blocks=blocks,
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )
     runner.execute(prefill).wait()

@@ -268,7 +268,7 @@ class EngineCore:
             self._others += scored_prompts(schedule, scores)
         for part in (*schedule.entries, *schedule.chunks):
             if part.sequence not in lost:
-                self.scheduler.register_blocks(part.sequence, part.start, part.end)
+                self.scheduler.note_computed(part.sequence, part.start, part.end)
                 part.sequence.has_known_token = part.samples and part.sequence not in launched.held
                 if part.samples and part.sequence.children:
                     self.scheduler.fork_children(part.sequence)

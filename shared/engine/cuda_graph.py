@@ -194,11 +194,13 @@ class PrefillGraphs:
 
     Attributes:
         shapes: captured, by number of chunks, then tokens.
+        num_groups: cache groups.
     """
 
     shapes: list[PrefillShape]
     block_size: int
     padding_slot: int
+    num_groups: int
     _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
     _graphs: dict[PrefillShape, StepGraphs] = field(default_factory=dict)
     _events: dict[PrefillShape, list[DeviceEvent]] = field(default_factory=dict)
@@ -212,6 +214,7 @@ class PrefillGraphs:
         shapes: list[PrefillShape],
         block_size: int,
         padding_slot: int,
+        num_groups: int,
         device: torch.device,
         pool: GraphPool,
         progress: Callable[[str], None],
@@ -220,9 +223,9 @@ class PrefillGraphs:
 
         A forward fills `events` with events that each replay records again.
         """
-        graphs = cls(shapes, block_size, padding_slot)
+        graphs = cls(shapes, block_size, padding_slot, num_groups)
         for shape in reversed(shapes):
-            inputs = graphs._padded([], shape, np.zeros((0, 0), np.int64)).to(device)
+            inputs = graphs._padded([], shape, np.zeros((0, num_groups, 0), np.int64)).to(device)
             events: list[DeviceEvent] = []
             step = partial(forward, inputs, events)
             graphs._graphs[shape] = StepGraphs.capture(pool, step, sample, first_row)

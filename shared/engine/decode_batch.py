@@ -115,7 +115,7 @@ class DecodeBatch:
         block_size, stride = self.block_size, self.stride
         for sequence in sequences:
             if sequence in members:
-                number = sequence.step_of(len(sequence.block_ids) * block_size)
+                number = sequence.step_of(len(sequence.tables[-1]) * block_size)
                 number -= number % stride
                 last = sequence.step_of(sequence.run_until - 1)
                 if number > last:

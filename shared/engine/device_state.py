@@ -54,20 +54,23 @@ class DeviceState:
     Attributes:
         last_token: [S + 1] int64, input of the next decode step.
         position: [S + 1] int64, of that token.
-        block_tables: [S + 1, max_blocks] int32.
-        host_tables: [S + 1, max_blocks] int64, the same on the host.
+        max_blocks: of a sequence in one cache group.
+        num_groups: G, cache groups.
+        block_tables: [S + 1, G, max_blocks] int32.
+        host_tables: [S + 1, G, max_blocks] int64, the same on the host.
         parameters: by name, [S + 1] each; see `PARAMETERS`.
     """
 
     num_slots: int
     max_blocks: int
     device: torch.device
+    num_groups: int = 1
     last_token: torch.Tensor = field(init=False)
     position: torch.Tensor = field(init=False)
     block_tables: torch.Tensor = field(init=False)
     host_tables: BlockTables = field(init=False)
     parameters: dict[str, torch.Tensor] = field(init=False)
-    _all_tables: torch.Tensor = field(init=False)  # [1, (S + 1) * max_blocks]
+    _all_tables: torch.Tensor = field(init=False)  # [1, (S + 1) * G * max_blocks]
     _inputs: torch.Tensor = field(init=False)  # [2, S + 1] int64: last_token, position
     _parameters: torch.Tensor = field(init=False)  # [P, S + 1] int64, of which some use a half
 
@@ -75,9 +78,10 @@ class DeviceState:
         rows, device = self.num_slots + 1, self.device
         self._inputs = torch.zeros((2, rows), dtype=torch.int64, device=device)
         self.last_token, self.position = self._inputs
-        self.block_tables = torch.zeros((rows, self.max_blocks), dtype=torch.int32, device=device)
+        shape = (rows, self.num_groups, self.max_blocks)
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._all_tables = self.block_tables.view(1, -1)
-        self.host_tables = np.zeros((rows, self.max_blocks), np.int64)
+        self.host_tables = np.zeros(shape, np.int64)
         self._parameters = torch.zeros((len(PARAMETERS), rows), dtype=torch.int64, device=device)
         self.parameters = {}
         for parameter, words in zip(PARAMETERS, self._parameters, strict=True):
@@ -125,7 +129,7 @@ class DeviceState:
         """Write blocks into the host's tables; returns what the device's get, [2, n]."""
         columns = np.array([entries.slots, entries.block_ids, entries.positions], np.int64)
         index = columns[0]
-        index *= self.max_blocks
+        index *= self.num_groups * self.max_blocks
         index += columns[2]
         self.host_tables.reshape(-1)[index] = columns[1]
         return columns[:2]

@@ -6,7 +6,7 @@ that the host prepares the next step while the device runs this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -31,14 +31,15 @@ from pagewire.shared.engine.sampling_stage import Forwarded, SamplingStage
 from pagewire.shared.engine.scoring import Scoring
 from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
-from pagewire.shared.model.inputs import ForwardBatch, OnLayerEnd
+from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 
 
 class CausalLM(Protocol):
     """What the runner needs of a model."""
 
     def forward(
-        self, batch: ForwardBatch, kv_pool: torch.Tensor, on_layer_end: OnLayerEnd | None = None
+        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
     ) -> torch.Tensor:
         """Return the final hidden states [T, hidden]; writes the step's KV."""
         ...
@@ -53,7 +54,8 @@ class ModelRunner:
     """The executor of one process with one device; moves its KV blocks, too.
 
     Attributes:
-        kv_pool: [NB, L, 2, KH, BS, D].
+        kv_pool: [NB, L, 2, KH, BS, D], with the layers of one cache group.
+        groups: cache groups.
         vocab_size: logits of a row.
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
@@ -64,11 +66,13 @@ class ModelRunner:
     model: CausalLM
     ops: Ops
     kv_pool: torch.Tensor
+    groups: CacheGroups
     state: DeviceState
     vocab_size: int
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     mover: BlockMover = field(init=False)
+    _layers: list[LayerKv] = field(init=False)
     sampling: SamplingStage = field(init=False)
     scoring: Scoring = field(init=False)
     _logits: torch.Tensor | None = None  # [static rows, vocab], of all graphs
@@ -79,6 +83,7 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
+        self._layers = [LayerKv(group, self.kv_pool[:, row]) for group, row in self.groups.rows]
         self.sampling = SamplingStage(self.ops, self.state, self.vocab_size)
         self.scoring = Scoring(self.ops, self.state.upload)
 
@@ -192,7 +197,7 @@ class ModelRunner:
         Everything is read from and written to the device, so that this can be captured.
         """
         inputs = self._decode_inputs(slots)
-        hidden = self.model.forward(inputs, self.kv_pool)
+        hidden = self.model.forward(inputs, self._layers)
         # The padding device slot stays at position 0: it runs in more steps than a sequence.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
@@ -201,7 +206,7 @@ class ModelRunner:
     def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
         """Run the forward of a step of prefill chunks alone, likewise."""
         forward = inputs.forward_batch(self.state.block_tables)
-        hidden = self.model.forward(forward, self.kv_pool, on_layer_end)
+        hidden = self.model.forward(forward, self._layers, on_layer_end)
         logits = self._compute_logits(hidden[inputs.rows], self.sampling.first_prefill_row)
         return Forwarded(logits, inputs.sample_slots, inputs.sample_positions)
 
@@ -213,22 +218,32 @@ class ModelRunner:
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
         state = self.state
         position = state.position[slots]
-        tables = state.block_tables[slots]
+        tables = state.block_tables[slots]  # [B, G, max_blocks]
         is_real = slots != state.padding_slot
-        block = tables.gather(1, (position // self.block_size)[:, None]).squeeze(1)
-        slot_mapping = block.to(torch.int64) * self.block_size + position % self.block_size
-        return ForwardBatch(
-            input_ids=state.last_token[slots],
-            positions=position,
-            slot_mapping=torch.where(is_real, slot_mapping, -1),
-            num_decodes=slots.shape[0],
-            decode_block_tables=tables,
-            decode_seq_lens=torch.where(is_real, position + 1, 0).to(torch.int32),
-            prefill_block_tables=None,
-            prefill_cu_query_lens=None,
-            prefill_seq_lens=None,
-            max_query_len=0,
-        )
+        index = (position // self.block_size)[:, None, None].expand(-1, state.num_groups, 1)
+        blocks = tables.gather(2, index).squeeze(2)
+        slot_mapping = blocks.to(torch.int64) * self.block_size
+        slot_mapping += (position % self.block_size)[:, None]
+        slot_mapping = torch.where(is_real[:, None], slot_mapping, -1)
+        input_ids = state.last_token[slots]
+        seq_lens = torch.where(is_real, position + 1, 0).to(torch.int32)
+        first, *others = [
+            ForwardBatch(
+                input_ids=input_ids,
+                positions=position,
+                slot_mapping=slot_mapping[:, group],
+                num_decodes=slots.shape[0],
+                decode_block_tables=tables[:, group],
+                decode_seq_lens=seq_lens,
+                prefill_block_tables=None,
+                prefill_cu_query_lens=None,
+                prefill_seq_lens=None,
+                max_query_len=0,
+            )
+            for group in range(state.num_groups)
+        ]
+        first.others = tuple(others)
+        return first
 
     def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
         """Launch the forward of decode rows, if any, and of prefill chunks, if any, in one pass."""
@@ -251,17 +266,17 @@ class ModelRunner:
         if not chunks:
             decode_slots = state.upload([slots])[0]
             decodes = self._decode_inputs(decode_slots)
-            hidden = self.model.forward(decodes, self.kv_pool, on_layer_end)
+            hidden = self.model.forward(decodes, self._layers, on_layer_end)
             return hidden, decode_slots, decodes.positions + 1
         inputs = PrefillInputs.build(chunks, self.block_size, state.host_tables).to(state.device)
         forward = inputs.forward_batch(state.block_tables)
         if not slots:
-            hidden = self.model.forward(forward, self.kv_pool, on_layer_end)
+            hidden = self.model.forward(forward, self._layers, on_layer_end)
             self._score_prompts(hidden, chunks)
             return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
         decode_slots = state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
-        hidden = self.model.forward(_joined(decodes, forward), self.kv_pool, on_layer_end)
+        hidden = self.model.forward(_joined(decodes, forward), self._layers, on_layer_end)
         self._score_prompts(hidden[len(slots) :], chunks)
         decode_rows = torch.arange(len(slots), device=state.device)
         return (
@@ -281,10 +296,10 @@ class ModelRunner:
 
     def _event_recorder(self, events: list[DeviceEvent], *, in_graph: bool = False) -> OnLayerEnd:
         """Return a callback that appends an event at the end of each layer group of a step."""
-        layers_per_group = self.kv_pool.shape[1] // self.mover.groups.count
+        ends = self.groups.last_layers(self.mover.groups.count)
 
         def record_group_end(layer: int) -> None:
-            if (layer + 1) % layers_per_group == 0:
+            if layer in ends:
                 events.append(self.mover.record_event(in_graph=in_graph))
 
         return record_group_end
@@ -336,6 +351,7 @@ class ModelRunner:
             shapes,
             self.block_size,
             state.padding_slot,
+            state.num_groups,
             state.device,
             pool,
             progress,
@@ -348,15 +364,22 @@ def _sampling_slots(chunks: list[PrefillChunk]) -> list[int]:
 
 def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
     """Put decode rows in front of prefill chunks."""
-    return ForwardBatch(
-        input_ids=torch.cat([decodes.input_ids, prefills.input_ids]),
-        positions=torch.cat([decodes.positions, prefills.positions]),
-        slot_mapping=torch.cat([decodes.slot_mapping, prefills.slot_mapping]),
-        num_decodes=decodes.num_decodes,
-        decode_block_tables=decodes.decode_block_tables,
-        decode_seq_lens=decodes.decode_seq_lens,
-        prefill_block_tables=prefills.prefill_block_tables,
-        prefill_cu_query_lens=prefills.prefill_cu_query_lens,
-        prefill_seq_lens=prefills.prefill_seq_lens,
-        max_query_len=prefills.max_query_len,
-    )
+    input_ids = torch.cat([decodes.input_ids, prefills.input_ids])
+    positions = torch.cat([decodes.positions, prefills.positions])
+    first, *others = [
+        ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=torch.cat([rows.slot_mapping, chunks.slot_mapping]),
+            num_decodes=rows.num_decodes,
+            decode_block_tables=rows.decode_block_tables,
+            decode_seq_lens=rows.decode_seq_lens,
+            prefill_block_tables=chunks.prefill_block_tables,
+            prefill_cu_query_lens=chunks.prefill_cu_query_lens,
+            prefill_seq_lens=chunks.prefill_seq_lens,
+            max_query_len=chunks.max_query_len,
+        )
+        for rows, chunks in zip(decodes.groups, prefills.groups, strict=True)
+    ]
+    first.others = tuple(others)
+    return first

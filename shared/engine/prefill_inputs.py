@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -13,7 +13,7 @@ from pagewire.shared.engine.step import PrefillChunk
 from pagewire.shared.model.inputs import ForwardBatch
 
 _Integers = npt.NDArray[np.int64]
-BlockTables = npt.NDArray[np.int64]  # [device slots, blocks of a sequence], on the host
+BlockTables = npt.NDArray[np.int64]  # [device slots, G, blocks of a sequence], on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PrefillShape:
 class PrefillInputs:
     """All of a step's prefill inputs in one int64 buffer, and where each part lies.
 
-    The order: token ids [T], positions [T], KV slots [T], device slots [P], sequence lengths [P],
+    The order: token ids [T], positions [T], KV slots [G, T], device slots [P], sequence lengths [P],
     cumulative query lengths [P + 1], then for the chunks that sample: row of the last token [N],
     device slot [N], position of the new token [N].
     """
@@ -43,6 +43,7 @@ class PrefillInputs:
     num_chunks: int
     num_samples: int
     max_query_len: int
+    num_groups: int
 
     @classmethod
     def build(
@@ -52,9 +53,10 @@ class PrefillInputs:
         num_samples = sum(chunk.samples for chunk in chunks)
         num_tokens = sum(chunk.length for chunk in chunks)
         longest = max(chunk.length for chunk in chunks)
-        sizes = _sizes(num_tokens, len(chunks), num_samples)
-        flat = _lay_out(chunks, block_size, tables, sizes, padding_slot=0)
-        return cls(torch.from_numpy(flat), num_tokens, len(chunks), num_samples, longest)
+        groups = tables.shape[1]
+        sizes = _sizes(num_tokens, len(chunks), num_samples, groups)
+        flat = torch.from_numpy(_lay_out(chunks, block_size, tables, sizes, padding_slot=0))
+        return cls(flat, num_tokens, len(chunks), num_samples, longest, groups)
 
     @classmethod
     def build_padded(
@@ -70,37 +72,46 @@ class PrefillInputs:
         Padding tokens are written nowhere and belong to no chunk; padding chunks are empty and
         sample into the device slot that belongs to nobody, at position 0.
         """
-        tokens, rows = shape.num_tokens, shape.num_chunks
-        flat = _lay_out(chunks, block_size, tables, _sizes(tokens, rows, rows), padding_slot)
-        return cls(torch.from_numpy(flat), tokens, rows, rows, tokens)
+        tokens, rows, groups = shape.num_tokens, shape.num_chunks, tables.shape[1]
+        sizes = _sizes(tokens, rows, rows, groups)
+        flat = torch.from_numpy(_lay_out(chunks, block_size, tables, sizes, padding_slot))
+        return cls(flat, tokens, rows, rows, tokens, groups)
 
     def to(self, device: torch.device) -> PrefillInputs:
         """Copy to the device without waiting."""
         buffer = self.buffer.pin_memory() if device.type == "cuda" else self.buffer
-        return PrefillInputs(
-            buffer.to(device, non_blocking=True),
-            self.num_tokens,
-            self.num_chunks,
-            self.num_samples,
-            self.max_query_len,
-        )
+        return replace(self, buffer=buffer.to(device, non_blocking=True))
 
     def forward_batch(self, block_tables: torch.Tensor) -> ForwardBatch:
-        """Return the model's view of the chunks, with their device slots' block tables."""
-        sizes = _sizes(self.num_tokens, self.num_chunks, self.num_samples)[:6]
-        head = self.buffer[: sum(sizes)].split(sizes)
-        return ForwardBatch(
-            input_ids=head[0],
-            positions=head[1],
-            slot_mapping=head[2],
-            num_decodes=0,
-            decode_block_tables=None,
-            decode_seq_lens=None,
-            prefill_block_tables=block_tables[head[3]],
-            prefill_cu_query_lens=head[5].to(torch.int32),
-            prefill_seq_lens=head[4].to(torch.int32),
-            max_query_len=self.max_query_len,
-        )
+        """Return the model's view of the chunks, with their device slots' block tables.
+
+        Args:
+            block_tables: [S, G, max_blocks], of all device slots.
+        """
+        sizes = self._sizes()[:6]
+        ids, positions, mapping, slots, lengths, cumulative = self.buffer[: sum(sizes)].split(sizes)
+        tables = block_tables[slots]
+        seq_lens, cu_query_lens = lengths.to(torch.int32), cumulative.to(torch.int32)
+        first, *others = [
+            ForwardBatch(
+                input_ids=ids,
+                positions=positions,
+                slot_mapping=mapping[group * self.num_tokens : (group + 1) * self.num_tokens],
+                num_decodes=0,
+                decode_block_tables=None,
+                decode_seq_lens=None,
+                prefill_block_tables=tables[:, group],
+                prefill_cu_query_lens=cu_query_lens,
+                prefill_seq_lens=seq_lens,
+                max_query_len=self.max_query_len,
+            )
+            for group in range(self.num_groups)
+        ]
+        first.others = tuple(others)
+        return first
+
+    def _sizes(self) -> list[int]:
+        return _sizes(self.num_tokens, self.num_chunks, self.num_samples, self.num_groups)
 
     def _tail(self, part: int) -> torch.Tensor:
         end = self.buffer.shape[0] - (2 - part) * self.num_samples
@@ -122,10 +133,10 @@ class PrefillInputs:
         return self._tail(2)
 
 
-def _sizes(num_tokens: int, num_chunks: int, num_samples: int) -> list[int]:
+def _sizes(num_tokens: int, num_chunks: int, num_samples: int, num_groups: int) -> list[int]:
     """Return the sizes of the buffer's parts in their order."""
-    tokens, chunks, samples = [num_tokens] * 3, [num_chunks] * 2, [num_samples] * 3
-    return [*tokens, *chunks, num_chunks + 1, *samples]
+    tokens = [num_tokens, num_tokens, num_groups * num_tokens]
+    return [*tokens, *[num_chunks] * 2, num_chunks + 1, *[num_samples] * 3]
 
 
 def _lay_out(
@@ -140,14 +151,15 @@ def _lay_out(
     parts = [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     ids, positions, mapping, slots, lengths, cumulative, rows, sample_slots, sampled = parts
     mapping[:], slots[:], sample_slots[:] = -1, padding_slot, padding_slot
+    mapping = mapping.reshape(tables.shape[1], -1)
     end = num_samples = 0
     for i, chunk in enumerate(chunks):
         start, end = end, end + chunk.length
         position = np.arange(chunk.start, chunk.end)
         ids[start:end] = chunk.token_ids
         positions[start:end] = position
-        blocks = tables[chunk.slot][position // block_size]
-        mapping[start:end] = blocks * block_size + position % block_size
+        blocks = tables[chunk.slot][:, position // block_size]
+        mapping[:, start:end] = blocks * block_size + position % block_size
         slots[i], lengths[i] = chunk.slot, chunk.end
         cumulative[i + 1 :] = end
         if chunk.samples:

@@ -22,6 +22,8 @@ from pagewire.shared.engine.step import (
     TableEntries,
     Withdraw,
 )
+from pagewire.shared.kv.block_table import BlockTable
+from pagewire.shared.kv.cache_groups import CacheGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,16 @@ class Schedule:
 
 @dataclass(slots=True)
 class PlanDraft:
-    """What the next plan is to carry, apart from its rows."""
+    """What the next plan is to carry, apart from its rows.
 
+    Attributes:
+        groups: cache groups of the blocks.
+        max_blocks: of a sequence in one group. A device slot's table has that many entries for each
+            group, one group after the other.
+    """
+
+    groups: CacheGroups
+    max_blocks: int
     freed: list[int] = field(default_factory=list)
     new_slots: list[NewDeviceSlot] = field(default_factory=list)
     blocks: TableEntries = field(default_factory=TableEntries)
@@ -147,8 +157,15 @@ class PlanDraft:
         self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:
-        """Note the blocks of a sequence from entry `first` on."""
-        self.blocks.add(device_slot_of(sequence), first, sequence.block_ids[first:])
+        """Note the blocks of a sequence from position `first` on."""
+        slot = device_slot_of(sequence)
+        for group, table in enumerate(sequence.tables):
+            self.add_entries(slot, group, table, first)
+
+    def add_entries(self, slot: int, group: int, table: BlockTable, first: int) -> None:
+        """Note the blocks of one group from position `first` on."""
+        first = max(first, table.first)
+        self.blocks.add(slot, group * self.max_blocks + first, table.block_ids[first:])
 
     def put_input(self, sequence: Sequence, position: int) -> None:
         """Note the token of a row that no step has left in its device slot."""
@@ -169,8 +186,10 @@ class PlanDraft:
 
     def expect(self, sequence: Sequence, block_size: int) -> None:
         """Note that a sequence's blocks wait for another worker's KV."""
-        first = sequence.num_computed_tokens // block_size
-        self.kv.append(Expect(sequence.request_id, first, list(sequence.block_ids)))
+        num_tokens = len(sequence.token_ids)
+        first = self.groups.job_index(sequence.num_computed_tokens // block_size, num_tokens)
+        blocks = self.groups.job_blocks(sequence.tables, num_tokens)
+        self.kv.append(Expect(sequence.request_id, first, blocks))
 
     def export(self, sequence: Sequence, block_size: int) -> None:
         """Note the blocks of a prefill job that the plan makes final, if there are any."""
@@ -179,8 +198,11 @@ class PlanDraft:
         # The last block is final when the prompt ends, full or not.
         final = -(-computed // block_size) if is_last else computed // block_size
         if final > first:
-            blocks = sequence.block_ids[first:final]
-            self.kv.append(Export(sequence.request_id, first, blocks, is_last))
+            num_tokens = sequence.num_prompt_tokens
+            blocks = self.groups.job_range(sequence.tables, first, final, num_tokens)
+            index = self.groups.job_index(first, num_tokens)
+            if blocks:
+                self.kv.append(Export(sequence.request_id, index, blocks, is_last))
             sequence.num_exported_blocks = final
 
     def withdraw(self, sequence: Sequence) -> None:

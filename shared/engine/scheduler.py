@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagewire.shared.engine.schedule import PlanDraft, Schedule, ScheduledTokens
+from pagewire.shared.engine.schedule import Schedule, ScheduledTokens
 from pagewire.shared.engine.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.sequence_table import SequenceTable
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import SchedulingError
+from pagewire.shared.kv.block_table import BlockTable
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Scheduler(SequenceTable):
         decision.plan = self._draft.plan(self._num_plans + 1, decision)
         if decision.plan is not None:
             self._num_plans += 1
-            self._draft = PlanDraft()
+            self._draft = self._new_draft()
 
     def _attend_rows(self, decision: Schedule) -> list[Sequence]:
         """Give blocks to the decode rows that lack one, and note those that end.
@@ -101,10 +102,12 @@ class Scheduler(SequenceTable):
                 continue
             if start == end - 1:
                 decision.last.append(sequence)
-            capacity = len(sequence.block_ids) * size
+            capacity = len(sequence.tables[-1]) * size
             if capacity < end and capacity < start + ahead:
                 growing.append(sequence)
-        if len(growing) <= self.pool.num_available:
+                if self.pool.groups.has_windows:
+                    self._drop_unread(sequence, start)
+        if len(growing) * len(self.pool.groups) <= self.pool.num_available:
             self._grow_by_one(growing, decision)
         else:
             for sequence in growing:
@@ -113,15 +116,18 @@ class Scheduler(SequenceTable):
         return due
 
     def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
-        """Give each row the one block that it lacks, all in one allocation."""
+        """Give each row the one block that it lacks in each group, a group in one allocation."""
         decision.touched += growing
         slots = [device_slot_of(sequence) for sequence in growing]
-        blocks, entries = self.pool.allocate(len(growing)), self._draft.blocks
-        entries.slots.extend(slots)
-        entries.positions.extend([len(sequence.block_ids) for sequence in growing])
-        entries.block_ids.extend(blocks)
-        for sequence, block in zip(growing, blocks, strict=True):
-            sequence.block_ids.append(block)
+        entries = self._draft.blocks
+        for group in range(len(self.pool.groups)):
+            tables = [sequence.tables[group] for sequence in growing]
+            blocks, before = self.pool.allocate(len(growing)), group * self._max_blocks
+            entries.slots.extend(slots)
+            entries.positions.extend([before + len(table) for table in tables])
+            entries.block_ids.extend(blocks)
+            for table, block in zip(tables, blocks, strict=True):
+                table.block_ids.append(block)
 
     def _enter_rows(self, decision: Schedule) -> list[Sequence]:
         """Take sequences with one token to run into the rows; returns those with more to run."""
@@ -165,17 +171,26 @@ class Scheduler(SequenceTable):
             Whether it has them; otherwise it was preempted itself.
         """
         decision.touched.append(sequence)
-        while (missing := self._blocks_for(end) - len(sequence.block_ids)) > 0:
+        while (missing := self._missing_blocks(sequence, end)) > 0:
             if missing <= self.pool.num_available:
-                self._take_blocks(sequence, missing)
+                self._take_blocks(sequence, end)
                 break
             if self._preempt_youngest(decision) is sequence:
                 return False
         return True
 
-    def _take_blocks(self, sequence: Sequence, count: int) -> None:
-        sequence.block_ids += self.pool.allocate(count)
-        self._draft.add_blocks(sequence, len(sequence.block_ids) - count)
+    def _missing_blocks(self, sequence: Sequence, end: int) -> int:
+        """How many blocks a sequence lacks for the tokens before `end`, of all groups."""
+        needed = self._blocks_for(end)
+        return sum(max(0, needed - len(table)) for table in sequence.tables)
+
+    def _take_blocks(self, sequence: Sequence, end: int) -> None:
+        slot, needed = device_slot_of(sequence), self._blocks_for(end)
+        for group, table in enumerate(sequence.tables):
+            first = len(table)
+            if first < needed:
+                table.block_ids += self.pool.allocate(needed - first)
+                self._draft.add_entries(slot, group, table, first)
 
     def _account_for(self, decision: Schedule, attended: list[Sequence]) -> None:
         """Count what the step computes, and note when its rows need attention next."""
@@ -210,16 +225,23 @@ class Scheduler(SequenceTable):
         if sequence.remote_prefill and self._draft.copies:
             return None  # its KV could overwrite a free block before the plan has copied that
         decision.touched.append(sequence)
-        cached = self._usable_prefix(sequence)
-        missing = self._blocks_for(len(sequence.token_ids)) - len(cached)
+        tables = self._usable_prefix(sequence)
+        num_cached = len(tables[0])
+        uncomputed = len(sequence.token_ids) - num_cached * self.block_size
+        is_remote = sequence.remote_prefill and uncomputed > self.limits.local_prefill_tokens
+        missing, later = self._blocks_to_admit(sequence, tables, is_remote)
         reserve = self.limits.watermark_blocks if self.running or self.reserved else 0
-        if missing + reserve > self.pool.num_available - self.pool.num_evictable(cached):
+        cached = [block for table in tables for block in table.held]
+        available = self.pool.num_available - self.pool.num_evictable(cached)
+        if sum(missing) + later + reserve > available:
             return None
         self.pool.acquire(cached)
-        sequence.block_ids = cached  # now, so that they are given back whatever happens
-        sequence.block_ids = [*cached, *self.pool.allocate(missing)]
+        sequence.tables = tables  # now, so that they are given back whatever happens
+        for table, count in zip(tables, missing, strict=True):
+            table.block_ids += self.pool.allocate(count)
         self.waiting.popleft()
-        sequence.num_computed_tokens = len(cached) * self.block_size
+        sequence.remote_prefill = is_remote
+        sequence.num_computed_tokens = num_cached * self.block_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             decision.admitted.append(sequence)
@@ -229,8 +251,6 @@ class Scheduler(SequenceTable):
         return sequence
 
     def _let_run_or_reserve(self, sequence: Sequence, decision: Schedule) -> None:
-        if sequence.num_uncomputed_tokens <= self.limits.local_prefill_tokens:
-            sequence.remote_prefill = False
         if not sequence.remote_prefill:
             sequence.transition(RequestStatus.RUNNING)
             self.running.append(sequence)
@@ -240,10 +260,43 @@ class Scheduler(SequenceTable):
         decision.reserved.append(sequence)
         self._draft.expect(sequence, self.block_size)
 
-    def _usable_prefix(self, sequence: Sequence) -> list[int]:
+    def _blocks_to_admit(
+        self, sequence: Sequence, tables: list[BlockTable], is_remote: bool
+    ) -> tuple[list[int], int]:
+        """Return the blocks that a sequence gets with its admission, and soon after it.
+
+        Without a window: all of its tokens'. With one, another worker's KV goes into the blocks
+        that the next token reads; a prompt that is computed here gets blocks with its chunks.
+
+        Args:
+            sequence: to be admitted.
+            tables: its cached blocks; what another worker's KV makes superfluous is taken out.
+            is_remote: another worker's KV will come.
+
+        Returns:
+            For each group, and for the first chunk in groups that have a window.
+        """
+        groups, num_tokens = self.pool.groups, len(sequence.token_ids)
+        needed, num_cached = groups.blocks_for(num_tokens), len(tables[0])
+        chunk = num_cached * self.block_size + self.limits.max_num_batched_tokens
+        missing, later = [], 0
+        for number, (group, table) in enumerate(zip(groups.groups, tables, strict=True)):
+            if group.window is None:
+                missing.append(needed - num_cached)
+            elif is_remote:
+                first = groups.first_block(number, num_tokens)
+                table.drop_before(first)
+                table.skip_to(first)
+                missing.append(needed - len(table))
+            else:
+                missing.append(0)
+                later += min(needed, groups.blocks_for(chunk)) - num_cached
+        return missing, later
+
+    def _usable_prefix(self, sequence: Sequence) -> list[BlockTable]:
         """Cached blocks of a sequence, at least one token short of all it has."""
         if not self.pool.enable_caching or sequence.awaits_scores:
-            return []
+            return [BlockTable() for _ in range(len(self.pool.groups))]
         sequence.extend_hashes(self.hasher)
         most = (len(sequence.token_ids) - 1) // self.block_size
         return self.pool.lookup(sequence.block_hashes[:most])

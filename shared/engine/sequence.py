@@ -10,6 +10,7 @@ import msgspec
 from pagewire.shared.engine.status import RequestStatus, check_transition
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
+from pagewire.shared.kv.block_table import BlockTable
 from pagewire.shared.sampling import RequestSpec
 
 
@@ -39,7 +40,8 @@ class Sequence:
             an interrupted answer, which are computed like the prompt.
         num_replayed_tokens: outputs that an earlier worker delivered; not delivered again.
         status: moved by `transition` alone.
-        block_ids: the block table.
+        tables: its blocks in each cache group, the group that has fewest positions last; empty
+            while it has no blocks.
         block_hashes: of the full blocks of `token_ids`.
         num_late_tokens: sampled in an earlier life, and not known to the host yet.
         num_cached_tokens: found in the prefix cache at the first admission.
@@ -63,7 +65,7 @@ class Sequence:
     output_start: int = 0
     num_replayed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_late_tokens: int = 0
     num_cached_tokens: int | None = None

@@ -54,22 +54,30 @@ class SequenceTable:
     block_size: int = field(init=False)
     _free_device_slots: list[int] = field(init=False)
     _decoding: DecodeBatch = field(init=False)
-    _draft: PlanDraft = field(default_factory=PlanDraft)
+    _draft: PlanDraft = field(init=False)
+    _max_blocks: int = field(init=False)  # of a sequence, in one group
     _pinned: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.block_size = self.hasher.block_size
         self._decoding = DecodeBatch(self.block_size)
-        longest, pool_tokens = self.limits.max_model_len, self.pool.num_blocks * self.block_size
-        if longest > pool_tokens:
+        limits, groups = self.limits, self.pool.groups
+        self._max_blocks = groups.blocks_for(limits.max_model_len)
+        self._draft = self._new_draft()
+        fits = groups.longest_sequence(self.pool.num_blocks, limits.max_num_batched_tokens)
+        if limits.max_model_len > fits:
             # Such a sequence would wait for ever for more blocks than there are.
             raise ConfigError(
-                f"sequences of {longest} tokens do not fit into {self.pool.num_blocks} KV blocks "
-                f"of {self.block_size}: lower --max-model-len or raise --num-blocks"
+                f"sequences of {limits.max_model_len} tokens do not fit into "
+                f"{self.pool.num_blocks} KV blocks of {self.block_size}: lower --max-model-len or "
+                "raise --num-blocks"
             )
         # In a larger batch some sequences would hold blocks and not run.
         num_slots = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         self._free_device_slots = list(range(num_slots - 1, -1, -1))
+
+    def _new_draft(self) -> PlanDraft:
+        return PlanDraft(self.pool.groups, self._max_blocks)
 
     # Requests come and go
 
@@ -159,7 +167,8 @@ class SequenceTable:
                 continue  # it has ended
             child.scored_until = max(child.scored_until, parent.scored_until)
             # One that awaits scores needs the logits of all its prompt.
-            if self._free_device_slots and self.pool.num_available and not child.awaits_scores:
+            has_room = self.pool.num_available >= len(self.pool.groups)
+            if self._free_device_slots and has_room and not child.awaits_scores:
                 self._run_fork(parent, child)
             else:
                 queued.append(child)
@@ -180,9 +189,9 @@ class SequenceTable:
     def _run_fork(self, parent: Sequence, child: Sequence) -> None:
         known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
         num_shared = known // self.block_size
-        blocks = parent.block_ids[: self._blocks_for(known)]
-        child.block_ids, own = self.pool.fork(blocks, num_shared)
-        self._draft.copies.update(zip(own, blocks[num_shared:], strict=True))
+        num_blocks = self._blocks_for(known)
+        child.tables, copies = self.pool.fork(parent.tables, num_blocks, num_shared)
+        self._draft.copies.update((target, source) for source, target in copies)
         child.block_hashes = parent.block_hashes[:num_shared]
         child.num_computed_tokens = child.num_cached_tokens = known
         child.remote_prefill = False  # if it is preempted, it is computed again here
@@ -221,9 +230,10 @@ class SequenceTable:
         try:
             self._keep_output(sequence)
         finally:
-            self._draft.drop_copies(sequence.block_ids)
-            self.pool.release(sequence.block_ids)
-            sequence.block_ids = []
+            for table in sequence.tables:
+                self._draft.drop_copies(table.held)
+                self.pool.release(table.held)
+            sequence.tables = []
             sequence.num_computed_tokens = 0
             sequence.num_exported_blocks = 0
 
@@ -261,8 +271,17 @@ class SequenceTable:
         """
         references = Counter(chain.from_iterable(self._pinned))
         for sequence in self.holders():
-            references.update(sequence.block_ids)
+            references.update(chain.from_iterable(table.held for table in sequence.tables))
         self.pool.check_integrity(references)
+
+    def note_computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that the KV of tokens `start .. end - 1` is written: the blocks can be found.
+
+        Those that no later token reads are given up: from now on they are cached, or free.
+        """
+        self.register_blocks(sequence, start, end)
+        if self.pool.groups.has_windows:
+            self._drop_unread(sequence, end)
 
     def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks that tokens `start .. end - 1` filled findable: their KV is written."""
@@ -271,4 +290,11 @@ class SequenceTable:
             return
         sequence.extend_hashes(self.hasher)
         full = min(end // size, len(sequence.block_hashes))
-        self.pool.register(sequence.block_ids, sequence.block_hashes, start // size, full)
+        self.pool.register(sequence.tables, sequence.block_hashes, start // size, full)
+
+    def _drop_unread(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give up the blocks that are not read after `num_tokens` tokens."""
+        firsts = self.pool.groups.first_blocks(num_tokens)
+        for table, first in zip(sequence.tables, firsts, strict=True):
+            if first > table.first:
+                self.pool.release(table.drop_before(first))

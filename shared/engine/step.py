@@ -53,7 +53,7 @@ class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         slots: the device slots whose tables these are.
-        positions: in the table.
+        positions: in the table, which has the blocks of one cache group after those of the other.
         block_ids: what is written there.
     """
 
@@ -115,7 +115,8 @@ class Export(msgspec.Struct, frozen=True, tag=True):
     """Blocks of a prefill job that are final once the plan has run.
 
     Attributes:
-        first: position of the first of them in the sequence; earlier ones came before.
+        first: number of the first of them in the job; earlier ones came before. See
+            `CacheGroups.job_blocks`.
         is_last: they are the prompt's last.
     """
 
@@ -129,8 +130,8 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
     """Blocks reserved for another worker's KV; no earlier plan's work is to touch them then.
 
     Attributes:
-        first: position of the first block that is expected.
-        block_ids: of the whole sequence, those before `first` included.
+        first: number of the first block that is expected, see `CacheGroups.job_blocks`.
+        block_ids: of the whole prompt, those before `first` included.
     """
 
     request_id: str

@@ -9,8 +9,9 @@ A block is in exactly one of three states, and at every moment
     used    at least one sequence refers to it
 
 Cached blocks are evicted least recently used first. Sequences release their blocks last first,
-and a block is only registered after a registered parent, so that a parent always leaves the
-cache after its children: a cached prefix has no holes.
+and a block of a group that attends to everything is only registered after a registered parent, so
+that a parent always leaves the cache after its children: such a prefix has no holes. In a group
+with a window holes are usual: a prefix can be taken up again where the last blocks are there.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from typing import Protocol
 
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
+from pagewire.shared.kv.block_table import NO_BLOCK, BlockTable
+from pagewire.shared.kv.cache_groups import CacheGroups
 
 
 class CacheListener(Protocol):
-    """Hears which hashes enter and leave the cache, for the index in Redis."""
+    """Hears which hashes enter and leave the cache, for the index in Redis.
+
+    A hash is in the cache while all groups have a block for it.
+    """
 
     def added(self, hashes: Sequence[BlockHash]) -> None:
         """Hear of blocks that can be found from now on."""
@@ -52,22 +58,27 @@ class BlockPool:
 
     Attributes:
         num_blocks: size of the pool.
+        groups: cache groups, all of which take their blocks here.
         enable_caching: without it nothing is ever registered.
         listener: hears of every change of the cache's content.
     """
 
     num_blocks: int
+    groups: CacheGroups
     enable_caching: bool = True
     listener: CacheListener | None = None
     _refs: list[int] = field(init=False)
     _hash_of: list[BlockHash | None] = field(init=False)
-    _by_hash: dict[BlockHash, int] = field(init=False, default_factory=dict)
+    _group_of: list[int] = field(init=False)  # of a block that has a hash
+    _by_hash: list[dict[BlockHash, int]] = field(init=False)  # of each group
     _free: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self._refs = [0] * self.num_blocks
         self._hash_of = [None] * self.num_blocks
+        self._group_of = [0] * self.num_blocks
+        self._by_hash = [{} for _ in range(len(self.groups))]
         self._free = list(range(self.num_blocks - 1, -1, -1))
 
     @property
@@ -80,15 +91,37 @@ class BlockPool:
         free, cached = len(self._free), len(self._cached)
         return BlockCounts(free, cached, self.num_blocks - free - cached, self.num_blocks)
 
-    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the blocks of the longest cached prefix; takes no reference."""
-        found: list[int] = []
-        for block_hash in hashes:
-            block = self._by_hash.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[BlockTable]:
+        """Return the blocks of the longest prefix that can be taken up again; takes no reference.
+
+        Returns:
+            A table for each group, all equally long.
+        """
+        count = len(hashes)
+        for group, by_hash in zip(self.groups.groups, self._by_hash, strict=True):
+            if group.window is None:
+                count = _run_length(by_hash, hashes[:count])
+        if self.groups.has_windows:
+            count = self._resumable_end(hashes[:count])
+        tables = []
+        for number, by_hash in enumerate(self._by_hash):
+            first = self.groups.first_block(number, count * self.groups.block_size)
+            found = [by_hash[block_hash] for block_hash in hashes[first:count]]
+            tables.append(BlockTable([NO_BLOCK] * first + found, first))
+        return tables
+
+    def _resumable_end(self, hashes: Sequence[BlockHash]) -> int:
+        """Return the longest prefix whose end has all blocks that each window covers."""
+        runs = [
+            (number, _runs(self._by_hash[number], hashes))
+            for number, group in enumerate(self.groups.groups)
+            if group.window is not None
+        ]
+        size = self.groups.block_size
+        for end in range(len(hashes), 0, -1):
+            if all(run[end - 1] >= end - self.groups.first_block(n, end * size) for n, run in runs):
+                return end
+        return 0
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks `acquire` would take out of what is available."""
@@ -116,32 +149,41 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _none = self._cached.popitem(last=False)
-                evicted.append(self._unregister(block))
+                self._unregister(block, evicted)
             self._refs[block] = 1
             taken.append(block)
         if evicted and self.listener is not None:
             self.listener.removed(evicted)
         return taken
 
-    def fork(self, blocks: Sequence[int], num_shared: int) -> tuple[list[int], list[int]]:
+    def fork(
+        self, tables: Sequence[BlockTable], num_blocks: int, num_shared: int
+    ) -> tuple[list[BlockTable], list[tuple[int, int]]]:
         """Take the blocks of a sequence for a second one that continues its tokens.
 
         Args:
-            blocks: of the first sequence.
+            tables: of the first sequence.
+            num_blocks: positions that the second one takes up.
             num_shared: of these are full, so that nobody writes to them any more. Both refer to
-                them from now on; of the others the second gets a block of its own each, into
-                which the content is to be copied.
+                them from now on; of the others the second gets blocks of its own, into which the
+                content is to be copied.
 
         Returns:
-            The second sequence's blocks, and those among them that are its own.
+            The second sequence's tables, and pairs (from, to) of the blocks to copy.
 
         Raises:
             IntegrityError: too few blocks are available for its own; check `num_available` first.
         """
-        own = self.allocate(len(blocks) - num_shared)
-        shared = list(blocks[:num_shared])
-        self.acquire(shared)
-        return [*shared, *own], own
+        num_own = num_blocks - num_shared
+        own = self.allocate(num_own * len(tables))
+        forked, copies = [], []
+        for number, table in enumerate(tables):
+            mine = own[number * num_own : (number + 1) * num_own]
+            shared = table.block_ids[:num_shared]
+            self.acquire(shared[table.first :])
+            copies += list(zip(table.block_ids[num_shared:num_blocks], mine, strict=True))
+            forked.append(BlockTable([*shared, *mine], table.first))
+        return forked, copies
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each of a sequence's blocks, given in the sequence's order."""
@@ -156,48 +198,78 @@ class BlockPool:
                     self._cached[block] = None
 
     def register(
-        self, blocks: Sequence[int], hashes: Sequence[BlockHash], start: int, end: int
+        self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash], start: int, end: int
     ) -> None:
         """Make a sequence's blocks `start .. end - 1` findable by hash; their content is final.
 
-        A block whose hash another block already stands for is left out, and so is what follows
-        it: otherwise its children could outlive the cached parent.
+        A block whose hash another block already stands for is left out. Without a window, so is
+        what follows it: otherwise its children could outlive the cached parent.
         """
         if not self.enable_caching:
             return
         added: list[BlockHash] = []
-        for i in range(start, end):
-            block, block_hash = blocks[i], hashes[i]
-            if self._hash_of[block] is not None:
-                continue
-            parent_is_cached = i == 0 or self._hash_of[blocks[i - 1]] is not None
-            if not parent_is_cached or block_hash in self._by_hash:
-                break
-            self._hash_of[block] = block_hash
-            self._by_hash[block_hash] = block
-            added.append(block_hash)
+        for number, table in enumerate(tables):
+            self._register_group(number, table, hashes, start, end, added)
         if added and self.listener is not None:
             self.listener.added(added)
 
+    def _register_group(
+        self,
+        number: int,
+        table: BlockTable,
+        hashes: Sequence[BlockHash],
+        start: int,
+        end: int,
+        added: list[BlockHash],
+    ) -> None:
+        """Register one group's blocks; appends to `added` the hashes that all groups now have."""
+        by_hash, blocks = self._by_hash[number], table.block_ids
+        has_window = self.groups.groups[number].window is not None
+        for i in range(max(start, table.first), end):
+            block, block_hash = blocks[i], hashes[i]
+            if self._hash_of[block] is not None:
+                continue
+            if block_hash in by_hash:
+                if has_window:
+                    continue
+                break
+            if not has_window and i > 0 and self._hash_of[blocks[i - 1]] is None:
+                break
+            self._hash_of[block], self._group_of[block] = block_hash, number
+            by_hash[block_hash] = block
+            if self._is_complete(block_hash):
+                added.append(block_hash)
+
+    def _is_complete(self, block_hash: BlockHash) -> bool:
+        """Whether all groups have a block for a hash."""
+        if len(self._by_hash) == 1:
+            return block_hash in self._by_hash[0]
+        return all(block_hash in by_hash for by_hash in self._by_hash)
+
     def cached_hashes(self) -> list[BlockHash]:
-        """All hashes that can be found now, parents before their children."""
-        return list(self._by_hash)
+        """All hashes that all groups have now, in one group's order; from any thread."""
+        hashes = list(self._by_hash[0])  # parents before their children, if it has no window
+        return hashes if len(self._by_hash) == 1 else [h for h in hashes if self._is_complete(h)]
 
     def drop_cache(self) -> None:
         """Forget all cached content that nobody uses, e.g. before a benchmark."""
-        dropped = [self._unregister(block) for block in self._cached]
+        dropped: list[BlockHash] = []
+        for block in self._cached:
+            self._unregister(block, dropped)
         self._free.extend(self._cached)
         self._cached.clear()
         if dropped and self.listener is not None:
             self.listener.removed(dropped)
 
-    def _unregister(self, block: int) -> BlockHash:
+    def _unregister(self, block: int, removed: list[BlockHash]) -> None:
+        """Forget a block's hash; appends it to `removed` if all groups had it until now."""
         block_hash = self._hash_of[block]
         if block_hash is None:
             raise IntegrityError(f"block {block} is in the cache without a hash")
+        if self._is_complete(block_hash):
+            removed.append(block_hash)
         self._hash_of[block] = None
-        del self._by_hash[block_hash]
-        return block_hash
+        del self._by_hash[self._group_of[block]][block_hash]
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
         """Check that every block is accounted for.
@@ -222,8 +294,28 @@ class BlockPool:
             raise IntegrityError(
                 f"free + cached + used is {len(idle) + used}, not {self.num_blocks}"
             )
-        for block_hash, block in self._by_hash.items():
-            if self._hash_of[block] != block_hash:
-                raise IntegrityError(f"block {block} is indexed under a hash that is not its own")
+        for number, by_hash in enumerate(self._by_hash):
+            for block_hash, block in by_hash.items():
+                if self._hash_of[block] != block_hash or self._group_of[block] != number:
+                    raise IntegrityError(
+                        f"block {block} is indexed under a hash or a group that is not its own"
+                    )
         if any(self._hash_of[block] is not None for block in self._free):
             raise IntegrityError("a free block still has a hash")
+
+
+def _run_length(by_hash: Mapping[BlockHash, int], hashes: Sequence[BlockHash]) -> int:
+    """Return how many of the first hashes have a block."""
+    for index, block_hash in enumerate(hashes):
+        if block_hash not in by_hash:
+            return index
+    return len(hashes)
+
+
+def _runs(by_hash: Mapping[BlockHash, int], hashes: Sequence[BlockHash]) -> list[int]:
+    """Return, for each hash, how many in a row up to it have a block."""
+    runs, length = [], 0
+    for block_hash in hashes:
+        length = length + 1 if block_hash in by_hash else 0
+        runs.append(length)
+    return runs

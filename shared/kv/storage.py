@@ -7,16 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Shape of one block over all layers.
+    """Shape of one block: of `block_size` positions in the layers of one cache group.
 
     Block-major, so that a block is one contiguous row `[L, 2, KH, BS, D]`: transfer, swap and
     checksum are row copies. Heads before tokens: a head's tokens of a block are contiguous.
+
+    Attributes:
+        num_layers: of a block.
     """
 
     num_layers: int
@@ -28,11 +32,12 @@ class KvShape:
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
         """Return the shape that a model's blocks have."""
-        return cls(config.num_layers, config.num_kv_heads, block_size, config.head_dim, dtype)
+        layers = CacheGroups.of(config.windows, block_size).layers_per_block
+        return cls(layers, config.num_kv_heads, block_size, config.head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 # Called with the number of a layer that has been launched, its writes to the KV pool included.
 OnLayerEnd = Callable[[int], None]
+
+
+class LayerKv(NamedTuple):
+    """Where a layer's keys and values are.
+
+    Attributes:
+        group: its cache group, whose part of a batch says which blocks.
+        cache: `[NB, 2, KH, BS, D]`, a layer's rows of all blocks.
+    """
+
+    group: int
+    cache: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -28,6 +41,7 @@ class ForwardBatch:
         prefill_cu_query_lens: `[P + 1]` int32, cumulative chunk lengths, from 0 at the first chunk.
         prefill_seq_lens: `[P]` int32, cached prefix and chunk together.
         max_query_len: longest chunk; 0 without one.
+        others: the same tokens with the blocks of the cache groups after the first.
     """
 
     input_ids: torch.Tensor
@@ -40,3 +54,9 @@ class ForwardBatch:
     prefill_cu_query_lens: torch.Tensor | None
     prefill_seq_lens: torch.Tensor | None
     max_query_len: int
+    others: tuple[ForwardBatch, ...] = ()
+
+    @property
+    def groups(self) -> tuple[ForwardBatch, ...]:
+        """The batch as each cache group's layers see it."""
+        return (self, *self.others)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.shared.model.inputs import ForwardBatch, OnLayerEnd
+from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 from pagewire.shared.model.layers.linear import NamedTarget
 from pagewire.shared.model.layers.norm import RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
@@ -172,13 +172,13 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv_pool: torch.Tensor, on_layer_end: OnLayerEnd | None = None
+        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
     ) -> torch.Tensor:
         """Run one step.
 
         Args:
             batch: the step's tokens, `[T]`.
-            kv_pool: `[NB, L, 2, KH, BS, D]`; the tokens' keys and values are written to it.
+            kv: of each layer; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, once it is launched.
 
         Returns:
@@ -188,9 +188,9 @@ class DecoderModel:
         if self._embedding_multiplier != 1.0:
             hidden.mul_(self._embedding_multiplier)
         residual: torch.Tensor | None = None
-        caches = kv_pool.unbind(1)
-        for index, (layer, kv_cache) in enumerate(zip(self.layers, caches, strict=True)):
-            hidden, residual = layer.forward(hidden, residual, batch, kv_cache)
+        groups = batch.groups
+        for index, (layer, (group, cache)) in enumerate(zip(self.layers, kv, strict=True)):
+            hidden, residual = layer.forward(hidden, residual, groups[group], cache)
             if on_layer_end is not None:
                 on_layer_end(index)
         return self.norm(hidden, residual)[0]

@@ -1,0 +1,212 @@
+"""The cache groups of a model: layers whose KV of a position is kept or dropped together.
+
+Layers that attend to everything keep the KV of all positions; layers with a sliding window need only
+the last ones. A block holds `block_size` positions of one group's layers. All groups have equally
+many layers, so that all blocks are of one size and come from one pool:
+
+    layer      0  1  2  3  4  5            group 0: full,        layers 2, 5
+    window     W  W  -  W  W  -    -->     group 1: window of W, layers 0, 1
+                                           group 2: window of W, layers 3, 4
+
+A group's last block rows stay empty where the layers of its kind do not divide evenly. Sharing one
+pool by groups of equally many layers is how vLLM's hybrid KV cache manager does it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pagewire.shared.kv.block_table import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Some layers.
+
+    Attributes:
+        layers: their numbers in the model, ascending; layer `layers[i]` has row i of a block.
+        window: a query at position p reads positions p - window + 1 to p; None: all up to p.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class CacheGroups:
+    """All groups of a model, those without a window first.
+
+    Attributes:
+        groups: at least one.
+        layers_per_block: rows of a block.
+        block_size: positions of a block.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    layers_per_block: int
+    block_size: int
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None], block_size: int) -> CacheGroups:
+        """Return the groups of a model.
+
+        Args:
+            windows: of each layer, None where it attends to everything.
+            block_size: positions of a block.
+        """
+        by_window: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(windows):
+            by_window.setdefault(window, []).append(layer)
+        rows = _layers_per_block({window: len(layers) for window, layers in by_window.items()})
+        kinds = sorted(by_window.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+        groups = [
+            CacheGroup(tuple(layers[start : start + rows]), window)
+            for window, layers in kinds
+            for start in range(0, len(layers), rows)
+        ]
+        return cls(tuple(groups), rows, block_size)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether there is one group, and it attends to everything."""
+        return len(self.groups) == 1 and not self.has_windows
+
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether some group drops blocks."""
+        return any(group.window is not None for group in self.groups)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """The group of each layer, and its row in that group's blocks."""
+        places = {
+            layer: (number, row)
+            for number, group in enumerate(self.groups)
+            for row, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(len(places)))
+
+    def last_layers(self, num_parts: int) -> frozenset[int]:
+        """Return the layer after which each of so many equal parts of a block's rows is final."""
+        rows = self.layers_per_block // num_parts
+        return frozenset(
+            max(group.layers[min(end, len(group.layers)) - 1] for group in self.groups)
+            for end in range(rows, self.layers_per_block + 1, rows)
+        )
+
+    @cached_property
+    def resume_blocks(self) -> int | None:
+        """How many of a prefix's last blocks must be cached in all groups to go on after it.
+
+        None: all, since no group has a window. Of earlier blocks those without a window are there
+        as well: they leave the cache after what follows them.
+        """
+        if not self.has_windows:
+            return None
+        return max(self._reach(group) for group in self.groups if group.window is not None)
+
+    def _reach(self, group: CacheGroup) -> int:
+        """Most blocks before a block's start that a window covers, see `first_block`."""
+        return 0 if group.window is None else self.blocks_for(group.window)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of one group that so many positions fill, the last one partly."""
+        return -(-num_tokens // self.block_size)
+
+    def first_block(self, group: int, num_tokens: int) -> int:
+        """Return the first block of a group that is read after `num_tokens` tokens.
+
+        The last of them may run again: it is sampled from in each sequence that forks there.
+        """
+        window = self.groups[group].window
+        return 0 if window is None else max(0, num_tokens - window) // self.block_size
+
+    def first_blocks(self, num_tokens: int) -> list[int]:
+        """The same of all groups."""
+        return [self.first_block(group, num_tokens) for group in range(len(self.groups))]
+
+    def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """Most blocks that a sequence holds at once.
+
+        Args:
+            num_tokens: of the sequence.
+            max_chunk: most tokens of a step. The blocks of two steps are held in full: one may be
+                decided while the other runs.
+        """
+        total = 0
+        for group in self.groups:
+            most = self.blocks_for(num_tokens)
+            if group.window is not None:
+                most = min(most, self.blocks_for(group.window + 2 * max_chunk) + 2)
+            total += most
+        return total
+
+    def longest_sequence(self, num_blocks: int, max_chunk: int) -> int:
+        """Most tokens of a sequence that a pool of this size holds, in full blocks."""
+        if self.is_plain:
+            return num_blocks * self.block_size
+        low, high = 0, num_blocks  # in blocks of one group
+        if all(group.window is not None for group in self.groups):
+            high = max(high, 1 << 32)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.most_blocks(middle * self.block_size, max_chunk) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_size
+
+    # The blocks of a prefill job: what another worker needs to go on after a prompt
+
+    def job_blocks(self, tables: Sequence[BlockTable], num_tokens: int) -> list[int]:
+        """Return a prompt's blocks in the order in which jobs number them: by position, then group.
+
+        Args:
+            tables: of the sequence, one for each group.
+            num_tokens: of the prompt. Blocks that no later token reads are left out.
+        """
+        return self.job_range(tables, 0, self.blocks_for(num_tokens), num_tokens)
+
+    def job_range(
+        self, tables: Sequence[BlockTable], start: int, end: int, num_tokens: int
+    ) -> list[int]:
+        """Return those at positions `start .. end - 1`, in blocks."""
+        if len(tables) == 1:
+            return tables[0].block_ids[max(start, self.first_block(0, num_tokens)) : end]
+        firsts = self.first_blocks(num_tokens)
+        return [
+            table.block_ids[position]
+            for position in range(start, end)
+            for table, first in zip(tables, firsts, strict=True)
+            if position >= first
+        ]
+
+    def job_index(self, position: int, num_tokens: int) -> int:
+        """Return how many of a job's blocks come before a position, in blocks."""
+        return sum(max(0, position - first) for first in self.first_blocks(num_tokens))
+
+    def num_job_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks a prompt's job has."""
+        return self.job_index(self.blocks_for(num_tokens), num_tokens)
+
+
+def _layers_per_block(counts: Mapping[int | None, int]) -> int:
+    """Return the rows of a block: as many as leave few of them empty.
+
+    Empty rows cost most in layers without a window, which keep every position.
+
+    Args:
+        counts: window -> layers that have it.
+    """
+    total, full = sum(counts.values()), counts.get(None, 0)
+
+    def is_dense(rows: int) -> bool:
+        empty = sum(-count % rows for count in counts.values())
+        return 8 * (-full % rows) <= full and 4 * empty <= total
+
+    return max(rows for rows in range(1, min(counts.values()) + 1) if is_dense(rows))
