@@ -35,6 +35,7 @@ from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step import PrefillChunk, StepPlan
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.sampling import RequestSpec
 
 BLOCK_SIZE = 16
@@ -88,10 +89,11 @@ def make_core(rows: int, caching: bool, longest: int) -> Engine:
     num_blocks = rows * (-(-longest // BLOCK_SIZE) + 1)
     limits = SchedulerLimits(rows, 8192, MAX_MODEL_LEN, max_waiting=rows)
     hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
-    scheduler = TimedScheduler(limits, BlockPool(num_blocks, caching), hasher)
+    groups = CacheGroups.of([None], BLOCK_SIZE)
+    scheduler = TimedScheduler(limits, BlockPool(num_blocks, groups, caching), hasher)
     state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
     pool = torch.zeros((1, 1, 2, 1, BLOCK_SIZE, 1))
-    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, state, vocab_size=1)
+    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, groups, state, vocab_size=1)
     return EngineCore(scheduler, runner, overlap=True), scheduler, runner
 
 

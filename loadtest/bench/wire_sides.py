@@ -36,6 +36,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
@@ -133,10 +134,11 @@ class Engine:
         longest = self.num_tokens + 64
         limits = SchedulerLimits(256, 8 * self.num_tokens, longest, max_waiting=256)
         hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
-        scheduler = Scheduler(limits, BlockPool(num_blocks, False), hasher)
+        groups = CacheGroups.of([None] * LAYERS, BLOCK_SIZE)
+        scheduler = Scheduler(limits, BlockPool(num_blocks, groups, False), hasher)
         state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
         ops = load_ops("auto", self.device.type)
-        self.runner = ProductsRunner(NoModel(), ops, pool, state, vocab_size=1)
+        self.runner = ProductsRunner(NoModel(), ops, pool, groups, state, vocab_size=1)
         if self.device.type == "cuda":
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)

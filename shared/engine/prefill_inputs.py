@@ -33,9 +33,9 @@ class PrefillShape:
 class PrefillInputs:
     """All of a step's prefill inputs in one int64 buffer, and where each part lies.
 
-    The order: token ids [T], positions [T], KV slots [G, T], device slots [P], sequence lengths [P],
-    cumulative query lengths [P + 1], then for the chunks that sample: row of the last token [N],
-    device slot [N], position of the new token [N].
+    The order: token ids [T], positions [T], KV slots [G, T] of the cache groups, device slots [P],
+    sequence lengths [P], cumulative query lengths [P + 1], then for the chunks that sample: row of
+    the last token [N], device slot [N], position of the new token [N].
     """
 
     buffer: torch.Tensor

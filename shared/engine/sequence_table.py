@@ -168,13 +168,19 @@ class SequenceTable:
             child.scored_until = max(child.scored_until, parent.scored_until)
             # One that awaits scores needs the logits of all its prompt.
             has_room = self.pool.num_available >= len(self.pool.groups)
-            if self._free_device_slots and has_room and not child.awaits_scores:
+            has_room = has_room and bool(self._free_device_slots)
+            if has_room and not child.awaits_scores and self._covers(parent, child):
                 self._run_fork(parent, child)
             else:
                 queued.append(child)
             self.unforked.remove(child)
         parent.children = ()
         self.waiting.extendleft(reversed(queued))
+
+    def _covers(self, parent: Sequence, child: Sequence) -> bool:
+        """Whether a parent, which may be longer, still has all blocks that a child reads."""
+        firsts = self.pool.groups.first_blocks(len(child.token_ids))
+        return all(t.first <= first for t, first in zip(parent.tables, firsts, strict=True))
 
     def _pass_on_children(self, parent: Sequence) -> None:
         """Queue the first child of a sequence that ends before it could fork, with the others."""

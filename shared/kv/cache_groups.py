@@ -1,8 +1,8 @@
 """The cache groups of a model: layers whose KV of a position is kept or dropped together.
 
-Layers that attend to everything keep the KV of all positions; layers with a sliding window need only
-the last ones. A block holds `block_size` positions of one group's layers. All groups have equally
-many layers, so that all blocks are of one size and come from one pool:
+Layers that attend to everything keep the KV of all positions; layers with a sliding window need
+only the last ones. A block holds `block_size` positions of one group's layers. All groups have
+equally many layers, so that all blocks are of one size and come from one pool:
 
     layer      0  1  2  3  4  5            group 0: full,        layers 2, 5
     window     W  W  -  W  W  -    -->     group 1: window of W, layers 0, 1

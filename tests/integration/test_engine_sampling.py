@@ -328,7 +328,7 @@ def test_first_tokens_of_prefill_workers_are_the_same(alone: list[list[int]], gi
         there.engine.core.add(job)
         first = finished(there, [job])[0]
         assert first == [tokens[given]]
-        blocks = list(job.block_ids)  # kept until they are sent
+        blocks = list(job.tables[0].block_ids)  # kept until they are sent
         sequence = new_sequence(f"d{index}", prompt, spec, eos, tokens[:given])
         sequence.remote_prefill = True
         here.engine.core.add(sequence)
@@ -336,7 +336,7 @@ def test_first_tokens_of_prefill_workers_are_the_same(alone: list[list[int]], gi
             here.engine.core.step()
         # Its blocks come from the other engine.
         pool = there.engine.runner.kv_pool
-        here.engine.runner.kv_pool[sequence.block_ids[: len(blocks)]] = pool[blocks]
+        here.engine.runner.kv_pool[sequence.tables[0].block_ids[: len(blocks)]] = pool[blocks]
         there.engine.core.abort(job.request_id)
         here.engine.core.activate(sequence, first[0])
         assert finished(here, [sequence]) == [tokens]

@@ -148,7 +148,7 @@ def test_a_layer_group_is_packed_while_later_layers_compute() -> None:
     llm.generate([PROMPT[::-1]], SamplingParams(max_tokens=1))  # compiles what is left
     Hooked(llm, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
     sequence = launch(llm, PROMPT, prefill_only=True)
-    blocks = sequence.block_ids[: len(PROMPT) // runner.block_size]
+    blocks = sequence.tables[0].block_ids[: len(PROMPT) // runner.block_size]
     assert runner.has_group_events(plans.last)
     for group in range(2):
         packed.pack(blocks, group, plans.last)
@@ -170,7 +170,7 @@ def test_replayed_steps_record_group_events_too() -> None:
     assert runner.prefill_graphs is not None
     for start, length in (0, 100), (300, 105):
         sequence = launch(llm, PROMPT[start : start + length], prefill_only=True)
-        blocks = sequence.block_ids[: 100 // runner.block_size]
+        blocks = sequence.tables[0].block_ids[: 100 // runner.block_size]
         assert runner.has_group_events(plans.last)
         for group in range(LAYERS):
             packed.pack(blocks, group, plans.last)

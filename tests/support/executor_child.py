@@ -11,6 +11,7 @@ import msgspec
 
 from pagewire.shared.engine.executor import Executor, PendingStep
 from pagewire.shared.engine.step import StepPlan, Supply
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.executor_pipe import (
     Command,
     Done,
@@ -59,7 +60,10 @@ class Child:
                 self._executor.supply(command)
                 return Sampled(self._awaiting.wait())
             case NewDevice():
-                self._executor = FakeDevice(command.limits, command.num_blocks, command.block_size)
+                groups = CacheGroups.of(command.windows, command.block_size)
+                self._executor = FakeDevice(
+                    command.limits, command.num_blocks, command.block_size, groups
+                )
             case NewModel():
                 self._executor = _model(command.settings)
             case Put():

@@ -18,6 +18,7 @@ from pagewire.shared.engine.executor import PendingStep
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+from pagewire.shared.kv.cache_groups import CacheGroups
 
 REPLY_S = 60.0
 _LENGTH = struct.Struct("<I")
@@ -29,6 +30,7 @@ class NewDevice(msgspec.Struct, tag=True):
     limits: SchedulerLimits
     num_blocks: int
     block_size: int
+    windows: list[int | None]
 
 
 class NewModel(msgspec.Struct, tag=True):
@@ -195,23 +197,32 @@ class PipeDevice(PipeExecutor):
     """
 
     def __init__(
-        self, pipe: Pipe, limits: SchedulerLimits, num_blocks: int, block_size: int
+        self,
+        pipe: Pipe,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        block_size: int,
+        groups: CacheGroups,
     ) -> None:
         super().__init__(pipe)
         self.limits = limits
         self.has_run = True
-        pipe.ask(NewDevice(limits, num_blocks, block_size))
+        self._block_size = block_size
+        windows = [groups.groups[group].window for group, _ in groups.rows]
+        pipe.ask(NewDevice(limits, num_blocks, block_size, windows))
 
     def execute(self, plan: StepPlan) -> PendingStep:
         return HeldPending(self, self._pipe, self._pipe.send(plan))
 
     def write_prompt(self, sequence: Sequence) -> None:
         first = sequence.num_computed_tokens
-        self._pipe.ask(Put(sequence.block_ids, first, sequence.token_ids[first:]))
+        for table in sequence.tables:
+            start = max(first, table.first * self._block_size)
+            self._pipe.ask(Put(table.block_ids, start, sequence.token_ids[start:]))
 
     def content(self, sequence: Sequence) -> list[int | None]:
         cells = self.cells
-        content = [cell for block in sequence.block_ids for cell in cells[block]]
+        content = [cell for block in sequence.tables[0].block_ids for cell in cells[block]]
         return content[: sequence.num_computed_tokens]
 
     @property

@@ -33,6 +33,8 @@ from pagewire.shared.engine.step import (
 )
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv.block_table import NO_BLOCK
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.sampling import RequestSpec
 
@@ -141,7 +143,7 @@ class FakeSlot:
 
     seed: int
     scores: bool = False
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # of each cache group
     token: int | None = None
     position: int = 0
     computed: int | None = None
@@ -169,6 +171,7 @@ class FakeDevice:
     limits: SchedulerLimits
     num_blocks: int
     block_size: int
+    groups: CacheGroups = field(default_factory=lambda: CacheGroups.of([None], 1))
     cells: list[list[int | None]] = field(init=False)
     batches: list[tuple[int, int]] = field(default_factory=list)
     num_decode_rows: int = 0
@@ -182,6 +185,7 @@ class FakeDevice:
     fail_execute: Exception | None = None
     fail_wait: Exception | None = None
     awaiting: FakePending | None = None
+    _max_blocks: int = field(init=False)  # of a sequence in one group
     _slots: dict[int, FakeSlot] = field(default_factory=dict)
     _plan: StepPlan = field(default_factory=lambda: StepPlan(number=0))  # the last
     _has_launched: bool = False  # the last plan
@@ -189,6 +193,7 @@ class FakeDevice:
 
     def __post_init__(self) -> None:
         self.cells = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self._max_blocks = -(-self.limits.max_model_len // self.block_size)
 
     def execute(self, plan: StepPlan) -> FakePending:
         assert self.awaiting is None, "a step still waits for its supply"
@@ -239,7 +244,9 @@ class FakeDevice:
     def write_prompt(self, sequence: Sequence) -> None:
         """Bring a reserved sequence's KV, as a decode worker's scatterer does."""
         first = sequence.num_computed_tokens
-        self.write(sequence.block_ids, first, sequence.token_ids[first:])
+        for table in sequence.tables:
+            start = max(first, table.first * self.block_size)
+            self.write(table.block_ids, start, sequence.token_ids[start:])
 
     def write(self, block_ids: list[int], first: int, token_ids: list[int]) -> None:
         """Write the KV of tokens from a position on."""
@@ -248,7 +255,7 @@ class FakeDevice:
 
     def content(self, sequence: Sequence) -> list[int | None]:
         """What the blocks hold of all that a sequence has computed."""
-        return self._content(sequence.block_ids, sequence.num_computed_tokens)
+        return self._content(sequence.tables[0].block_ids, sequence.num_computed_tokens)
 
     def has_group_events(self, plan: int) -> bool:
         is_last = plan == self._plan.number and self._has_launched
@@ -314,14 +321,18 @@ class FakeDevice:
             assert owner is None or owner.computed is None, "the device slot has an owner"
             self.new_slots.append(new)
             scores = new.spec.logprobs is not None
-            self._slots[new.slot] = FakeSlot(new.spec.seed or 0, scores)
+            tables: list[list[int]] = [[] for _ in range(len(self.groups))]
+            self._slots[new.slot] = FakeSlot(new.spec.seed or 0, scores, tables)
             if new.slot not in running:
                 self.prepared.append(new.slot)
         entries = plan.blocks
-        for slot, position, block in zip(
+        for slot, entry, block in zip(
             entries.slots, entries.positions, entries.block_ids, strict=True
         ):
-            table = self._slots[slot].table
+            group, position = divmod(entry, self._max_blocks)
+            table = self._slots[slot].tables[group]
+            if self.groups.groups[group].window is not None:
+                table += [NO_BLOCK] * (position - len(table))
             assert len(table) == position
             table.append(block)
         for put in plan.inputs:
@@ -345,12 +356,24 @@ class FakeDevice:
             assert start == slot.computed
         slot.computed = start + len(tokens)
         assert slot.computed < self.limits.max_model_len
-        self.longest_table = max(self.longest_table, len(slot.table))
-        for position, token in enumerate(tokens, start):
-            self._put(slot.table, position, token)
+        self.longest_table = max(self.longest_table, len(slot.tables[0]))
+        self._check_windows(slot, start)
+        for table in slot.tables:
+            for position, token in enumerate(tokens, start):
+                self._put(table, position, token)
+
+    def _check_windows(self, slot: FakeSlot, position: int) -> None:
+        """What a token reads in groups that have a window is what the first group has there."""
+        for group, table in zip(self.groups.groups, slot.tables, strict=True):
+            first = 0 if group.window is None else max(0, position - group.window + 1)
+            for before in range(first, position):
+                block, offset = divmod(before, self.block_size)
+                cell = self.cells[slot.tables[0][block]][offset]
+                assert self.cells[table[block]][offset] == cell
 
     def _put(self, table: list[int], position: int, token: int) -> None:
         block = table[position // self.block_size]
+        assert block >= 0
         self.cells[block][position % self.block_size] = token
         self._written[block] = self._plan.number
 
@@ -367,7 +390,7 @@ class FakeDevice:
     def _sample(self, number: int, mask: bytes | None) -> int:
         slot = self._slots[number]
         assert slot.computed is not None
-        seen = [cell for cell in self._content(slot.table, slot.computed) if cell is not None]
+        seen = [cell for cell in self._content(slot.tables[0], slot.computed) if cell is not None]
         assert len(seen) == slot.computed
         token = next_token(slot.seed, seen)
         while mask is not None and not mask[token // 8] >> token % 8 & 1:
@@ -377,7 +400,7 @@ class FakeDevice:
 
 
 # What engines run on; the fixture `each_executor` has one in another process here.
-make_device: Callable[[SchedulerLimits, int, int], FakeDevice] = FakeDevice
+make_device: Callable[[SchedulerLimits, int, int, CacheGroups], FakeDevice] = FakeDevice
 
 
 def make_core(
@@ -393,17 +416,20 @@ def make_core(
     caching: bool = True,
     overlap: bool = False,
     listener: CacheListener | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> tuple[EngineCore, FakeDevice]:
     """An engine over a fake device; no sequence is longer than the pool."""
+    groups = CacheGroups.of(windows, block_size)
+    fits = groups.longest_sequence(num_blocks, max_num_batched_tokens)
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=min(max_model_len, num_blocks * block_size),
+        max_model_len=min(max_model_len, fits),
         max_waiting=max_waiting,
         watermark_blocks=watermark_blocks,
         local_prefill_tokens=local_prefill_tokens,
     )
-    pool = BlockPool(num_blocks, caching, listener)
+    pool = BlockPool(num_blocks, groups, caching, listener)
     scheduler = Scheduler(limits, pool, BlockHasher("secret", "fake", "int", block_size))
-    device = make_device(limits, num_blocks, block_size)
+    device = make_device(limits, num_blocks, block_size, groups)
     return EngineCore(scheduler, device, overlap), device

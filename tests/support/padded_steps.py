@@ -47,6 +47,8 @@ def run_padded(runner: ModelRunner) -> None:
     padding_slot = runner.state.padding_slot
     sizes = [2, 8, min(48, runner.state.num_slots)]
     decodes = PaddedSteps(sizes, torch.empty(0), padding_slot)
-    prefills = PaddedPrefills(prefill_shapes(2048, 8), runner.block_size, padding_slot)
+    prefills = PaddedPrefills(
+        prefill_shapes(2048, 8), runner.block_size, padding_slot, len(runner.groups)
+    )
     decodes.runner = prefills.runner = runner
     runner.decode_graphs, runner.prefill_graphs = decodes, prefills

@@ -11,6 +11,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import Expect, Export, StepPlan, Withdraw
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.fake_device import generate, make_core, make_sequence
 
 Outcome = Literal["arrives", "is recomputed", "is recomputed after its first token"]
@@ -39,6 +40,7 @@ class World:
     """The engine of a simulation and its requests."""
 
     block_size: int
+    windows: tuple[int | None, ...]
     num_blocks: int
     budget: int
     max_num_seqs: int
@@ -52,6 +54,14 @@ class World:
     arrivals: list[Arrival]
 
 
+# Of the layers: without windows, as in most models; then with some.
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (None,),
+    (None, 1),
+    (None, 5, 5, 5),
+    (None, None, 3, 9),
+]
 FAILURES = st.none() | st.tuples(st.integers(0, 40), st.sampled_from(["launch", "result"]))
 
 
@@ -59,12 +69,15 @@ FAILURES = st.none() | st.tuples(st.integers(0, 40), st.sampled_from(["launch", 
 def worlds(draw: st.DrawFn) -> World:
     """Engines under pressure: what runs at once needs more blocks than there are."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
-    num_blocks = draw(st.integers(3, 14))
-    capacity = block_size * num_blocks
+    windows = draw(st.sampled_from(WINDOWS))
+    groups = CacheGroups.of(windows, block_size)
+    num_blocks, budget = draw(st.integers(3, 14)) * len(groups), draw(st.integers(1, 12))
+    capacity = groups.longest_sequence(num_blocks, budget)
     return World(
         block_size=block_size,
+        windows=windows,
         num_blocks=num_blocks,
-        budget=draw(st.integers(1, 12)),
+        budget=budget,
         max_num_seqs=draw(st.integers(1, 6)),
         watermark=draw(st.integers(0, 3)),
         local_prefill_tokens=draw(st.sampled_from([0, 3])),
@@ -128,6 +141,7 @@ class Simulation:
         self.core, self.device = make_core(
             num_blocks=world.num_blocks,
             block_size=world.block_size,
+            windows=world.windows,
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.budget,
             max_model_len=world.max_model_len,
@@ -240,9 +254,12 @@ class Simulation:
         return False
 
     def on_reserved(self, sequence: Sequence, expect: Expect) -> None:
-        assert expect.block_ids == sequence.block_ids
-        assert len(sequence.block_ids) * self.world.block_size >= len(sequence.token_ids)
-        assert expect.first * self.world.block_size == sequence.num_computed_tokens
+        groups, num_tokens = self.core.scheduler.pool.groups, len(sequence.token_ids)
+        assert expect.block_ids == groups.job_blocks(sequence.tables, num_tokens)
+        assert min(expect.block_ids) >= 0
+        assert len(sequence.tables[0]) * self.world.block_size >= num_tokens
+        first, rest = divmod(sequence.num_computed_tokens, self.world.block_size)
+        assert rest == 0 and expect.first == groups.job_index(first, num_tokens)
         assert len(sequence.token_ids) - sequence.num_computed_tokens > (
             self.world.local_prefill_tokens
         )
@@ -250,12 +267,18 @@ class Simulation:
 
     def on_export(self, sequence: Sequence, export: Export) -> None:
         """Blocks come in order, once, and have been written by the steps launched so far."""
-        size = self.world.block_size
+        groups, size = self.core.scheduler.pool.groups, self.world.block_size
         assert export.first == self.exported.get(export.request_id, 0)
         end = self.exported[export.request_id] = export.first + len(export.block_ids)
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        assert export.is_last == (end * size >= len(prompt))
-        for position, block in enumerate(export.block_ids, export.first):
+        positions = [
+            position
+            for position in range(-(-len(prompt) // size))
+            for group in groups.groups
+            if group.window is None or (position + 1) * size > len(prompt) - group.window
+        ]
+        assert export.is_last == (end == len(positions) == groups.num_job_blocks(len(prompt)))
+        for position, block in zip(positions[export.first : end], export.block_ids, strict=True):
             tokens = prompt[position * size :][:size]
             assert self.device.cells[block][: len(tokens)] == tokens
 
@@ -308,7 +331,7 @@ class Simulation:
                     "stop" if stopped and not life.sequence.prefill_only else "length"
                 )
             assert life.sequence.num_in_flight_tokens == 0
-            assert life.sequence.block_ids == []
+            assert life.sequence.tables == []
         assert self.exported == {}
         scheduler = self.core.scheduler
         assert scheduler.pool.counts().used == 0

@@ -12,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.block_pool import BlockCounts, BlockPool
+from pagewire.shared.kv.block_table import BlockTable
+from pagewire.shared.kv.cache_groups import CacheGroups
 
+PLAIN = CacheGroups.of([None], 1)
 Path = tuple[int, ...]  # what a block and all before it hold, one small integer a block
 
 
@@ -63,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.replica = Replica()
-        self.pool = BlockPool(12, listener=self.replica)
+        self.pool = BlockPool(12, PLAIN, listener=self.replica)
         self.holders: list[Holder] = []
         self.content: dict[int, Path] = {}  # block -> what was last written there
 
@@ -72,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(path=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple))
     def admit(self, path: Path) -> None:
-        cached = self.pool.lookup(hashes_of(path)[: len(path) - 1])
+        cached = self.pool.lookup(hashes_of(path)[: len(path) - 1])[0].block_ids
         missing = len(path) - len(cached)
         if missing > self.pool.num_available - self.pool.num_evictable(cached):
             return
@@ -88,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
         for i in range(start, end):
             self.content[holder.blocks[i]] = holder.path[: i + 1]
         holder.written = end
-        self.pool.register(holder.blocks, hashes_of(holder.path), start, end)
+        self.pool.register([BlockTable(holder.blocks)], hashes_of(holder.path), start, end)
 
     @precondition(lambda self: self.holders and self.pool.num_available)
     @rule(index=st.integers(0, 20), token=st.integers(0, 1))
@@ -139,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
     def found_blocks_hold_their_content(self) -> None:
         for block_hash in self.pool.cached_hashes():
             path = tuple(block_hash)
-            found = self.pool.lookup(hashes_of(path))
+            found = self.pool.lookup(hashes_of(path))[0].block_ids
             assert [self.content[block] for block in found] == [
                 path[: i + 1] for i in range(len(path))
             ]
@@ -152,16 +155,16 @@ TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40)
 def fill(pool: BlockPool, path: Path) -> list[int]:
     """Take blocks for a content and register them all."""
     blocks = pool.allocate(len(path))
-    pool.register(blocks, hashes_of(path), 0, len(path))
+    pool.register([BlockTable(blocks)], hashes_of(path), 0, len(path))
     return blocks
 
 
 def test_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> None:
     replica = Replica()
-    pool = BlockPool(6, listener=replica)
+    pool = BlockPool(6, PLAIN, listener=replica)
     for path in ((1, 1), (2, 2), (3, 3)):
         pool.release(fill(pool, path))
-    used_again = pool.lookup(hashes_of((1, 1)))
+    used_again = pool.lookup(hashes_of((1, 1)))[0].block_ids
     pool.acquire(used_again)
     pool.release(used_again)
     pool.allocate(3)
@@ -169,36 +172,40 @@ def test_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> None:
 
 
 def test_free_blocks_are_taken_before_cached_ones() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(5, PLAIN)
     pool.release(fill(pool, (1, 2)))
     pool.allocate(3)
     assert pool.counts() == BlockCounts(free=0, cached=2, used=3, total=5)
     pool.allocate(1)
-    assert pool.lookup(hashes_of((1, 2))) == pool.lookup(hashes_of((1,))) != []
+    assert (
+        pool.lookup(hashes_of((1, 2)))[0].block_ids
+        == pool.lookup(hashes_of((1,)))[0].block_ids
+        != []
+    )
 
 
 def test_second_copy_of_a_content_is_not_registered_nor_what_follows_it() -> None:
-    pool = BlockPool(8)
+    pool = BlockPool(8, PLAIN)
     first = fill(pool, (1, 2))
     second = pool.allocate(3)
-    pool.register(second, hashes_of((1, 2, 3)), 0, 3)
-    assert pool.lookup(hashes_of((1, 2, 3))) == first
+    pool.register([BlockTable(second)], hashes_of((1, 2, 3)), 0, 3)
+    assert pool.lookup(hashes_of((1, 2, 3)))[0].block_ids == first
     pool.release(second)
     assert pool.counts().free == 6
 
 
 def test_child_of_a_second_copy_is_not_registered_later_either() -> None:
-    pool = BlockPool(8)
+    pool = BlockPool(8, PLAIN)
     first = fill(pool, (1,))
     second = pool.allocate(3)
     for i in range(3):
-        pool.register(second, hashes_of((1, 2, 3)), i, i + 1)
-    assert pool.lookup(hashes_of((1, 2, 3))) == first
+        pool.register([BlockTable(second)], hashes_of((1, 2, 3)), i, i + 1)
+    assert pool.lookup(hashes_of((1, 2, 3)))[0].block_ids == first
     assert pool.cached_hashes() == [hash_of((1,))]
 
 
 def test_shared_block_stays_in_use_until_its_last_holder_lets_go() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, PLAIN)
     blocks = fill(pool, (1, 2))
     pool.acquire(blocks[:1])
     pool.release(blocks)
@@ -210,15 +217,15 @@ def test_shared_block_stays_in_use_until_its_last_holder_lets_go() -> None:
 
 def test_nothing_is_cached_where_caching_is_off() -> None:
     replica = Replica()
-    pool = BlockPool(4, enable_caching=False, listener=replica)
+    pool = BlockPool(4, PLAIN, enable_caching=False, listener=replica)
     pool.release(fill(pool, (1, 2)))
     assert pool.counts().free == 4
-    assert pool.lookup(hashes_of((1, 2))) == []
+    assert pool.lookup(hashes_of((1, 2)))[0].block_ids == []
     assert not replica.known
 
 
 def test_release_without_a_reference_is_an_integrity_error() -> None:
-    pool = BlockPool(2)
+    pool = BlockPool(2, PLAIN)
     blocks = pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(IntegrityError, match="more often than taken"):
@@ -227,7 +234,7 @@ def test_release_without_a_reference_is_an_integrity_error() -> None:
 
 @pytest.mark.parametrize("references", [{}, {0: 2}, {0: 1, 1: 1}], ids=["leak", "double", "alien"])
 def test_check_finds_references_that_are_not_accounted_for(references: dict[int, int]) -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, PLAIN)
     assert pool.allocate(1) == [0]
     pool.check_integrity({0: 1})
     with pytest.raises(IntegrityError, match="references"):

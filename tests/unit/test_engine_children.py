@@ -95,7 +95,7 @@ def test_children_share_full_blocks_and_copy_the_last(overlap: bool, length: int
         core.step()
     core.scheduler.check_integrity()
     num_copies = 2 * int((length - 1) % 4 > 0)  # each runs the prompt's last token itself
-    assert core.scheduler.pool.counts().used == len(sequences[0].block_ids) + num_copies
+    assert core.scheduler.pool.counts().used == len(sequences[0].tables[0]) + num_copies
     outputs = drain(core)
     assert sum(len(plan.copies) for plan in plans.all) == num_copies
     assert [tokens_of(outputs, name) for name in ("s1", "s2")] == [wanted["s1"], wanted["s2"]]

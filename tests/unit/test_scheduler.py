@@ -12,6 +12,7 @@ from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
@@ -69,7 +70,8 @@ def test_full_queue_is_overload() -> None:
 
 
 def test_sequences_longer_than_the_pool_are_ruled_out() -> None:
-    pool, hasher = BlockPool(8), BlockHasher("secret", "fake", "int", 4)
+    groups = CacheGroups.of([None], 4)
+    pool, hasher = BlockPool(8, groups), BlockHasher("secret", "fake", "int", 4)
     limits = SchedulerLimits(
         max_num_seqs=1, max_num_batched_tokens=8, max_model_len=33, max_waiting=1
     )
