@@ -6,6 +6,7 @@ Shapes used throughout:
     T  tokens of a step, all sequences packed      H   query heads       KH  key/value heads
     B  sequences of a decode batch                 D   head dimension    V   vocabulary
     NB blocks of the KV pool                       BS  tokens a block    L   layers
+    E  experts, of which a token has K             I   inner size of one
 
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
 `[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
@@ -24,6 +25,8 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from pagewire.kernels.gated_silu import SILU, GatedSilu
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,6 +41,7 @@ OP_NAMES = (
     "rms_norm",
     "linear",
     "silu_and_mul",
+    "experts",
     "shape_logits",
     "enter_tokens",
     "note_tokens",
@@ -145,6 +149,33 @@ class SiluAndMul(Protocol):
     """`silu(x[:, :I]) * x[:, I:]`, computed in float32, returned in x's dtype."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
+
+
+class Experts(Protocol):
+    """A mixture of experts, of which each token has its own few.
+
+    `sum_k weights[t, k] * expert(x[t])` over the `chosen[t, k]`, in float32 and in this order; an
+    expert is `down @ activation(gate @ x, up @ x)`, with biases if it has them. Sums of products
+    are in float32; an expert's inner values and its output are rounded to x's dtype. A token's
+    experts are all different.
+
+    Raises:
+        UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, H], any stride of the rows
+        chosen: torch.Tensor,  # [T, K] int32, from 0 to E - 1
+        weights: torch.Tensor,  # [T, K] float32
+        gate_up: torch.Tensor,  # [E, 2 I, H] contiguous
+        down: torch.Tensor,  # [E, H, I] contiguous
+        gate_up_bias: torch.Tensor | None = None,  # [E, 2 I]
+        down_bias: torch.Tensor | None = None,  # [E, H]
+        activation: GatedSilu = SILU,
+        # whether rows of gate and up alternate; else all of the gate come first
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...  # [T, H]
 
 
 class ShapeLogits(Protocol):
@@ -302,6 +333,7 @@ class Ops:
     rms_norm: RmsNorm
     linear: Linear
     silu_and_mul: SiluAndMul
+    experts: Experts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens
     note_tokens: NoteTokens
