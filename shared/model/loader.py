@@ -23,6 +23,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 LoadPlan = list[tuple[WeightsFile, list[str]]]
 
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+_STACKED = ".experts.gate_up_proj"
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 # Old checkpoints carry the rotary frequencies, which follow from the configuration.
@@ -57,18 +58,20 @@ def load_model(
     """
     positions = max_positions or config.max_position_embeddings
     checkpoint: list[WeightsFile] = []
+    stacked = False
     plan: LoadPlan = []
     if load_format == "safetensors":
         if path is None:
             raise ModelLoadError("load_format safetensors needs a model directory")
         checkpoint = find_weights(path)
         config = settle_tie(config, checkpoint, dtype)
+        stacked = _has_stacked_experts(checkpoint)
         # A wrong or corrupt file should not cost the allocation of a large model: check its
         # header against a model that is all shapes and no memory.
-        shapes = build_model(config, torch.device("meta"), dtype, ops, max_positions=1)
+        shapes = build_model(config, torch.device("meta"), dtype, ops, 1, stacked)
         plan = _plan(_targets(shapes, checkpoint), checkpoint, config.tie_word_embeddings)
     try:
-        model = build_model(config, device, dtype, ops, positions)
+        model = build_model(config, device, dtype, ops, positions, stacked)
     except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
         raise ModelLoadError(
             f"no memory on {device} for a {config.architecture} of {config.num_layers} layers in "
@@ -82,11 +85,21 @@ def load_model(
 
 
 def build_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, ops: Ops, max_positions: int
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    max_positions: int,
+    stacked_experts: bool = False,
 ) -> DecoderModel:
     """Return a model of the configuration's family, its parameters not filled."""
-    make = LayerFactory(device, dtype, ops, max_positions)
+    make = LayerFactory(device, dtype, ops, max_positions, stacked_experts)
     return ARCHITECTURES[config.architecture].build(config, make)
+
+
+def _has_stacked_experts(checkpoint: list[WeightsFile]) -> bool:
+    """Whether a layer's experts are in one tensor; if not, each has its own."""
+    return any(name.endswith(_STACKED) for file in checkpoint for name in file.tensors)
 
 
 def _fill_randomly(model: DecoderModel, device: torch.device) -> None:

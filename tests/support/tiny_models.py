@@ -155,6 +155,53 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        {
+            "own-head-size": {"num_key_value_heads": 2, "head_dim": 16},
+            "one-of-three": {
+                "num_key_value_heads": 2,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 1,
+            },
+        },
+    ),
+    "qwen2moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+        {
+            "renormalised-without-biases": {
+                "num_key_value_heads": 2,
+                "norm_topk_prob": True,
+                "qkv_bias": False,
+            },
+            "some-dense-layers": {"mlp_only_layers": [0], "num_key_value_heads": 2},
+        },
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "head_dim": 16,
+        },
+        {
+            "renormalised-biases": {**_BIASES, "norm_topk_prob": True},
+            "every-second-yarn": {**_rope(**_YARN), "decoder_sparse_step": 2},
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2},
+        {"renormalised-biases": {**_BIASES, "norm_topk_prob": True}},
+    ),
 }
 ARCHITECTURE_OF = {family: f"{kind}ForCausalLM" for family, (kind, _, _) in _FAMILIES.items()}
 CASES = {

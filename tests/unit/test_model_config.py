@@ -15,11 +15,15 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -39,6 +43,10 @@ CONFIG_CLASSES = {
     "GraniteForCausalLM": GraniteConfig,
     "SmolLM3ForCausalLM": SmolLM3Config,
     "Phi3ForCausalLM": Phi3Config,
+    "MixtralForCausalLM": MixtralConfig,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "OlmoeForCausalLM": OlmoeConfig,
 }
 FULL_ATTENTION = {"sliding_window": None}
 

@@ -80,8 +80,20 @@ def test_a_window_that_hides_nothing_is_full_attention(
 
 REFUSED = {
     "experts": (
-        {"architectures": ["Qwen3MoeForCausalLM"]},
-        "Qwen3MoeForCausalLM is not supported (it has a mixture of experts); supported are",
+        {"architectures": ["GraniteMoeForCausalLM"]},
+        "GraniteMoeForCausalLM is not supported (it has a mixture of experts); supported are",
+    ),
+    "more-experts-than-there-are": (
+        {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+        "num_experts_per_tok (9) is more than the 8 experts",
+    ),
+    "dense-layers-by-text": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": ["0"]},
+        "mlp_only_layers must be a list of layers from 0, not ['0']",
+    ),
+    "olmoe-clipped": (
+        {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
+        "clip_qkv is not supported",
     ),
     "ministral-with-a-window-in-one-layer": (
         {

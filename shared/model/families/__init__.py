@@ -5,7 +5,7 @@ files import no torch: the router reads configurations, too.
 
 Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
 
-May import: `fields`, `model_config` and `rope_config` of `shared.model`.
+May import: `experts_config`, `fields`, `model_config` and `rope_config` of `shared.model`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from pagewire.shared.model.families import (
     llama,
     ministral,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from pagewire.shared.model.fields import Fields
@@ -57,6 +61,10 @@ ARCHITECTURES = {
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
+    "MixtralForCausalLM": Architecture(mixtral.parse_config, mixtral.build),
+    "Qwen2MoeForCausalLM": Architecture(qwen2_moe.parse_config, qwen2_moe.build),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.parse_config, qwen3_moe.build),
+    "OlmoeForCausalLM": Architecture(olmoe.parse_config, olmoe.build),
 }
 
 _EXPERTS = "it has a mixture of experts"
@@ -64,10 +72,6 @@ _WINDOWS = "some of its layers attend to a sliding window"
 _LATENT = "it caches latent vectors in place of keys and values"
 # Why some that are often asked for are not.
 REFUSED = {
-    "MixtralForCausalLM": _EXPERTS,
-    "Qwen2MoeForCausalLM": _EXPERTS,
-    "Qwen3MoeForCausalLM": _EXPERTS,
-    "OlmoeForCausalLM": _EXPERTS,
     "GraniteMoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
     "Olmo3ForCausalLM": _WINDOWS,
