@@ -153,8 +153,9 @@ class LLM:
         outputs = []
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
-            if isinstance(prompt, ChatPrompt) and spec.grammar is None:
-                spec = self._with_tools(spec, prompt.grammars)
+            if isinstance(prompt, ChatPrompt):
+                form = None if spec.grammar is None else (prompt.form(spec.grammar),)
+                spec = self._with_tools(spec, form or prompt.grammars)
             output = RequestOutput(prompt.text, token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):

@@ -16,11 +16,11 @@ from pagewire.shared.grammar import tag_formats as formats
 from pagewire.shared.grammar.json_schemas import schema_rule
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.tag_formats import Format, TagFormat, TokenFormat
-from pagewire.shared.grammar.tag_pieces import (
+from pagewire.shared.grammar.tag_elements import (
     ANY_TEXT,
     Choice,
     Nested,
-    Pieces,
+    Elements,
     TagRules,
     Text,
     Token,
@@ -83,31 +83,31 @@ class _TagGrammar:
         self._depth = self._count = 0
 
     def text(self, asked: Format) -> str:
-        main = self._rules.text(self._rules.sequence(self._pieces(asked), "end"))
+        main = self._rules.text(self._rules.sequence(self._elements(asked), "end"))
         if not self._others:
             return main
         return json.dumps({"grammars": [{"lark_grammar": main}, *self._others]})
 
-    def _pieces(self, asked: Format) -> Pieces:
-        """Return the pieces of a format."""
+    def _elements(self, asked: Format) -> Elements:
+        """Return the elements of a format."""
         self._depth += 1
         self._count += 1
         if self._depth > MAX_DEPTH or self._count > MAX_FORMATS:
             raise ValueError(
                 f"at most {MAX_FORMATS} formats are possible, nested at most {MAX_DEPTH} deep"
             )
-        pieces: Pieces = _OF[type(asked)](self, asked)
+        elements: Elements = _OF[type(asked)](self, asked)
         self._depth -= 1
-        return pieces
+        return elements
 
-    def _literal(self, text: str) -> Pieces:
+    def _literal(self, text: str) -> Elements:
         parts = self._markers.split(text)
         return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts)
 
-    def _const(self, asked: formats.ConstFormat) -> Pieces:
+    def _const(self, asked: formats.ConstFormat) -> Elements:
         return self._literal(asked.value)
 
-    def _schema(self, asked: formats.SchemaFormat) -> Pieces:
+    def _schema(self, asked: formats.SchemaFormat) -> Elements:
         if asked.style != "json":
             raise ValueError(f"json_schema with style {asked.style[:40]!r} is not supported")
         if asked.any_order:
@@ -117,15 +117,15 @@ class _TagGrammar:
         schema = {} if asked.json_schema is True else asked.json_schema
         return (Nested(self._rules.add("json", schema_rule(schema))),)
 
-    def _grammar(self, asked: formats.GrammarFormat) -> Pieces:
+    def _grammar(self, asked: formats.GrammarFormat) -> Elements:
         name = f"grammar{len(self._others)}"
         self._others.append({"name": name, "lark_grammar": lark_text(asked.grammar)})
         return (Nested(f"@{name}"),)
 
-    def _regex(self, asked: formats.RegexFormat) -> Pieces:
+    def _regex(self, asked: formats.RegexFormat) -> Elements:
         return (Text(self._rules.add("REGEX", _between_slashes(asked.pattern))),)
 
-    def _any_text(self, asked: formats.AnyTextFormat) -> Pieces:
+    def _any_text(self, asked: formats.AnyTextFormat) -> Elements:
         if asked.max_tokens is not None:
             raise ValueError("any_text with max_tokens is not supported; max_chars is")
         return (Text(self._free(asked.excludes, asked.max_chars), is_free=True),)
@@ -138,7 +138,7 @@ class _TagGrammar:
             text += f" & ~({ANY_TEXT} ({any_of}) {ANY_TEXT})"
         return self._rules.add("TEXT", text)
 
-    def _token(self, asked: TokenFormat) -> Pieces:
+    def _token(self, asked: TokenFormat) -> Elements:
         if isinstance(asked.token, int):
             return (Token(asked.token),)
         token_id = self._markers.ids.get(asked.token)
@@ -146,60 +146,60 @@ class _TagGrammar:
             raise ValueError(f"{asked.token[:80]!r} is not a special token of this model")
         return (Token(token_id),)
 
-    def _sequence(self, asked: formats.SequenceFormat) -> Pieces:
-        return tuple(piece for each in asked.elements for piece in self._pieces(each))
+    def _sequence(self, asked: formats.SequenceFormat) -> Elements:
+        return tuple(element for each in asked.elements for element in self._elements(each))
 
-    def _or(self, asked: formats.OrFormat) -> Pieces:
-        return _choice([self._pieces(each) for each in asked.elements])
+    def _or(self, asked: formats.OrFormat) -> Elements:
+        return _choice([self._elements(each) for each in asked.elements])
 
-    def _optional(self, asked: formats.OptionalFormat) -> Pieces:
+    def _optional(self, asked: formats.OptionalFormat) -> Elements:
         return self._repeated(asked.content, "?", "optional")
 
-    def _star(self, asked: formats.StarFormat) -> Pieces:
+    def _star(self, asked: formats.StarFormat) -> Elements:
         return self._repeated(asked.content, "*", "star")
 
-    def _plus(self, asked: formats.PlusFormat) -> Pieces:
+    def _plus(self, asked: formats.PlusFormat) -> Elements:
         return self._repeated(asked.content, "+", "plus")
 
-    def _repeat(self, asked: formats.RepeatFormat) -> Pieces:
+    def _repeat(self, asked: formats.RepeatFormat) -> Elements:
         if asked.max == -1:
             return self._repeated(asked.content, f"{{{asked.min},}}", "repeat")
         if asked.max < max(asked.min, 1):
             raise ValueError("repeat: max must not be less than min, nor 0; -1 is any number")
         return self._repeated(asked.content, f"{{{asked.min},{asked.max}}}", "repeat")
 
-    def _repeated(self, content: Format, times: str, name: str) -> Pieces:
-        pieces = self._pieces(content)
-        text = _as_text(pieces)
+    def _repeated(self, content: Format, times: str, name: str) -> Elements:
+        elements = self._elements(content)
+        text = _as_text(elements)
         if text is not None and not text.is_free:
             is_finite = text.is_finite and times == "?"
             return (Text(f"({text.expression}){times}", is_finite),)
         if times == "?":
-            return (Choice((pieces, ())),)
-        if is_open(pieces):
+            return (Choice((elements, ())),)
+        if is_open(elements):
             raise ValueError(f"{name} of what has no certain end is not supported")
-        return (Nested(f"({self._rules.sequence(pieces, 'other')}){times}"),)
+        return (Nested(f"({self._rules.sequence(elements, 'other')}){times}"),)
 
-    def _tag(self, asked: TagFormat) -> Pieces:
-        return (*self._edge(asked.begin), *self._pieces(asked.content), *self._edge(asked.end))
+    def _tag(self, asked: TagFormat) -> Elements:
+        return (*self._edge(asked.begin), *self._elements(asked.content), *self._edge(asked.end))
 
-    def _edge(self, edge: str | list[str] | TokenFormat) -> Pieces:
+    def _edge(self, edge: str | list[str] | TokenFormat) -> Elements:
         if isinstance(edge, TokenFormat):
             return self._token(edge)
         if isinstance(edge, str):
             return self._literal(edge)
         return _choice([self._literal(each) for each in edge])
 
-    def _separated(self, asked: formats.SeparatedTagsFormat) -> Pieces:
-        tags = [self._pieces(each) for each in asked.tags]
+    def _separated(self, asked: formats.SeparatedTagsFormat) -> Elements:
+        tags = [self._elements(each) for each in asked.tags]
         if asked.stop_after_first:
             return (Choice((*tags, *(() if asked.at_least_one else ((),)))),)
         each = self._rules.add("tag", self._rules.one_of(tags, "other"))
         separator = self._rules.sequence(self._literal(asked.separator), "other")
         return (Nested(f"({each} ({separator} {each})*){'' if asked.at_least_one else '?'}"),)
 
-    def _triggered(self, asked: formats.TriggeredTagsFormat) -> Pieces:
-        tags: dict[Trigger, list[Pieces]] = {}
+    def _triggered(self, asked: formats.TriggeredTagsFormat) -> Elements:
+        tags: dict[Trigger, list[Elements]] = {}
         used = set()
         for each in asked.tags:
             begin = each.begin if isinstance(each.begin, str) else None
@@ -211,14 +211,14 @@ class _TagGrammar:
                 raise ValueError(f"{begin[:80]!r} begins with {count} of the triggers")
             used.add(fitting[0])
             trigger, rest = self._cut(begin, len(fitting[0]))
-            tail = (*self._pieces(each.content), *self._edge(each.end))
+            tail = (*self._elements(each.content), *self._edge(each.end))
             tags.setdefault(trigger, []).append((*rest, *tail))
         if unused := [each for each in asked.triggers if each not in used]:
             raise ValueError(f"no tag begins with the trigger {unused[0][:80]!r}")
-        first = tuple(map(self._pieces, asked.tags)) if asked.at_least_one else ()
+        first = tuple(map(self._elements, asked.tags)) if asked.at_least_one else ()
         return (Triggered(self._free(asked.excludes), tags, first, asked.stop_after_first),)
 
-    def _cut(self, begin: str, length: int) -> tuple[Trigger, Pieces]:
+    def _cut(self, begin: str, length: int) -> tuple[Trigger, Elements]:
         """Return a tag's trigger, and what its begin has after that.
 
         Args:
@@ -239,10 +239,10 @@ class _TagGrammar:
             text, seen = part, len(part)
         raise ValueError("a trigger must not be empty")  # the types do not allow it
 
-    def _joined(self, parts: Sequence[str | int]) -> Pieces:
+    def _joined(self, parts: Sequence[str | int]) -> Elements:
         return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts if p != "")
 
-    def _dispatch(self, asked: formats.DispatchFormat) -> Pieces:
+    def _dispatch(self, asked: formats.DispatchFormat) -> Elements:
         tags = [TagFormat(pattern, content, "") for pattern, content in asked.rules]
         patterns = [pattern for pattern, _ in asked.rules]
         return self._triggered(
@@ -252,9 +252,9 @@ class _TagGrammar:
         )
 
 
-def _choice(alternatives: list[Pieces]) -> Pieces:
-    """Return one of several sequences of pieces; of texts alone, as a text."""
-    texts = [_as_text(pieces) for pieces in alternatives]
+def _choice(alternatives: list[Elements]) -> Elements:
+    """Return one of several sequences of elements; of texts alone, as a text."""
+    texts = [_as_text(elements) for elements in alternatives]
     plain = [text for text in texts if text is not None and not text.is_free]
     if len(plain) < len(texts):
         return (Choice(tuple(alternatives)),)
@@ -264,10 +264,10 @@ def _choice(alternatives: list[Pieces]) -> Pieces:
     return (Text(f"({expression})", all(text.is_finite for text in plain)),)
 
 
-def _as_text(pieces: Pieces) -> Text | None:
-    """Return pieces as one text; None if they are more than that."""
-    texts = [piece for piece in pieces if isinstance(piece, Text)]
-    if len(texts) != len(pieces) or not texts:
+def _as_text(elements: Elements) -> Text | None:
+    """Return elements as one text; None if they are more than that."""
+    texts = [element for element in elements if isinstance(element, Text)]
+    if len(texts) != len(elements) or not texts:
         return None
     if len(texts) == 1:
         return texts[0]
@@ -286,7 +286,7 @@ def _escaped(found: re.Match[str]) -> str:
     return _ESCAPES.get(found[0][-1], found[0])
 
 
-_OF: dict[type[Any], Callable[[_TagGrammar, Any], Pieces]] = {
+_OF: dict[type[Any], Callable[[_TagGrammar, Any], Elements]] = {
     formats.ConstFormat: _TagGrammar._const,
     formats.SchemaFormat: _TagGrammar._schema,
     formats.GrammarFormat: _TagGrammar._grammar,

@@ -28,11 +28,13 @@ from pagewire.services.router.http.schemas import (
 )
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
+from pagewire.shared.tools.form_grammar import after_reasoning, reasoning_before
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -157,6 +159,10 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
     found = _input(body, [prompt], unknown_fields, model)
+    if found.form_field is not None:
+        begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
+        text = after_reasoning(found.prompts[0].spec.grammar or "", model.syntax, begins)
+        found = found.with_grammar(checked_size(text, found.form_field))
     if wanted is not None and reading is not None:
         found = found.with_tools(tool_grammars(model.syntax, wanted, reading), wanted.must_call)
     if reading is not None:

@@ -1,7 +1,7 @@
-"""The pieces of a structural tag, and how llguidance's Lark writes them one after the other.
+"""The elements of a structural tag, and how llguidance's Lark writes them one after the other.
 
 llguidance reads an answer word by word: a word (a terminal) is as long as it can be, and of a lazy
-one the first that fits is taken. It does not go back. So what the pieces mean together depends on
+one the first that fits is taken. It does not go back. So what the elements mean together depends on
 what follows:
 
 - Fixed texts, regular expressions and free text next to each other are one word.
@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 ANY_TEXT = "/(?s:.*)/"
 
-# What follows a piece: the end of the answer, a token, or something else.
+# What follows a element: the end of the answer, a token, or something else.
 Follow = Literal["end", "token", "other"]
 
 
@@ -61,9 +61,9 @@ class Nested:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several sequences of pieces."""
+    """One of several sequences of elements."""
 
-    alternatives: tuple[tuple[Piece, ...], ...]
+    alternatives: tuple[tuple[Element, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +87,26 @@ class Triggered:
     """
 
     free: str
-    tags: dict[Trigger, list[tuple[Piece, ...]]]
-    first: tuple[tuple[Piece, ...], ...]
+    tags: dict[Trigger, list[tuple[Element, ...]]]
+    first: tuple[tuple[Element, ...], ...]
     is_once: bool
     after: tuple[Text, ...] = ()
 
 
-Piece: TypeAlias = Text | Token | Nested | Choice | Triggered
-Pieces: TypeAlias = tuple[Piece, ...]
+Element: TypeAlias = Text | Token | Nested | Choice | Triggered
+Elements: TypeAlias = tuple[Element, ...]
 
 
 def fixed_text(text: str) -> Text:
-    """Return a fixed text as a piece."""
+    """Return a fixed text as a element."""
     return Text(json.dumps(text, ensure_ascii=False), is_finite=True, fixed=text)
 
 
-def is_open(pieces: Pieces) -> bool:
-    """Whether the last of these pieces may go on over what follows them."""
-    if not pieces:
+def is_open(elements: Elements) -> bool:
+    """Whether the last of these elements may go on over what follows them."""
+    if not elements:
         return False
-    match pieces[-1]:
+    match elements[-1]:
         case Text(is_finite=is_finite):
             return not is_finite
         case Choice(alternatives):
@@ -137,32 +137,32 @@ class TagRules:
         rules = {"start": start or '""', **self.rules}
         return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
-    def sequence(self, pieces: Pieces, follow: Follow) -> str:
-        """Return what reads some pieces, one after the other.
+    def sequence(self, elements: Elements, follow: Follow) -> str:
+        """Return what reads some elements, one after the other.
 
         Raises:
             ValueError: one of them could not be told from what follows it.
         """
-        joined = _with_ends(pieces)
+        joined = _with_ends(elements)
         written, run = [], list[Text]()
-        for index, piece in enumerate(joined):
+        for index, element in enumerate(joined):
             then = _follow_of(joined[index + 1]) if index + 1 < len(joined) else follow
-            if isinstance(piece, Text):
-                run.append(piece)
+            if isinstance(element, Text):
+                run.append(element)
                 if index + 1 == len(joined) or not isinstance(joined[index + 1], Text):
                     written.append(self._word(run, then))
                     run = []
             else:
-                written.append(self._piece(piece, then))
+                written.append(self._element(element, then))
         return " ".join(filter(None, written))
 
-    def one_of(self, alternatives: Sequence[Pieces], follow: Follow) -> str:
-        """Return what reads one of several sequences of pieces."""
-        written = [self.sequence(pieces, follow) or '""' for pieces in alternatives]
+    def one_of(self, alternatives: Sequence[Elements], follow: Follow) -> str:
+        """Return what reads one of several sequences of elements."""
+        written = [self.sequence(elements, follow) or '""' for elements in alternatives]
         return written[0] if len(written) == 1 else f"({' | '.join(written)})"
 
-    def _piece(self, piece: Token | Nested | Choice | Triggered, follow: Follow) -> str:
-        match piece:
+    def _element(self, element: Token | Nested | Choice | Triggered, follow: Follow) -> str:
+        match element:
             case Token(token_id):
                 return f"<[{token_id}]>"
             case Nested(expression):
@@ -170,7 +170,7 @@ class TagRules:
             case Choice(alternatives):
                 return self.one_of(alternatives, follow)
             case Triggered():
-                return self._triggered(piece, follow)
+                return self._triggered(element, follow)
 
     def _word(self, texts: list[Text], follow: Follow) -> str:
         """Return what reads texts next to each other."""
@@ -191,20 +191,20 @@ class TagRules:
             return word
         return self.add("word", word, "[lazy]")
 
-    def _triggered(self, piece: Triggered, follow: Follow) -> str:
-        after = piece.after
-        first = self.one_of(piece.first, "other") if piece.first else ""
-        if piece.is_once and first:
-            return self.one_of([(*tag, *after) for tag in piece.first], follow)
-        then: Follow = follow if piece.is_once else "other"
-        ends = after if piece.is_once else ()
+    def _triggered(self, element: Triggered, follow: Follow) -> str:
+        after = element.after
+        first = self.one_of(element.first, "other") if element.first else ""
+        if element.is_once and first:
+            return self.one_of([(*tag, *after) for tag in element.first], follow)
+        then: Follow = follow if element.is_once else "other"
+        ends = after if element.is_once else ()
         heads = [
-            f"{self._head(piece.free, trigger)} "
+            f"{self._head(element.free, trigger)} "
             + self.one_of([(*rest, *ends) for rest in tags], then)
-            for trigger, tags in piece.tags.items()
+            for trigger, tags in element.tags.items()
         ]
-        tail = self._word([Text(piece.free, is_free=True), *after], follow)
-        if piece.is_once:
+        tail = self._word([Text(element.free, is_free=True), *after], follow)
+        if element.is_once:
             return f"({' | '.join([*heads, tail])})"
         return f"{first} ({' | '.join(heads)})* {tail}".strip()
 
@@ -217,27 +217,29 @@ class TagRules:
         return f"{before} <[{trigger.token_id}]>"
 
 
-def _with_ends(pieces: Pieces) -> list[Piece]:
-    """Return pieces whose open choices have the fixed text that follows them as their own end."""
-    found: list[Piece] = []
-    rest = list(pieces)
+def _with_ends(elements: Elements) -> list[Element]:
+    """Return elements whose open choices have the fixed text that follows them as their own end."""
+    found: list[Element] = []
+    rest = list(elements)
     while rest:
-        piece = rest.pop(0)
-        if isinstance(piece, Choice | Triggered) and is_open((piece,)):
+        element = rest.pop(0)
+        if isinstance(element, Choice | Triggered) and is_open((element,)):
             after: list[Text] = []
             while rest and isinstance(end := rest[0], Text) and end.is_finite:
                 after.append(end)
                 rest.pop(0)
-            if isinstance(piece, Choice):
-                piece = Choice(tuple((*each, *after) for each in piece.alternatives))
+            if isinstance(element, Choice):
+                element = Choice(tuple((*each, *after) for each in element.alternatives))
             else:
-                piece = Triggered(piece.free, piece.tags, piece.first, piece.is_once, tuple(after))
-        found.append(piece)
+                element = Triggered(
+                    element.free, element.tags, element.first, element.is_once, tuple(after)
+                )
+        found.append(element)
     return found
 
 
-def _follow_of(piece: Piece) -> Follow:
-    match piece:
+def _follow_of(element: Element) -> Follow:
+    match element:
         case Token():
             return "token"
         case Choice(alternatives) if all(each and _follow_of(each[0]) == "token"
