@@ -141,7 +141,7 @@ class TagRules:
         """Return what reads some elements, one after the other.
 
         Raises:
-            ValueError: one of them could not be told from what follows it.
+            ValueError: one of them would take in what follows it.
         """
         joined = _with_ends(elements)
         written, run = [], list[Text]()

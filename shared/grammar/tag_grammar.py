@@ -15,12 +15,11 @@ import msgspec
 from pagewire.shared.grammar import tag_formats as formats
 from pagewire.shared.grammar.json_schemas import schema_rule
 from pagewire.shared.grammar.lark_texts import lark_text
-from pagewire.shared.grammar.tag_formats import Format, TagFormat, TokenFormat
 from pagewire.shared.grammar.tag_elements import (
     ANY_TEXT,
     Choice,
-    Nested,
     Elements,
+    Nested,
     TagRules,
     Text,
     Token,
@@ -29,6 +28,7 @@ from pagewire.shared.grammar.tag_elements import (
     fixed_text,
     is_open,
 )
+from pagewire.shared.grammar.tag_formats import Format, TagFormat, TokenFormat
 from pagewire.shared.structured_outputs import StructuralTag
 from pagewire.shared.text.markers import Markers
 
