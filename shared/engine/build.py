@@ -102,7 +102,9 @@ def build_engine(
     full_model_len = choose_max_model_len(settings.max_model_len, config)
     ops = choose_ops(settings.kernels, device)
     progress("loading weights")
-    model = load_model(path, config, device, dtype, ops, settings.load_format, full_model_len)
+    model = load_model(
+        path, config, device, dtype, ops, settings.load_format, full_model_len, progress
+    )
     settle_threads(model, device)
     shape = KvShape.of(config, settings.block_size, dtype)
     progress("sizing the KV pool")
