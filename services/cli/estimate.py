@@ -47,6 +47,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with all numbe
 def estimate(
     ctx: typer.Context,
     model: Model,
+    revision: options.Revision = None,
     memory: Memory = None,
     length: Length = 4096,
     dtype: options.Dtype = None,
@@ -69,7 +70,9 @@ def estimate(
     with one_line_errors():
         given = {name: value for name, value in ctx.params.items() if name not in OWN}
         settings = load_settings(WorkerSettings, given)
-        config = load_config(resolve_model(settings.model, weights=False))
+        config = load_config(
+            resolve_model(settings.model, weights=False, revision=settings.revision)
+        )
         with needs_worker_extra():
             from pagewire.shared.worker.estimate import estimate as estimate_memory
         sizes = GPUS if memory is None else {f"{memory:g} GiB": memory}

@@ -96,7 +96,7 @@ def build_engine(
         ConfigError: what was asked for is not to be had here.
     """
     progress("reading the model's configuration")
-    path = resolve_model(settings.model)
+    path = resolve_model(settings.model, revision=settings.revision)
     config = load_config(path)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
