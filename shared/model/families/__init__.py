@@ -44,10 +44,13 @@ class Architecture:
     Attributes:
         parse_config: reads its config.json; raises a ModelLoadError of one line.
         build: makes a model of what `parse_config` returned, its parameters not filled.
+        ignored_prefixes: of a checkpoint's tensors that are not loaded, such as a vision tower's;
+            a line in the log names them.
     """
 
     parse_config: Callable[[Fields], ModelConfig]
     build: Callable[[Any, LayerFactory], DecoderModel]
+    ignored_prefixes: tuple[str, ...] = ()
 
 
 # By the name in `architectures` of config.json.
