@@ -197,22 +197,9 @@ REFUSED = {
         "MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM",
     ),
     "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
-    "mistral-with-a-window": (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        "sliding-window attention is not supported",
-    ),
-    "mistral-default-window": ({"architectures": ["MistralForCausalLM"]}, "sliding-window"),
-    "qwen2-with-a-window": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "use_sliding_window": True,
-            "sliding_window": 4096,
-        },
-        "sliding-window attention is not supported",
-    ),
     "text-for-a-window": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
-        "sliding_window must be an integer, not '4k'",
+        "sliding_window must be a positive integer, not '4k'",
     ),
     "other-rope-type": (
         _llama(rope_parameters={"rope_type": "mrope"}),
