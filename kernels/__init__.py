@@ -11,7 +11,8 @@ Shapes used throughout:
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
 `[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
 A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are int32
-`[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range.
+`[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range; with a window,
+those before it are arbitrary.
 
 `load_ops` chooses the backend. Each operation has a file here, in which its launcher chooses tiles,
 splits and the kernel: `paged_decode.py` splits the context, `paged_prefill.py` takes the kernel of
@@ -53,7 +54,13 @@ OP_NAMES = (
 
 
 class PagedDecode(Protocol):
-    """One query token per sequence against its paged context (split-KV flash decoding)."""
+    """One query token per sequence against its paged context (split-KV flash decoding).
+
+    With a window, a query at position p sees positions p - window + 1 to p only; blocks that no
+    query of the sequence sees are not read, nor is their entry in the block table. With a soft cap,
+    a score s (after `scale`) becomes `soft_cap * tanh(s / soft_cap)`. A head's sink is a further
+    score, without a value: it is a part of the sum by which the weights are divided.
+    """
 
     def __call__(
         self,
@@ -64,6 +71,9 @@ class PagedDecode(Protocol):
         seq_lens: torch.Tensor,  # [B] int32, the current token included; 0: padding, output zeros
         scale: float,
         out: torch.Tensor | None = None,  # [B, H, D]
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,  # [H] float
     ) -> torch.Tensor: ...
 
 
@@ -72,7 +82,8 @@ class PagedPrefill(Protocol):
 
     Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
     `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
-    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are.
+    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are. Window,
+    soft cap and sinks are those of `PagedDecode`.
     """
 
     def __call__(
@@ -86,6 +97,9 @@ class PagedPrefill(Protocol):
         max_query_len: int,
         scale: float,
         out: torch.Tensor | None = None,  # [T, H, D]
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,  # [H] float
     ) -> torch.Tensor: ...
 
 

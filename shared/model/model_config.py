@@ -13,6 +13,8 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.rope_config import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
+# What is said of each layer takes memory before any weight is looked at.
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class ModelConfig:
         dtype: of the checkpoint: `float32`, `float16` or `bfloat16`.
         eos_token_ids: tokens that end an answer; may be empty.
         bos_token_id: None if the model has none.
+        windows: of each layer: a query at position p attends to positions p - window + 1 to p; None
+            for all up to p, also where the window is at least as long as the context.
     """
 
     architecture: str
@@ -49,6 +53,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +114,15 @@ def read_config(
     positions = fields.positive_int("max_position_embeddings", defaults.max_position_embeddings)
     rope = read_rope(fields, positions, head_dim, defaults.rope_theta, partial_rotary)
     begin, end = defaults.special_tokens
+    num_layers = fields.positive_int("num_hidden_layers", defaults.num_layers)
+    if num_layers > MAX_LAYERS:
+        raise fields.error(f"num_hidden_layers must be at most {MAX_LAYERS}, not {num_layers}")
     return kind(
         architecture=architecture,
         vocab_size=fields.positive_int("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
         intermediate_size=fields.positive_int("intermediate_size", defaults.intermediate_size),
-        num_layers=fields.positive_int("num_hidden_layers", defaults.num_layers),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, defaults, num_heads),
         head_dim=head_dim,
@@ -125,53 +133,9 @@ def read_config(
         dtype=_dtype(fields),
         eos_token_ids=fields.token_ids("eos_token_id", end),
         bos_token_id=fields.token_id("bos_token_id", begin),
+        windows=(None,) * num_layers,
         **own,
     )
-
-
-def refuse_window(fields: Fields, config: ModelConfig, window: object = None) -> None:
-    """Refuse a sliding window that is shorter than the context: attention is over all of it.
-
-    Args:
-        fields: of config.json.
-        config: what else they say.
-        window: its length; None if the family has none, or its switch is off.
-
-    Raises:
-        ModelLoadError: there is one; one line.
-    """
-    context = config.max_position_embeddings
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise fields.error(f"sliding_window must be an integer, not {window!r}")
-        if window >= context:
-            return
-    elif "sliding_attention" not in layer_types(fields):
-        return
-    raise fields.error(
-        f"sliding-window attention is not supported; the window of {window} tokens is shorter than "
-        f"the context of {context}"
-        if window
-        else "sliding-window attention is not supported; layer_types has sliding_attention"
-    )
-
-
-def layer_types(fields: Fields) -> list[object]:
-    """Return the kind of attention of each layer; empty if the file does not say.
-
-    Raises:
-        ModelLoadError: it is something else than a list; one line.
-    """
-    kinds = fields.raw.get("layer_types")
-    if kinds is not None and not isinstance(kinds, list):
-        raise fields.error(f"layer_types must be a list, not {kinds!r}")
-    return kinds or []
-
-
-def switched_window(fields: Fields, default: int | None) -> object:
-    """Return the window of a family that has a switch for it; None if it is off."""
-    is_on = fields.flag("use_sliding_window", False)
-    return fields.raw.get("sliding_window", default) if is_on else None
 
 
 def _refuse_variants(fields: Fields) -> None:

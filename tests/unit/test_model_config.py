@@ -205,22 +205,9 @@ REFUSED = {
         "MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM",
     ),
     "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
-    "mistral-with-a-window": (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        "sliding-window attention is not supported",
-    ),
-    "mistral-default-window": ({"architectures": ["MistralForCausalLM"]}, "sliding-window"),
-    "qwen2-with-a-window": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "use_sliding_window": True,
-            "sliding_window": 4096,
-        },
-        "sliding-window attention is not supported",
-    ),
     "text-for-a-window": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
-        "sliding_window must be an integer, not '4k'",
+        "sliding_window must be a positive integer, not '4k'",
     ),
     "other-rope-type": (
         _llama(rope_parameters={"rope_type": "mrope"}),
@@ -240,6 +227,10 @@ REFUSED = {
     "other-dtype": (_llama(dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported"),
     "text-for-a-size": (_llama(hidden_size="big"), "hidden_size must be a positive integer"),
     "truth-for-a-size": (_llama(num_hidden_layers=True), "num_hidden_layers must be a positive"),
+    "too-many-layers": (
+        _llama(num_hidden_layers=10**9),
+        "num_hidden_layers must be at most 4096, not 1000000000",
+    ),
     "negative-size": (_llama(vocab_size=-1), "vocab_size must be a positive integer, not -1"),
     "infinite-theta": (_llama(rope_theta=float("inf")), "rope_theta must be a positive number"),
     "number-for-a-flag": (_llama(attention_bias=1), "attention_bias must be true or false"),

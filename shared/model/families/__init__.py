@@ -71,16 +71,16 @@ ARCHITECTURES = {
 }
 
 _EXPERTS = "it has a mixture of experts"
-_WINDOWS = "some of its layers attend to a sliding window"
+_OWN_LAYERS = "its norms and rotary angles by layer have not been added"
 _LATENT = "it caches latent vectors in place of keys and values"
 # Why some that are often asked for are not.
 REFUSED = {
     "GraniteMoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
-    "Olmo3ForCausalLM": _WINDOWS,
-    "Gemma2ForCausalLM": f"{_WINDOWS}, and its scores are capped",
-    "Gemma3ForCausalLM": _WINDOWS,
-    "Gemma3ForConditionalGeneration": _WINDOWS,
+    "Olmo3ForCausalLM": "its rotary angles by layer have not been added",
+    "Gemma2ForCausalLM": "its norms and activation have not been added",
+    "Gemma3ForCausalLM": _OWN_LAYERS,
+    "Gemma3ForConditionalGeneration": _OWN_LAYERS,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
 }

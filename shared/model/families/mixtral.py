@@ -12,7 +12,8 @@ from pagewire.shared.model.experts_config import (
     expert_count,
 )
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config, refuse_window
+from pagewire.shared.model.model_config import Defaults, read_config
+from pagewire.shared.model.windows import read_window, refuse_length
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -53,7 +54,7 @@ def parse_config(fields: Fields) -> MoeConfig:
         experts=experts,
         sparse=(True,) * fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers),
     )
-    refuse_window(fields, config, fields.raw.get("sliding_window"))
+    refuse_length(fields, config, read_window(fields, None))
     return config
 
 

@@ -16,9 +16,8 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import (
     Defaults,
     read_config,
-    refuse_window,
-    switched_window,
 )
+from pagewire.shared.model.windows import refuse_length, switched_window
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -65,7 +64,7 @@ def parse_config(fields: Fields) -> MoeConfig:
         experts=experts,
         sparse=sparse_layers(fields, layers),
     )
-    refuse_window(fields, config, switched_window(fields, _WINDOW))
+    refuse_length(fields, config, switched_window(fields, _WINDOW))
     return config
 
 

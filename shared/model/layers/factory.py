@@ -81,6 +81,9 @@ class LayerFactory:
         qk_norm: QkNorm = "none",
         scale: float | None = None,
         fused: bool = False,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
     ) -> Attention:
         """Return attention over the paged KV cache.
 
@@ -90,6 +93,9 @@ class LayerFactory:
             qk_norm: what of queries and keys is normalised.
             scale: of the scores; None: the inverse root of the head size.
             fused: whether the checkpoint has one tensor `qkv_proj`.
+            window: of positions that a query attends to, its own included; None for all.
+            soft_cap: of the scores, or None.
+            sinks: whether each head has one.
         """
         q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
         parts = {"qkv_proj": q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -109,6 +115,9 @@ class LayerFactory:
             config.head_dim**-0.5 if scale is None else scale,
             qk_norm,
             norms,
+            window,
+            soft_cap,
+            self._empty(config.num_heads) if sinks else None,
         )
 
     def mlp(self, config: ModelConfig, *, fused: bool = False, inner: int | None = None) -> Mlp:
