@@ -6,11 +6,13 @@ Shapes used throughout:
     T  tokens of a step, all sequences packed      H   query heads       KH  key/value heads
     B  sequences of a decode batch                 D   head dimension    V   vocabulary
     NB blocks of the KV pool                       BS  tokens a block    L   layers
+    E  experts, of which a token has K             I   inner size of one
 
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
 `[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
 A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are int32
-`[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range.
+`[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range; with a window,
+those before it are arbitrary.
 
 `load_ops` chooses the backend. Each operation has a file here, in which its launcher chooses tiles,
 splits and the kernel: `paged_decode.py` splits the context, `paged_prefill.py` takes the kernel of
@@ -23,6 +25,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from pagewire.kernels.gated_silu import SILU, GatedSilu
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +42,7 @@ OP_NAMES = (
     "rms_norm",
     "linear",
     "silu_and_mul",
+    "experts",
     "shape_logits",
     "enter_tokens",
     "note_tokens",
@@ -49,7 +54,13 @@ OP_NAMES = (
 
 
 class PagedDecode(Protocol):
-    """One query token per sequence against its paged context (split-KV flash decoding)."""
+    """One query token per sequence against its paged context (split-KV flash decoding).
+
+    With a window, a query at position p sees positions p - window + 1 to p only; blocks that no
+    query of the sequence sees are not read, nor is their entry in the block table. With a soft cap,
+    a score s (after `scale`) becomes `soft_cap * tanh(s / soft_cap)`. A head's sink is a further
+    score, without a value: it is a part of the sum by which the weights are divided.
+    """
 
     def __call__(
         self,
@@ -60,6 +71,9 @@ class PagedDecode(Protocol):
         seq_lens: torch.Tensor,  # [B] int32, the current token included; 0: padding, output zeros
         scale: float,
         out: torch.Tensor | None = None,  # [B, H, D]
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,  # [H] float
     ) -> torch.Tensor: ...
 
 
@@ -68,7 +82,8 @@ class PagedPrefill(Protocol):
 
     Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
     `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
-    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are.
+    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are. Window,
+    soft cap and sinks are those of `PagedDecode`.
     """
 
     def __call__(
@@ -82,6 +97,9 @@ class PagedPrefill(Protocol):
         max_query_len: int,
         scale: float,
         out: torch.Tensor | None = None,  # [T, H, D]
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,  # [H] float
     ) -> torch.Tensor: ...
 
 
@@ -145,6 +163,33 @@ class SiluAndMul(Protocol):
     """`silu(x[:, :I]) * x[:, I:]`, computed in float32, returned in x's dtype."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
+
+
+class Experts(Protocol):
+    """A mixture of experts, of which each token has its own few.
+
+    `sum_k weights[t, k] * expert(x[t])` over the `chosen[t, k]`, in float32 and in this order; an
+    expert is `down @ activation(gate @ x, up @ x)`, with biases if it has them. Sums of products
+    are in float32; an expert's inner values and its output are rounded to x's dtype. A token's
+    experts are all different.
+
+    Raises:
+        UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, H], any stride of the rows
+        chosen: torch.Tensor,  # [T, K] int32, from 0 to E - 1
+        weights: torch.Tensor,  # [T, K] float32
+        gate_up: torch.Tensor,  # [E, 2 I, H] contiguous
+        down: torch.Tensor,  # [E, H, I] contiguous
+        gate_up_bias: torch.Tensor | None = None,  # [E, 2 I]
+        down_bias: torch.Tensor | None = None,  # [E, H]
+        activation: GatedSilu = SILU,
+        # whether rows of gate and up alternate; else all of the gate come first
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...  # [T, H]
 
 
 class ShapeLogits(Protocol):
@@ -302,6 +347,7 @@ class Ops:
     rms_norm: RmsNorm
     linear: Linear
     silu_and_mul: SiluAndMul
+    experts: Experts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens
     note_tokens: NoteTokens

@@ -3,7 +3,8 @@
 
 Each program takes one KV head of one sequence, all query heads of its group, and one split of the
 context. Splits are cut on the device from the sequence's actual length, so their number may be
-fixed when a CUDA graph is captured. A second kernel combines the splits.
+fixed when a CUDA graph is captured. A second kernel combines the splits. With a window, only its
+positions are split; what lies before is neither loaded nor looked up.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pagewire.kernels._launch import (
     overlap_options,
     sm_count,
 )
+from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
 
-_LOG2_E = 1.4426950408889634
 # One tile of keys, and one of values, in bytes.
 _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
@@ -55,6 +56,7 @@ def _paged_decode_kernel(
     tables_stride,
     out_stride_row,
     out_stride_head,
+    sinks_ptr,  # [H], None without
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
@@ -63,6 +65,8 @@ def _paged_decode_kernel(
     TILE: tl.constexpr,
     SINGLE: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    CAP: tl.constexpr,  # base 2; 0 for none
     OVERLAPS: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -70,8 +74,13 @@ def _paged_decode_kernel(
     row = tl.program_id(2)
     await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + row)
-    split_len = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
+    visible = seq_len
+    if WINDOW > 0:
+        visible = tl.minimum(seq_len, WINDOW)
+    split_len = tl.cdiv(tl.cdiv(visible, TILE), splits) * TILE
     start = split * split_len
+    if WINDOW > 0:
+        start += seq_len - visible
     stop = tl.minimum(start + split_len, seq_len)
     if (start >= seq_len) & (not SINGLE):
         return
@@ -107,7 +116,10 @@ def _paged_decode_kernel(
             v_mask = v_mask & (dims < DIM)[None, :]
         keys = tl.load(k_rows[None, :] + dims[:, None], mask=k_mask, other=0.0)  # [D, TILE]
         scores = tl.dot(q, keys, input_precision="ieee")  # [G, TILE]
-        scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
+        scores = scores * scale_log2
+        if CAP > 0:
+            scores = soft_capped(scores, CAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         p = tl.exp2(scores - m_new[:, None])
         rescale = tl.exp2(m_i - m_new)
@@ -117,6 +129,8 @@ def _paged_decode_kernel(
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
         m_i = m_new
 
+    if SINGLE and sinks_ptr is not None:
+        l_i += sink_weight(tl.load(sinks_ptr + heads, mask=member_mask, other=0.0), m_i)
     # An empty sequence has an `l_i` of 0 and yields zeros.
     safe_l = tl.where(l_i > 0.0, l_i, 1.0)
     result = acc / safe_l[:, None]
@@ -140,19 +154,23 @@ def _combine_splits_kernel(
     splits,
     out_stride_row,
     out_stride_head,
+    sinks_ptr,  # [H], None without
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
     await_predecessor(OVERLAPS)
-    seq_len = tl.load(seq_lens_ptr + row)
-    split_len = tl.cdiv(tl.cdiv(seq_len, TILE), splits) * TILE
+    visible = tl.load(seq_lens_ptr + row)
+    if WINDOW > 0:
+        visible = tl.minimum(visible, WINDOW)
+    split_len = tl.cdiv(tl.cdiv(visible, TILE), splits) * TILE
     split = tl.arange(0, SPLITS_PAD)
-    used = (split < splits) & (split * split_len < seq_len)
+    used = (split < splits) & (split * split_len < visible)
     dims = tl.arange(0, DIM_PAD)
     mask = used[:, None]
     if DIM < DIM_PAD:
@@ -168,6 +186,8 @@ def _combine_splits_kernel(
     m_i = tl.maximum(tl.max(lse, axis=0), -1.0e30)
     p = tl.exp2(lse - m_i)
     l_i = tl.sum(p, axis=0)
+    if sinks_ptr is not None:
+        l_i += sink_weight(tl.load(sinks_ptr + head), m_i)
     result = tl.sum(partial * p[:, None], axis=0) / tl.where(l_i > 0.0, l_i, 1.0)
     out = out_ptr + row.to(tl.int64) * out_stride_row + head * out_stride_head
     if DIM < DIM_PAD:
@@ -182,7 +202,7 @@ def choose_splits(programs: int, tiles: int, sms: int) -> int:
 
     Args:
         programs: Programs without a split: batch rows times KV heads.
-        tiles: Tiles of the longest context that the block tables can hold.
+        tiles: Tiles of the longest context that the block tables can hold, or of the window.
         sms: Streaming multiprocessors of the device.
 
     The lengths themselves are unknown here. Minimised is an estimate in units of one tile's time:
@@ -208,6 +228,9 @@ def paged_decode(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend one query token per sequence to its paged context.
 
@@ -224,7 +247,8 @@ def paged_decode(
     kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
     dim_pad = next_power_of_2(dim)
     tile = min(max(_TILE_BYTES // (dim_pad * q.element_size()), 16), 128)
-    tiles = max(1, -(-block_tables.shape[1] * block_size // tile))
+    longest = block_tables.shape[1] * block_size
+    tiles = max(1, -(-min(longest, window or longest) // tile))
     splits = choose_splits(rows * kv_heads, tiles, sm_count(q.device))
     partial = lse = out  # unused without a split
     if splits > 1:
@@ -241,7 +265,7 @@ def paged_decode(
         partial,
         lse,
         splits,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
@@ -253,6 +277,7 @@ def paged_decode(
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
+        sinks,
         GROUP=group,
         GROUP_PAD=max(16, next_power_of_2(group)),
         DIM=dim,
@@ -261,6 +286,8 @@ def paged_decode(
         TILE=tile,
         SINGLE=splits == 1,
         STAGES=_STAGES,
+        WINDOW=window or 0,
+        CAP=(soft_cap or 0.0) * LOG2_E,
         num_warps=4,
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
@@ -273,10 +300,12 @@ def paged_decode(
             splits,
             out.stride(0),
             out.stride(1),
+            sinks,
             DIM=dim,
             DIM_PAD=dim_pad,
             TILE=tile,
             SPLITS_PAD=next_power_of_2(splits),
+            WINDOW=window or 0,
             num_warps=4 if splits * dim <= 4096 else 8,
             **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
         )

@@ -2,7 +2,8 @@
 """Paged prefill attention: causal flash attention of packed query chunks over paged context.
 
 Each program takes a tile of one sequence's queries for one head. Tiles of keys that all its queries
-see are taken without masks; only those across the diagonal compare positions. On Hopper GPUs the
+see are taken without masks; only those across the diagonal, or across the start of a window,
+compare positions. What lies before all windows is neither loaded nor looked up. On Hopper GPUs the
 launcher takes the kernel of `paged_prefill_hopper` wherever it applies: on an H200 it was faster
 for chunks of any length, but for 2 us where chunk and prefix together are under 128 tokens.
 """
@@ -19,8 +20,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
-
-_LOG2_E = 1.4426950408889634
+from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
 
 
 @triton.jit
@@ -32,6 +32,7 @@ def _attend_tiles(
     start,
     stop,
     positions,
+    lowest,  # of the positions that these queries see; 0 without a window
     seq_len,
     k_base,
     v_base,
@@ -47,6 +48,8 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     dims = tl.arange(0, DIM_PAD)
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
@@ -54,6 +57,8 @@ def _attend_tiles(
         offset = tokens % BLOCK_SIZE
         if MASKED:
             inside = tokens < seq_len
+            if WINDOW > 0:
+                inside = inside & (tokens >= lowest)
             block = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             k_rows = k_base + block * k_stride_block + offset * k_stride_token
             v_rows = v_base + block * v_stride_block + offset * v_stride_token
@@ -74,11 +79,21 @@ def _attend_tiles(
                 keys = tl.load(k_rows[:, None] + dims[None, :])  # [BLOCK_N, D]
                 values = tl.load(v_rows[:, None] + dims[None, :])
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        factor = scale_log2
+        if CAP > 0:
+            scores = soft_capped(scores * scale_log2, CAP)
+            factor = 1.0
         if MASKED:
             # A position past the context is past every query too.
-            scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
-        p = tl.exp2(scores * scale_log2 - m_new[:, None])
+            seen = tokens[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1) * factor)
+        if MASKED and WINDOW > 0:
+            # A query may have seen nothing yet: a finite stand-in for -inf minus -inf.
+            m_new = tl.maximum(m_new, -1.0e30)
+        p = tl.exp2(scores * factor - m_new[:, None])
         rescale = tl.exp2(m_i - m_new)
         l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
@@ -108,6 +123,7 @@ def _paged_prefill_kernel(
     tables_stride,
     out_stride_row,
     out_stride_head,
+    sinks_ptr,  # [H], None without
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -115,6 +131,8 @@ def _paged_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    CAP: tl.constexpr,  # base 2; 0 for none
 ):
     head = tl.program_id(0)
     sequence = tl.program_id(2)
@@ -146,16 +164,32 @@ def _paged_prefill_kernel(
     first_position = seq_len - query_len + tile_start
     unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
     stop = tl.minimum(first_position + BLOCK_M, seq_len)
+    lowest = 0
+    start = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first_position - WINDOW + 1, 0)
+        # From here on all queries see all, up to the diagonal.
+        inner = tl.cdiv(tl.maximum(first_position + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N
+        start = tl.minimum(inner, unmasked)
+        acc, l_i, m_i = _attend_tiles(
+            q, acc, l_i, m_i, lowest // BLOCK_N * BLOCK_N, start, positions, lowest, seq_len,
+            k_base, v_base, table, k_stride_block, k_stride_token, v_stride_block, v_stride_token,
+            scale_log2, True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
+        )  # fmt: skip
     acc, l_i, m_i = _attend_tiles(
-        q, acc, l_i, m_i, 0, unmasked, positions, seq_len, k_base, v_base, table,
+        q, acc, l_i, m_i, start, unmasked, positions, lowest, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
-        False, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES,
+        False, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
     )  # fmt: skip
     acc, l_i, m_i = _attend_tiles(
-        q, acc, l_i, m_i, unmasked, stop, positions, seq_len, k_base, v_base, table,
+        q, acc, l_i, m_i, unmasked, stop, positions, lowest, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
-        True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES,
+        True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
     )  # fmt: skip
+    if sinks_ptr is not None:
+        l_i += sink_weight(tl.load(sinks_ptr + head), m_i)
+    if WINDOW > 0:
+        l_i = tl.where(l_i > 0.0, l_i, 1.0)  # rows past the chunk may have seen nothing
     out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
@@ -209,6 +243,9 @@ def paged_prefill(
     max_query_len: int,
     scale: float,
     out: torch.Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed query chunks over their paged context.
 
@@ -224,7 +261,9 @@ def paged_prefill(
     sequences = seq_lens.shape[0]
     if max_query_len == 0 or sequences == 0:
         return out
-    hopper = _hopper_kernel(q.device)
+    # The Hopper kernel knows neither windows nor caps nor sinks.
+    is_plain = window is None and soft_cap is None and sinks is None
+    hopper = _hopper_kernel(q.device) if is_plain else None
     if hopper is not None and hopper.is_supported(q, k_cache, v_cache):
         hopper.hopper_prefill(
             q, k_cache, v_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
@@ -240,7 +279,7 @@ def paged_prefill(
         cu_query_lens,
         seq_lens,
         out,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
@@ -252,6 +291,7 @@ def paged_prefill(
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
+        sinks,
         GROUP=heads // k_cache.shape[1],
         DIM=dim,
         DIM_PAD=dim_pad,
@@ -259,6 +299,8 @@ def paged_prefill(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
+        WINDOW=window or 0,
+        CAP=(soft_cap or 0.0) * LOG2_E,
         num_warps=config.num_warps,
     )
     return out

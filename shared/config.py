@@ -81,6 +81,10 @@ GENERATION_CONFIG: Any = described(
     "auto: supported sampling parameters and max_tokens that a request does not give are those of "
     "the model's generation_config.json; none turns that off.",
 )
+Revision = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}\z")]
+REVISION: Any = described(
+    None, "Branch, tag or commit of a hub id, the same in all services.", unset="its main branch"
+)
 METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
 
 SPECIAL_TOKENS: Any = described(
@@ -182,6 +186,7 @@ class EngineSettings(Settings):
     model: str = described(
         "demo", 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
     )
+    revision: Revision | None = REVISION
     device: Device = described("auto", "auto takes CUDA where there is a GPU.")
     dtype: Dtype = described(
         "auto", "Data type of weights and KV cache; auto takes the checkpoint's."
@@ -295,6 +300,7 @@ class RouterSettings(ClusterSettings):
     model: str = described(
         EngineSettings.model_fields["model"].default, description(EngineSettings, "model")
     )
+    revision: Revision | None = REVISION
     served_model_name: str | None = described(
         None,
         "The name that clients ask for.",

@@ -40,25 +40,38 @@ class TaggedStructure(msgspec.Struct, frozen=True):
     end: str
 
 
-class StructuralTag(msgspec.Struct, frozen=True):
-    """Text in which structures begin at triggers."""
+class StructuralTag(msgspec.Struct, frozen=True, kw_only=True):
+    """Text and structures in it: in the newer form a format, in the older one the other two.
 
-    structures: Annotated[
-        list[TaggedStructure],
-        Meta(
-            min_length=1,
-            max_length=MAX_TAGS,
-            description=f"a list of 1 to {MAX_TAGS} structures",
-        ),
-    ]
-    triggers: Annotated[
-        list[NonEmpty],
-        Meta(
-            min_length=1,
-            max_length=MAX_TAGS,
-            description=f"a list of 1 to {MAX_TAGS} strings, none empty",
-        ),
-    ]
+    Attributes:
+        structures: begin at triggers.
+        triggers: texts that begin structures.
+        format: see shared/grammar/tag_formats.py.
+    """
+
+    structures: (
+        Annotated[
+            list[TaggedStructure],
+            Meta(
+                min_length=1,
+                max_length=MAX_TAGS,
+                description=f"a list of 1 to {MAX_TAGS} structures",
+            ),
+        ]
+        | None
+    ) = None
+    triggers: (
+        Annotated[
+            list[NonEmpty],
+            Meta(
+                min_length=1,
+                max_length=MAX_TAGS,
+                description=f"a list of 1 to {MAX_TAGS} strings, none empty",
+            ),
+        ]
+        | None
+    ) = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,8 +83,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         choice: the answer is one of these.
         grammar: in Lark's or GBNF's syntax.
         json_object: any JSON object.
-        structural_tag: text with structures that begin at triggers: {"structures": [{"begin",
-            "schema", "end"}], "triggers": [...]}, as an object or as text.
+        structural_tag: text with structures in it: {"format": {"type": ..., ...}} as XGrammar has
+            it, or {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; as an object or
+            as text.
         disable_any_whitespace: JSON without white space between its parts.
         whitespace_pattern: a regular expression for that white space.
     """

@@ -37,6 +37,8 @@ PROJECTIONS = (
     (HIDDEN, INTERMEDIATE),
     (VOCABULARY, HIDDEN),
 )
+# (experts, chosen, hidden, inner) of Mixtral 8x7B and of Qwen3-30B-A3B
+MIXTURES = ((8, 2, 4096, 14336), (128, 8, 2048, 768))
 # (batch, context) of decode and (chunk, context) of prefill
 DECODE = (
     (1, 1024),
@@ -173,6 +175,21 @@ def _linear(rows: int, outs: int, ins: int) -> BenchCase:
     return BenchCase("linear", shape, call, 2.0 * outs * ins, peer=lambda: F.linear(x, weight))
 
 
+def _experts(tokens: int, num_experts: int, top_k: int, hidden: int, inner: int) -> BenchCase:
+    x = torch.randn(tokens, hidden, device="cuda", dtype=DTYPE)
+    best = torch.randn(tokens, num_experts, device="cuda").topk(top_k)
+    chosen, weights = best.indices.int(), best.values.softmax(dim=-1)
+    first = (num_experts, 2 * inner, hidden)
+    gate_up = torch.randn(first, device="cuda", dtype=DTYPE) / hidden**0.5
+    down = torch.randn(num_experts, hidden, inner, device="cuda", dtype=DTYPE) / inner**0.5
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.experts(x, chosen, weights, gate_up, down),)
+
+    shape = f"{tokens} x {hidden}, {top_k} of {num_experts}, inner {inner}"
+    return BenchCase("experts", shape, call, 6.0 * tokens * top_k * hidden * inner, "TFLOP/s")
+
+
 def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTYPE) -> BenchCase:
     noise = 3 * torch.randn(rows, VOCABULARY, device="cuda")
     logits = peaked_logits(rows, VOCABULARY, "cuda") if peaked else noise
@@ -292,6 +309,7 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         for tokens in TOKENS
     ),
     "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
+    "experts": lambda: (_experts(tokens, *shape) for shape in MIXTURES for tokens in (1, 64, 8192)),
     "shape_logits": lambda: (
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING
     ),

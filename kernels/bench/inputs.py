@@ -26,11 +26,12 @@ class PagedInputs:
     seq_lens: torch.Tensor  # [B] int32
     max_query_len: int
     scale: float
+    options: dict[str, Any]  # window, soft cap and sinks, as far as the case has them
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """Lengths and shapes of one attention call."""
+    """Lengths, shapes and options of one attention call."""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -38,6 +39,9 @@ class PagedCase:
     kv_heads: int = 8
     dim: int = 128
     block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
     def build(
         self, device: str, dtype: torch.dtype, poison: bool = True, seed: int = 0
@@ -48,7 +52,8 @@ class PagedCase:
             device: Where they live.
             dtype: Of queries and cache.
             poison: Fill what no sequence owns with NaN: the spare block 0, to which unused table
-                entries point, and KV slots past each sequence's end.
+                entries point, and KV slots past each sequence's end. Likewise KV slots before the
+                window of a sequence's first query; table entries of whole blocks there are -1.
             seed: Of the draw.
         """
         generator = torch.Generator(device).manual_seed(seed)
@@ -65,6 +70,7 @@ class PagedCase:
                 pool[int(order[stop - 1]), ..., used:, :] = torch.nan
         if poison:
             pool[0] = torch.nan
+            self._poison_hidden(pool, tables)
         width = self.heads + 2 * self.kv_heads
         tokens = sum(self.query_lens)
         fused = torch.randn(
@@ -80,7 +86,24 @@ class PagedCase:
             seq_lens=torch.tensor(self.seq_lens, dtype=torch.int32, device=device),
             max_query_len=max(self.query_lens),
             scale=self.dim**-0.5,
+            options=self._options(generator),
         )
+
+    def _poison_hidden(self, pool: torch.Tensor, tables: torch.Tensor) -> None:
+        if self.window is None:
+            return
+        for table, query_len, seq_len in zip(tables, self.query_lens, self.seq_lens, strict=True):
+            hidden = max(0, seq_len - query_len - self.window + 1)  # positions before all windows
+            whole, rest = divmod(hidden, self.block_size)
+            pool[table[:whole].long()] = torch.nan
+            pool[int(table[whole]), ..., :rest, :] = torch.nan
+            table[:whole] = -1
+
+    def _options(self, generator: torch.Generator) -> dict[str, Any]:
+        options: dict[str, Any] = {"window": self.window, "soft_cap": self.soft_cap}
+        if self.has_sinks:
+            options["sinks"] = torch.randn(self.heads, generator=generator, device=generator.device)
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def decode_case(

@@ -12,13 +12,23 @@ _QUERY_TILE = 512
 def gather_context(
     cache: torch.Tensor,  # [NB, KH, BS, D]
     block_ids: torch.Tensor,  # [max_blocks]
-    context_len: int,
+    start: int,
+    stop: int,
 ) -> torch.Tensor:
-    """Return one sequence's first rows in the cache, `[KH, context_len, D]` float32."""
+    """Return one sequence's rows from `start` to `stop`, `[KH, stop - start, D]` float32.
+
+    Blocks before that of `start` are not looked up.
+    """
     _, heads, block_size, head_dim = cache.shape
-    blocks = -(-context_len // block_size)
-    rows = cache[block_ids[:blocks].long()].transpose(0, 1)  # [KH, blocks, BS, D]
-    return rows.reshape(heads, blocks * block_size, head_dim)[:, :context_len].float()
+    first, end = start // block_size, -(-stop // block_size)
+    rows = cache[block_ids[first:end].long()].transpose(0, 1)  # [KH, blocks, BS, D]
+    flat = rows.reshape(heads, (end - first) * block_size, head_dim)
+    return flat[:, start - first * block_size : stop - first * block_size].float()
+
+
+def window_start(position: int, window: int | None) -> int:
+    """Return the first position that the query at `position` attends to."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def attend(
@@ -26,6 +36,9 @@ def attend(
     keys: torch.Tensor,  # [KH, context, D] float32
     values: torch.Tensor,  # [KH, context, D] float32
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [H]
 ) -> torch.Tensor:  # [S, H, D] float32
     """Causal attention of one sequence's queries, in float32.
 
@@ -37,16 +50,49 @@ def attend(
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for start in range(0, queries, _QUERY_TILE):
         stop = min(start + _QUERY_TILE, queries)
-        visible = context - queries + stop
-        positions = torch.arange(context - queries + start, visible, device=q.device)
-        seen = torch.arange(visible, device=q.device) <= positions[:, None]  # [tile, visible]
-        attended = F.scaled_dot_product_attention(
-            wide[:, :, start:stop],
-            keys[None, :, :visible],
-            values[None, :, :visible],
-            attn_mask=seen if stop - start > 1 else None,
-            scale=scale,
-            enable_gqa=True,
-        )
-        out[start:stop] = attended[0].transpose(0, 1)
+        position, end = context - queries + start, context - queries + stop
+        first = window_start(position, window)
+        visible = slice(first, end)
+        rows = torch.arange(position, end, device=q.device)[:, None]
+        columns = torch.arange(first, end, device=q.device)
+        seen = columns <= rows  # [tile, visible]
+        if window is not None:
+            seen &= columns > rows - window
+        part = wide[:, :, start:stop]
+        if soft_cap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(
+                part,
+                keys[None, :, visible],
+                values[None, :, visible],
+                attn_mask=seen if stop - start > 1 else None,
+                scale=scale,
+                enable_gqa=True,
+            )[0]
+        else:
+            attended = _attend_written_out(
+                part[0], keys[:, visible], values[:, visible], seen, scale, soft_cap, sinks
+            )
+        out[start:stop] = attended.transpose(0, 1)
     return out
+
+
+def _attend_written_out(
+    q: torch.Tensor,  # [H, S, D] float32
+    keys: torch.Tensor,  # [KH, visible, D] float32
+    values: torch.Tensor,
+    seen: torch.Tensor,  # [S, visible] bool
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,  # [H]
+) -> torch.Tensor:  # [H, S, D] float32
+    """Attention whose scores are capped, or whose weights share their sum with sinks."""
+    group = q.shape[0] // keys.shape[0]
+    scores = q @ keys.repeat_interleave(group, dim=0).transpose(1, 2) * scale  # [H, S, visible]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[:, :, : keys.shape[1]]
+    return weights @ values.repeat_interleave(group, dim=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.kernels.reference._attention import attend, gather_context
+from pagewire.kernels.reference._attention import attend, gather_context, window_start
 
 
 def paged_decode(
@@ -15,6 +15,9 @@ def paged_decode(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend one query token per sequence to its paged context.
 
@@ -25,7 +28,8 @@ def paged_decode(
         if context_len == 0:
             out[row].zero_()
             continue
-        keys = gather_context(k_cache, block_tables[row], context_len)
-        values = gather_context(v_cache, block_tables[row], context_len)
-        out[row : row + 1] = attend(q[row : row + 1], keys, values, scale)
+        first = window_start(context_len - 1, window)
+        keys = gather_context(k_cache, block_tables[row], first, context_len)
+        values = gather_context(v_cache, block_tables[row], first, context_len)
+        out[row : row + 1] = attend(q[row : row + 1], keys, values, scale, window, soft_cap, sinks)
     return out

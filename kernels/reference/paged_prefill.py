@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.kernels.reference._attention import attend, gather_context
+from pagewire.kernels.reference._attention import attend, gather_context, window_start
 
 
 def paged_prefill(
@@ -17,6 +17,9 @@ def paged_prefill(
     max_query_len: int,
     scale: float,
     out: torch.Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed query chunks over their paged context.
 
@@ -29,7 +32,8 @@ def paged_prefill(
         start, stop = starts[row], starts[row + 1]
         if start == stop:
             continue
-        keys = gather_context(k_cache, block_tables[row], context_len)
-        values = gather_context(v_cache, block_tables[row], context_len)
-        out[start:stop] = attend(q[start:stop], keys, values, scale)
+        first = window_start(context_len - (stop - start), window)
+        keys = gather_context(k_cache, block_tables[row], first, context_len)
+        values = gather_context(v_cache, block_tables[row], first, context_len)
+        out[start:stop] = attend(q[start:stop], keys, values, scale, window, soft_cap, sinks)
     return out

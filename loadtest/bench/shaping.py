@@ -27,7 +27,7 @@ from pagewire.loadtest.bench.engine import LLAMA_8B, VOCAB_USED, emit
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.engine.llm import LLM
 from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.grammar.structures import json_grammar
+from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.sampling import RequestSpec
 
 CONTEXT = 1024

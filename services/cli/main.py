@@ -12,6 +12,7 @@ from pagewire.services.cli.client.complete import complete
 from pagewire.services.cli.client.status import status
 from pagewire.services.cli.decode import decode
 from pagewire.services.cli.doctor.command import doctor
+from pagewire.services.cli.estimate import estimate
 from pagewire.services.cli.help_page import SETTINGS, Command
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
@@ -59,7 +60,19 @@ app = App(
     rich_markup_mode=None,  # its help pages shorten the names of options
     pretty_exceptions_enable=False,  # a bug deserves a plain traceback
 )
-for command in (up, chat, complete, bench, status, doctor, router, prefill, decode, version):
+for command in (
+    up,
+    chat,
+    complete,
+    bench,
+    status,
+    doctor,
+    estimate,
+    router,
+    prefill,
+    decode,
+    version,
+):
     app.command(cls=Command, context_settings=SETTINGS)(command)
 
 if __name__ == "__main__":

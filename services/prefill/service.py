@@ -111,7 +111,7 @@ class PrefillService:
         sequence.prefill_only = True
         core = self._engine.core
         core.add(sequence)
-        num_blocks = -(-len(ticket.token_ids) // self._engine.layout.block_size)
+        num_blocks = core.scheduler.pool.groups.num_job_blocks(len(ticket.token_ids))
         try:
             self._sender.export(ticket.job_id, link, ticket.first_block, num_blocks)
         except TransferError:

@@ -183,7 +183,8 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         fingerprint: of the model's configuration and weights.
         dtype: of the KV cache, as torch names it without the prefix, e.g. "bfloat16".
-        block_bytes: of one block over all layers.
+        num_layers: that a block has, those of one cache group.
+        block_bytes: of one block.
     """
 
     fingerprint: Id

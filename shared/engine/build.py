@@ -20,6 +20,7 @@ from pagewire.shared.config import EngineSettings
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
@@ -96,14 +97,16 @@ def build_engine(
         ConfigError: what was asked for is not to be had here.
     """
     progress("reading the model's configuration")
-    path = resolve_model(settings.model)
+    path = resolve_model(settings.model, revision=settings.revision)
     config = load_config(path)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
     full_model_len = choose_max_model_len(settings.max_model_len, config)
     ops = choose_ops(settings.kernels, device)
     progress("loading weights")
-    model = load_model(path, config, device, dtype, ops, settings.load_format, full_model_len)
+    model = load_model(
+        path, config, device, dtype, ops, settings.load_format, full_model_len, progress
+    )
     settle_threads(model, device)
     shape = KvShape.of(config, settings.block_size, dtype)
     groups = CacheGroups.of(config.windows, settings.block_size)
@@ -295,10 +298,10 @@ def _fitting_blocks(
     if device.type != "cuda":
         longest = groups.most_blocks(max_model_len, settings.max_num_batched_tokens)
         return max(CPU_POOL_BYTES // shape.block_bytes, longest)
-    trial_blocks = (groups.blocks_for(settings.max_num_batched_tokens) + 1) * len(groups)
+    blocks = trial_blocks(settings.max_num_batched_tokens, groups)
     torch.cuda.reset_peak_memory_stats(device)
     runner = _make_runner(
-        model, ops, shape, groups, trial_blocks, settings, device, max_model_len, config.vocab_size
+        model, ops, shape, groups, blocks, settings, device, max_model_len, config.vocab_size
     )
     _warm_up(runner, min(settings.max_num_batched_tokens, max_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
@@ -306,12 +309,16 @@ def _fitting_blocks(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use_by_others = total - free - torch.cuda.memory_reserved(device)
-    other = (1 << 30) if settings.cuda_graphs else 0  # for the graphs
-    other += other_memory(shape.groups, total)
-    budget = int(total * settings.gpu_memory_utilization) - peak - other
-    budget = min(budget, total - in_use_by_others - peak - other)
+    budget = pool_bytes(
+        total,
+        settings.gpu_memory_utilization,
+        peak,
+        cuda_graphs=settings.cuda_graphs,
+        staging=other_memory(shape.groups, total),
+        in_use_by_others=in_use_by_others,
+    )
     num_blocks = budget // shape.block_bytes
-    if num_blocks < 16:
+    if num_blocks < MIN_BLOCKS:
         raise ConfigError(
             f"the model leaves no memory for KV blocks on {torch.cuda.get_device_name(device)}: "
             "raise --gpu-memory-utilization or lower --max-num-batched-tokens"

@@ -11,12 +11,15 @@ import msgspec
 
 from pagewire.shared.engine.prompts import TokenizedPrompt
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.chat_template import ChatOptions, TemplateVariables
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
 from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
+from pagewire.shared.tools.form_grammar import after_reasoning, reasoning_before
+from pagewire.shared.tools.reasoning import Begins
 from pagewire.shared.tools.syntax import ChatSyntax
 
 
@@ -57,11 +60,19 @@ class ChatPrompt(TokenizedPrompt):
 
     Attributes:
         grammars: that the answers follow: the first that can be followed; None: any answer.
+        before_form: see `reasoning_before`.
     """
 
     syntax: ChatSyntax = field(default_factory=ChatSyntax)
     reading: AnswerReading = field(default_factory=AnswerReading)
     grammars: tuple[str | None, ...] = ()
+    before_form: Begins | None = None
+
+    def form(self, text: str) -> str:
+        """Return the grammar of answers of a form, given the form's."""
+        return checked_size(
+            after_reasoning(text, self.syntax, self.before_form), "structured_outputs"
+        )
 
     def message(self, text: str) -> AnswerMessage:
         """Return the parts of an answer."""
@@ -101,7 +112,8 @@ def read_chats(
         continued = messages[-1]["content"] if options.continue_final_message else None
         reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
         grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
-        found.append(ChatPrompt(text, ids, syntax, reading, grammars))
+        begins = reasoning_before(syntax, tokenizer, ids, reading, continued)
+        found.append(ChatPrompt(text, ids, syntax, reading, grammars, begins))
     return found
 
 

@@ -27,6 +27,7 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
+from pagewire.shared.text.markers import NO_MARKERS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.syntax import ChatSyntax
 
@@ -152,8 +153,9 @@ class LLM:
         outputs = []
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
-            if isinstance(prompt, ChatPrompt) and spec.grammar is None:
-                spec = self._with_tools(spec, prompt.grammars)
+            if isinstance(prompt, ChatPrompt):
+                form = None if spec.grammar is None else (prompt.form(spec.grammar),)
+                spec = self._with_tools(spec, form or prompt.grammars)
             output = RequestOutput(prompt.text, token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
@@ -183,7 +185,8 @@ class LLM:
 
     def _constrained(self, spec: RequestSpec, asked: StructuredOutputs) -> RequestSpec:
         name = "structured_outputs"
-        text = grammar_text(read_structured_outputs(asked, name), name)
+        markers = NO_MARKERS if self.tokenizer is None else self.tokenizer.markers
+        text = grammar_text(read_structured_outputs(asked, name), name, markers)
         if text is not None:
             self.engine.core.constraints.check_text(text, name)
         return msgspec.structs.replace(spec, grammar=text)

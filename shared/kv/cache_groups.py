@@ -146,6 +146,11 @@ class CacheGroups:
             total += most
         return total
 
+    def held_blocks(self, num_tokens: int) -> int:
+        """Return the blocks that a sequence of so many tokens holds between two steps."""
+        needed = self.blocks_for(num_tokens)
+        return sum(needed - first for first in self.first_blocks(num_tokens))
+
     def longest_sequence(self, num_blocks: int, max_chunk: int) -> int:
         """Most tokens of a sequence that a pool of this size holds, in full blocks."""
         if self.is_plain:

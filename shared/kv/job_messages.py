@@ -27,7 +27,8 @@ class Prefill(Message, frozen=True, kw_only=True):
     Attributes:
         token_ids: prompt, and the output of an interrupted answer after it.
         num_prompt_tokens: how many of them are the prompt; the first token may depend on it.
-        first_block: the decode worker holds the blocks before this position already.
+        first_block: number of the first block that is wanted, see `CacheGroups.job_blocks`; the
+            decode worker holds those before it.
     """
 
     job_id: Id

@@ -56,7 +56,8 @@ class Segment(_Message, frozen=True):
     Attributes:
         credit, use: where the payload lies or is going to.
         job: as `Prefill` named it.
-        first, count: positions of the blocks in the sequence; 0 blocks are a test of the carrier.
+        first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`; 0 blocks are a
+            test of the carrier.
         first_group, num_groups: layer groups of each block.
         seed: of the checksums after the blocks.
         nbytes: of the payload: blocks and checksums.

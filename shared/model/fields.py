@@ -40,6 +40,17 @@ class Fields:
             raise self.error(f"{name} must be a positive integer, not {value!r}")
         return value
 
+    def whole_number(self, name: str, default: int) -> int:
+        """Return an integer that is at least 0.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+            raise self.error(f"{name} must be an integer from 0 on, not {value!r}")
+        return value
+
     def positive_float(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0.
 

@@ -138,51 +138,6 @@ def read_config(
     )
 
 
-def refuse_window(fields: Fields, config: ModelConfig, window: object = None) -> None:
-    """Refuse a sliding window that is shorter than the context: attention is over all of it.
-
-    Args:
-        fields: of config.json.
-        config: what else they say.
-        window: its length; None if the family has none, or its switch is off.
-
-    Raises:
-        ModelLoadError: there is one; one line.
-    """
-    context = config.max_position_embeddings
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise fields.error(f"sliding_window must be an integer, not {window!r}")
-        if window >= context:
-            return
-    elif "sliding_attention" not in layer_types(fields):
-        return
-    raise fields.error(
-        f"sliding-window attention is not supported; the window of {window} tokens is shorter than "
-        f"the context of {context}"
-        if window
-        else "sliding-window attention is not supported; layer_types has sliding_attention"
-    )
-
-
-def layer_types(fields: Fields) -> list[object]:
-    """Return the kind of attention of each layer; empty if the file does not say.
-
-    Raises:
-        ModelLoadError: it is something else than a list; one line.
-    """
-    kinds = fields.raw.get("layer_types")
-    if kinds is not None and not isinstance(kinds, list):
-        raise fields.error(f"layer_types must be a list, not {kinds!r}")
-    return kinds or []
-
-
-def switched_window(fields: Fields, default: int | None) -> object:
-    """Return the window of a family that has a switch for it; None if it is off."""
-    is_on = fields.flag("use_sliding_window", False)
-    return fields.raw.get("sliding_window", default) if is_on else None
-
-
 def _refuse_variants(fields: Fields) -> None:
     """Refuse what the layers of every family would compute wrongly."""
     if fields.raw.get("hidden_act", "silu") != "silu":

@@ -6,6 +6,7 @@ Layout: 8 bytes little-endian header length, the header as JSON, then the tensor
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,22 @@ from pagewire.shared.errors import ModelLoadError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Of the dtypes that whole bytes hold; a tensor of another one is refused by name later.
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # What reading JSON of another form raises; the last is for one that is nested too deeply.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{}').save_pretrained('NEW')\" and copy the tokenizer's files to NEW"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     end: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +81,23 @@ def find_weights(path: Path) -> list[WeightsFile]:
         return [read_header(path / name) for name in _shards(index)]
     if (path / SINGLE_FILE).exists():
         return [read_header(path / SINGLE_FILE)]
-    pickles = sorted(file.name for file in path.glob("*") if file.suffix in PICKLES)
+    names = sorted(file.name for file in path.glob("*"))
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         raise ModelLoadError(
             f"{path} has its weights as a pickle ({pickles[0]}), which can run any code when it is "
-            "loaded; convert it to safetensors first, on a machine where that does no harm"
+            "loaded; convert it to safetensors first, on a machine where that does no harm: "
+            f"{_CONVERT.format(path)}"
+        )
+    shards = [name for name in names if name.endswith(".safetensors")]
+    if shards:
+        raise ModelLoadError(
+            f"{path} has {shards[0]}, but neither {SINGLE_FILE} nor {INDEX_FILE}, which lists "
+            "shards; download the model again"
         )
     raise ModelLoadError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded, "
-        "convert others first"
+        f"convert others first, such as .bin files of a hub repository: {_CONVERT.format(path)}"
     )
 
 
@@ -94,10 +119,22 @@ def read_header(file: Path) -> WeightsFile:
     except OSError as exc:
         raise ModelLoadError(f"weights file {file} cannot be read: {exc.strerror}") from exc
     tensors = _parse(file, header)
-    end = max((entry.end for entry in tensors.values()), default=_LENGTH_BYTES + length)
+    _check_places(file, tensors, _LENGTH_BYTES + length, size)
+    return WeightsFile(file, size, header, tensors)
+
+
+def _check_places(file: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
+    """Check that the tensors fill the file without gaps, each with the bytes of its shape."""
+    end = max((entry.end for entry in tensors.values()), default=start)
     if end != size:
         raise _corrupt(file, f"it has {size} bytes, and its header says {end}")
-    return WeightsFile(file, size, header, tensors)
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        expected = math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
+        if entry.start != start:
+            raise _corrupt(file, f"its header has tensor {name} at {entry.start}, not at {start}")
+        if entry.dtype in ITEM_BYTES and entry.num_bytes != expected:
+            raise _corrupt(file, f"tensor {name} has {entry.num_bytes} bytes, not {expected}")
+        start = entry.end
 
 
 def _corrupt(file: Path, what: str) -> ModelLoadError:
@@ -134,4 +171,6 @@ def _entry(raw: Any, base: int) -> TensorEntry:
     if not 0 <= start <= end:
         raise ValueError(f"offsets {start}, {end}")
     shape = tuple(int(size) for size in raw["shape"])
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {shape}")
     return TensorEntry(str(raw["dtype"]), shape, base + start, base + end)

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 # The error of its HTTP client, which is httpx in one release and httpx2 in the next.
@@ -33,22 +34,25 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _EXAMPLE = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def resolve_model(name: str, *, weights: bool = True) -> Path:
+def resolve_model(name: str, *, weights: bool = True, revision: str | None = None) -> Path:
     """Return the local directory of a model, downloading it if it is a hub id.
 
     Args:
         name: "demo", a Hugging Face directory, or a hub id. A directory that exists wins over a
             hub id of the same spelling.
         weights: False leaves a hub model's weights where they are; the router needs none.
+        revision: branch, tag or commit of a hub id; None: its main branch.
 
     Raises:
         ModelLoadError: there is no such model; one line.
     """
     if name == DEMO:
+        _refuse_revision(name, revision)
         return demo_model_path()
     # `os.path` answers False where `pathlib` raises: names too long, or of no user's home.
     path = os.path.expanduser(name)
     if os.path.isdir(path):
+        _refuse_revision(name, revision)
         return Path(path).resolve()
     if os.path.exists(path):
         raise ModelLoadError(f"model {name} is a file; pass the directory that it lies in")
@@ -57,7 +61,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
             f"model directory {name or repr(name)} does not exist; pass a Hugging Face directory, "
             f"a hub id such as {_EXAMPLE}, or {DEMO!r}"
         )
-    return _download(name, weights)
+    return _download(name, weights, revision)
 
 
 def default_served_name(name: str) -> str:
@@ -67,23 +71,34 @@ def default_served_name(name: str) -> str:
     return Path(os.path.expanduser(name)).resolve().name
 
 
-def _download(hub_id: str, weights: bool) -> Path:
+def _refuse_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ModelLoadError(
+            f"--revision {revision} is for models of the hub, and {name} lies on this machine; "
+            "leave it out, or check the name"
+        )
+
+
+def _download(hub_id: str, weights: bool, revision: str | None) -> Path:
     try:
         path = snapshot_download(
             hub_id,
+            revision=revision,
             allow_patterns=_TEXT_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
             ignore_patterns=_IGNORED_PATTERNS,
             local_files_only=constants.is_offline_mode(),
         )
     except (OSError, ValueError, HubClientError) as exc:
-        raise ModelLoadError(f"model {hub_id} {_reason(exc)}") from exc
+        raise ModelLoadError(f"model {hub_id} {_reason(exc, revision)}") from exc
     return Path(path)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, revision: str | None) -> str:
     """Say in one line why a download failed; the hub's own messages run over several."""
     if isinstance(error, GatedRepoError):
         return "is gated on the Hugging Face hub; accept its licence there and set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return f"has no revision {revision} on the Hugging Face hub; check its branches and tags"
     if isinstance(error, RepositoryNotFoundError):
         return (
             "is neither a local directory nor on the Hugging Face hub; check the spelling, or set "

@@ -20,6 +20,7 @@ from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
 from pagewire.shared.text.encoding import encode_text
 from pagewire.shared.text.literals import Literals
+from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -120,6 +121,13 @@ class Tokenizer:
             return None
         is_tag = text.startswith("<") and text.endswith(">")
         return token_id if is_tag or self.token_bytes.is_special(token_id) else None
+
+    @cached_property
+    def markers(self) -> Markers:
+        """The tokens that grammars know by their ids alone, see `marker_token_id`."""
+        added = self._backend.get_added_tokens_decoder().values()
+        ids = {token.content: self.marker_token_id(token.content) for token in added}
+        return Markers({text: token_id for text, token_id in ids.items() if token_id is not None})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""

@@ -93,6 +93,9 @@ def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
         ("granite", "biases", {"hidden_size": 64}),
         ("smollm3", "rotation-by-layer", {"hidden_size": 64}),
         ("phi3", "part-of-a-head", {"hidden_size": 64}),
+        ("mixtral", "own-head-size", {}),
+        ("qwen2moe", "some-dense-layers", {"hidden_size": 64, "mlp_only_layers": []}),
+        ("mistral", "window-groups-of-2", {"hidden_size": 64}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

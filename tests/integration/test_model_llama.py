@@ -200,10 +200,10 @@ def test_decode_step_replays_as_a_cuda_graph(dtype: torch.dtype) -> None:
     sequences = [paged.add(list(range(10, 10 + length))) for length in (5, 40, 130)]
     paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
     batch = paged.decode_batch(sequences, padding_rows=1)
-    eager = model.compute_logits(model.forward(batch, paged.pool))
+    eager = model.compute_logits(model.forward(batch, paged.layers))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = model.compute_logits(model.forward(batch, paged.pool))
+        captured = model.compute_logits(model.forward(batch, paged.layers))
     with torch.inference_mode():
         captured.zero_()
     graph.replay()

@@ -32,7 +32,8 @@ import sys
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.source import resolve_model
 try:
-    print(resolve_model(sys.argv[1], weights=sys.argv[2] == "weights"))
+    revision = (sys.argv[3:] or [None])[0]
+    print(resolve_model(sys.argv[1], weights=sys.argv[2] == "weights", revision=revision))
 except ModelLoadError as exc:
     sys.exit(str(exc))
 """
@@ -56,10 +57,18 @@ class HubUser:
         }
 
     def resolve(
-        self, name: str, *, weights: bool = True, **environment: str
+        self,
+        name: str,
+        *,
+        weights: bool = True,
+        revision: str | None = None,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", SCRIPT, name, "weights" if weights else "text"],
+            [
+                *(sys.executable, "-c", SCRIPT, name, "weights" if weights else "text"),
+                *([] if revision is None else [revision]),
+            ],
             env={**self._environment, **environment},
             capture_output=True,
             text=True,
@@ -133,6 +142,24 @@ def test_file_instead_of_its_directory(tmp_path: Path) -> None:
 
 def test_hub_id_is_downloaded_without_what_is_not_read(user: HubUser) -> None:
     assert user.files_of(user.resolve(REPO)) == TEXT_FILES | {"model.safetensors"}
+
+
+def test_a_revision_is_what_the_hub_is_asked_for(user: HubUser) -> None:
+    assert "config.json" in user.files_of(user.resolve(REPO, revision="v1.2"))
+    assert any(f"/api/models/{REPO}/revision/v1.2" == path for path in user.hub.paths)
+    assert not any(path.endswith("/revision/main") for path in user.hub.paths)
+
+
+def test_a_revision_that_there_is_not(user: HubUser) -> None:
+    done = user.resolve(REPO, revision="nowhere")
+    assert f"model {REPO} has no revision nowhere on the Hugging Face hub" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_revision_of_a_model_on_this_machine_is_refused(tmp_path: Path) -> None:
+    for name in ("demo", str(tmp_path)):
+        with pytest.raises(ModelLoadError, match="--revision v1 is for models of the hub"):
+            resolve_model(name, revision="v1")
 
 
 def test_router_downloads_no_weights(user: HubUser) -> None:

@@ -20,6 +20,7 @@ class FakeHub(ThreadingHTTPServer):
         self.repo_id = repo_id
         self.files = files
         self.downloads: list[str] = []
+        self.paths: list[str] = []
 
     @property
     def url(self) -> str:
@@ -38,8 +39,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         hub, path = self.server, self.path.split("?")[0]
+        hub.paths.append(path)
         if path.startswith("/api/models/acme/gated/"):
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"}, body)
+        elif path == f"/api/models/{hub.repo_id}/revision/nowhere":
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
         elif path.startswith(f"/api/models/{hub.repo_id}/tree/"):
             self._send(200, json.dumps([_entry(*item) for item in hub.files.items()]), {}, body)
         elif path.startswith(f"/api/models/{hub.repo_id}"):

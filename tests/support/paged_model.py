@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.inputs import ForwardBatch, LayerKv
 from pagewire.shared.model.layers.decoder import DecoderModel
 
 GARBAGE = 1e4  # what unwritten KV slots hold: nobody may read it
@@ -40,6 +40,7 @@ class PagedModel:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.model = model
         self.pool = torch.full(shape, GARBAGE, dtype=dtype, device=device)
+        self.layers = [LayerKv(0, cache) for cache in self.pool.unbind(1)]
         self.block_size = block_size
         self.device = device
         self._random = random.Random(seed)
@@ -64,7 +65,7 @@ class PagedModel:
         ]
         tokens[len(decodes) : len(decodes)] = [(None, 0)] * padding_rows
         batch = self._batch(tokens, decodes, prefills, padding_rows)
-        logits = self.model.compute_logits(self.model.forward(batch, self.pool))
+        logits = self.model.compute_logits(self.model.forward(batch, self.layers))
         for (sequence, _), row in zip(tokens, logits, strict=True):
             if sequence is not None:
                 sequence.logits.append(row)

@@ -55,6 +55,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_SWITCHED = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9}
 _BIASES = {"num_key_value_heads": 2, "attention_bias": True}
 
 
@@ -100,7 +101,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "mistral": (
         "Mistral",
         {"sliding_window": None},
-        {"own-head-size": {"num_key_value_heads": 2, "head_dim": 16}},
+        {
+            "own-head-size": {"num_key_value_heads": 2, "head_dim": 16},
+            "window-groups-of-2": {"num_key_value_heads": 2, "sliding_window": 8},
+            "window-groups-of-4-tied": {
+                "num_key_value_heads": 1,
+                "sliding_window": 21,
+                "tie_word_embeddings": True,
+            },
+            "window-of-1": {"num_key_value_heads": 4, "sliding_window": 1},
+        },
     ),
     "ministral": (
         "Ministral",
@@ -110,14 +120,35 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_key_value_heads": 2,
                 "sliding_window": 8,
                 "layer_types": ["full_attention"] * 3,
-            }
+            },
+            "windows-by-layer": {
+                "num_key_value_heads": 1,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "windows-in-all-layers": {"num_key_value_heads": 2, "sliding_window": 30},
         },
     ),
-    "qwen2": ("Qwen2", {}, {"yarn": _rope(**_YARN)}),
+    "qwen2": (
+        "Qwen2",
+        {},
+        {
+            "yarn": _rope(**_YARN),
+            "windows-in-upper-layers": {**_SWITCHED, "max_window_layers": 1},
+        },
+    ),
     "qwen3": (
         "Qwen3",
         {"head_dim": 16},
-        {"biases": _BIASES, "head-of-12-yarn": {**_rope(**_YARN), "head_dim": 12}},
+        {
+            "biases": _BIASES,
+            "head-of-12-yarn": {**_rope(**_YARN), "head_dim": 12},
+            "windows-in-upper-layers": {**_SWITCHED, "max_window_layers": 2},
+            "windows-by-layer": {
+                **_SWITCHED,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        },
     ),
     "olmo2": ("Olmo2", {}, {"biases": _BIASES, "llama3": _rope(**_LLAMA3)}),
     "granite": (
@@ -134,6 +165,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {
             "biases": {**_BIASES, "mlp_bias": True},
             "rotation-by-layer": {"no_rope_layers": [0, 1, 0, 0, 1]},
+            "windows-without-rotation": {**_SWITCHED, "no_rope_layer_interval": 2},
             "every-second-yarn": {**_rope(**_YARN), "no_rope_layer_interval": 2},
         },
     ),
@@ -142,6 +174,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"original_max_position_embeddings": POSITIONS},
         {
             "part-of-a-head": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2},
+            "window": {"num_key_value_heads": 2, "sliding_window": 11},
             "longrope": {
                 **_rope(**_longrope(6, 128)),
                 "original_max_position_embeddings": 128,
@@ -154,6 +187,53 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "sliding_window": 260,
             },
         },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        {
+            "own-head-size": {"num_key_value_heads": 2, "head_dim": 16},
+            "one-of-three": {
+                "num_key_value_heads": 2,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 1,
+            },
+        },
+    ),
+    "qwen2moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+        {
+            "renormalised-without-biases": {
+                "num_key_value_heads": 2,
+                "norm_topk_prob": True,
+                "qkv_bias": False,
+            },
+            "some-dense-layers": {"mlp_only_layers": [0], "num_key_value_heads": 2},
+        },
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "head_dim": 16,
+        },
+        {
+            "renormalised-biases": {**_BIASES, "norm_topk_prob": True},
+            "every-second-yarn": {**_rope(**_YARN), "decoder_sparse_step": 2},
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2},
+        {"renormalised-biases": {**_BIASES, "norm_topk_prob": True}},
     ),
 }
 ARCHITECTURE_OF = {family: f"{kind}ForCausalLM" for family, (kind, _, _) in _FAMILIES.items()}

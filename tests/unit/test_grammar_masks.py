@@ -14,14 +14,11 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
+from pagewire.shared.grammar.json_schemas import json_grammar
+from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.masks import SLOW_THREADS, Follower, MaskFiller, Row
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens, fill_masks
-from pagewire.shared.grammar.structures import (
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
-)
+from pagewire.shared.grammar.structures import choice_grammar, regex_grammar
 from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
 from pagewire.shared.model.demo import demo_model_path
 
@@ -32,7 +29,7 @@ TEXTS = [
     json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
     regex_grammar("[a-c]{2,9}( x){3}"),
     choice_grammar(["a list", "a tuple", "été"]),
-    lark_grammar('root ::= "[" item ("," item)* "]"\nitem ::= [0-9]+'),
+    lark_text('root ::= "[" item ("," item)* "]"\nitem ::= [0-9]+'),
 ]
 
 

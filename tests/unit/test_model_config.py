@@ -15,11 +15,15 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -39,6 +43,10 @@ CONFIG_CLASSES = {
     "GraniteForCausalLM": GraniteConfig,
     "SmolLM3ForCausalLM": SmolLM3Config,
     "Phi3ForCausalLM": Phi3Config,
+    "MixtralForCausalLM": MixtralConfig,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "OlmoeForCausalLM": OlmoeConfig,
 }
 FULL_ATTENTION = {"sliding_window": None}
 
@@ -197,22 +205,9 @@ REFUSED = {
         "MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM",
     ),
     "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
-    "mistral-with-a-window": (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        "sliding-window attention is not supported",
-    ),
-    "mistral-default-window": ({"architectures": ["MistralForCausalLM"]}, "sliding-window"),
-    "qwen2-with-a-window": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "use_sliding_window": True,
-            "sliding_window": 4096,
-        },
-        "sliding-window attention is not supported",
-    ),
     "text-for-a-window": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
-        "sliding_window must be an integer, not '4k'",
+        "sliding_window must be a positive integer, not '4k'",
     ),
     "other-rope-type": (
         _llama(rope_parameters={"rope_type": "mrope"}),

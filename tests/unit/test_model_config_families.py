@@ -75,28 +75,96 @@ def test_yarn_lengthens_the_context_that_the_file_names(tmp_path: Path) -> None:
 def test_a_window_that_hides_nothing_is_full_attention(
     tmp_path: Path, content: dict[str, Any]
 ) -> None:
-    assert load_config(_write(tmp_path, content)).vocab_size > 0
+    config = load_config(_write(tmp_path, content))
+    assert config.windows == (None,) * config.num_layers
+
+
+_WINDOWS = {
+    "mistral-in-all-layers": (
+        {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 3},
+        (4096, 4096, 4096),
+    ),
+    "ministral-by-layer": (
+        {
+            "architectures": ["MinistralForCausalLM"],
+            "num_hidden_layers": 3,
+            "sliding_window": 100,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        (None, 100, None),
+    ),
+    "qwen2-in-upper-layers": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 100,
+            "max_window_layers": 1,
+        },
+        (None, 100, 100),
+    ),
+    "smollm3-where-nothing-is-rotated": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+        (None, None, None, 7),
+    ),
+    "phi3-one-shorter-than-the-context": (
+        {"architectures": ["Phi3ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 4095},
+        (4095, 4095),
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "windows"), _WINDOWS.values(), ids=_WINDOWS)
+def test_windows_of_layers(
+    tmp_path: Path, content: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert load_config(_write(tmp_path, content)).windows == windows
 
 
 REFUSED = {
     "experts": (
-        {"architectures": ["Qwen3MoeForCausalLM"]},
-        "Qwen3MoeForCausalLM is not supported (it has a mixture of experts); supported are",
+        {"architectures": ["GraniteMoeForCausalLM"]},
+        "GraniteMoeForCausalLM is not supported (it has a mixture of experts); supported are",
     ),
-    "ministral-with-a-window-in-one-layer": (
+    "more-experts-than-there-are": (
+        {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+        "num_experts_per_tok (9) is more than the 8 experts",
+    ),
+    "dense-layers-by-text": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": ["0"]},
+        "mlp_only_layers must be a list of layers from 0, not ['0']",
+    ),
+    "olmoe-clipped": (
+        {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
+        "clip_qkv is not supported",
+    ),
+    "layer-types-of-another-length": (
         {
             "architectures": ["MinistralForCausalLM"],
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        "the window of 4096 tokens is shorter than the context of 131072",
+        "layer_types must be a list of 32 kinds of attention",
     ),
-    "phi3-with-a-window": (
-        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047},
-        "the window of 2047 tokens is shorter than the context of 4096",
+    "another-kind-of-attention": (
+        {"architectures": ["MinistralForCausalLM"], "layer_types": ["chunked_attention"] * 32},
+        "layer_types has 'chunked_attention', which is not supported; only sliding_attention and",
+    ),
+    "phi3-with-a-window-of-none": (
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 0},
+        "sliding_window must be a positive integer, not 0",
+    ),
+    "llama-with-windows-by-layer": (
+        _llama(layer_types=["sliding_attention"] * 32),
+        "layer_types has sliding_attention, which this architecture does not have",
     ),
     "smollm3-with-windows-by-layer": (
         {"architectures": ["SmolLM3ForCausalLM"], "layer_types": ["sliding_attention"] * 36},
-        "sliding-window attention is not supported; layer_types has sliding_attention",
+        "layer_types has sliding_attention, but no sliding_window is in use",
     ),
     "smollm3-flags": (
         {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},

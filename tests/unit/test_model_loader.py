@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pagewire.kernels import load_ops
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
+from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import LoadFormat, load_model
 
@@ -107,6 +109,38 @@ def test_every_parameter_is_filled_with_its_tensor(
     assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in parameters.values())
 
 
+def test_nothing_is_allocated_for_weights_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path)
+    _edit(tmp_path, "missing")
+    devices: list[str] = []
+    empty = torch.empty
+
+    def noting(*size: object, **kind: object) -> torch.Tensor:
+        devices.append(str(kind["device"]))
+        return empty(*size, **kind)
+
+    monkeypatch.setattr(torch, "empty", noting)
+    _assert_refused(tmp_path, "1 tensor is missing")
+    assert set(devices) == {"meta"}
+
+
+def test_prefixes_that_a_family_ignores_are_left_out_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors |= {f"vision_tower.{i}.weight": torch.ones(3) for i in range(2)}
+    save_file(tensors, tmp_path / WEIGHTS)
+    _assert_refused(tmp_path, "2 tensors are not in the model (vision_tower.0.weight, vision_tower")
+    llama = replace(ARCHITECTURES["LlamaForCausalLM"], ignored_prefixes=("vision_tower.",))
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", llama)
+    with caplog.at_level("INFO", "pagewire"):
+        _load(tmp_path)
+    assert "does not use are not loaded: 2 of vision_tower.*" in caplog.text
+
+
 @pytest.mark.parametrize("edit", ["old-buffers", "tied-head"])
 def test_tensors_that_add_nothing_are_ignored(tmp_path: Path, edit: str) -> None:
     saved = _save(tmp_path, tied=True)
@@ -133,10 +167,10 @@ def test_dummy_weights_are_always_alike_and_need_no_files(tmp_path: Path) -> Non
 
 
 REFUSED = {
-    "missing": f"lack the tensor {UP}; check that config.json belongs to them",
-    "unexpected": "has a tensor model.layers.2.mlp.up_proj.weight that config.json has no place",
-    "wrong-shape": "has shape [16, 24], but config.json asks for [24, 16]",
-    "integers": "is I8; quantised weights are not supported",
+    "missing": f"1 tensor is missing ({UP}). Check that",
+    "unexpected": "1 tensor is not in the model (model.layers.2.mlp.up_proj.weight). Check that",
+    "wrong-shape": f"1 tensor is of another shape ({UP} has [16, 24], not [24, 16]). Check that",
+    "integers": f"1 tensor is quantised, which is not supported ({UP} is I8). Check that",
 }
 
 
@@ -152,7 +186,10 @@ def test_several_missing_tensors_are_counted(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_hidden_layers"] = 3
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _assert_refused(tmp_path, "lack the tensor model.layers.2.input_layernorm.weight and 15 more")
+    _assert_refused(
+        tmp_path, "16 tensors are missing (model.layers.2.input_layernorm.weight, model.layers.2."
+    )
+    _assert_refused(tmp_path, "and 10 more). Check")
 
 
 def _header_length(data: bytes) -> int:
@@ -181,8 +218,8 @@ def test_corrupt_file(tmp_path: Path, how: str) -> None:
     _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} is truncated or corrupt")
 
 
-def test_header_that_only_the_library_finds_wrong(tmp_path: Path) -> None:
-    """Offsets that overlap: sizes and shapes look right."""
+def test_header_whose_tensors_overlap(tmp_path: Path) -> None:
+    """Sizes and shapes look right."""
     _save(tmp_path)
     data = (tmp_path / WEIGHTS).read_bytes()
     length = _header_length(data)
@@ -191,7 +228,15 @@ def test_header_that_only_the_library_finds_wrong(tmp_path: Path) -> None:
     header[UP]["data_offsets"] = gate
     text = json.dumps(header).encode().ljust(length)
     (tmp_path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} cannot be read")
+    _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} is truncated or corrupt")
+
+
+def test_header_whose_shape_has_other_bytes(tmp_path: Path) -> None:
+    _save(tmp_path)
+    data = (tmp_path / WEIGHTS).read_bytes()
+    assert data.count(b'"shape":[24,16]') > 0
+    (tmp_path / WEIGHTS).write_bytes(data.replace(b'"shape":[24,16]', b'"shape":[24,17]', 1))
+    _assert_refused(tmp_path, "has 1536 bytes, not 1632; download it again")
 
 
 def test_directory_without_weights(tmp_path: Path) -> None:
@@ -205,6 +250,13 @@ def test_pickles_are_refused(tmp_path: Path, name: str) -> None:
     _save(tmp_path)
     (tmp_path / WEIGHTS).rename(tmp_path / name)
     _assert_refused(tmp_path, f"has its weights as a pickle ({name}), which can run any code")
+    _assert_refused(tmp_path, f"from_pretrained('{tmp_path}').save_pretrained('NEW')")
+
+
+def test_shards_without_their_index(tmp_path: Path) -> None:
+    _save(tmp_path, max_shard_size="4KB")
+    (tmp_path / INDEX).unlink()
+    _assert_refused(tmp_path, "has model-00001-of-00007.safetensors, but neither")
 
 
 def test_missing_shard(tmp_path: Path) -> None:
@@ -219,7 +271,8 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
     tensors = load_file(first)
     save_file({**load_file(second), **tensors}, second)
-    _assert_refused(tmp_path, f"tensor {next(iter(sorted(tensors)))} is both in {first}")
+    name = min(tensors)
+    _assert_refused(tmp_path, f"{name} in {first.name} and {second.name}")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ ROUTER_ONLY = (
     "policy",
     "max_queue",
 )
-BOTH = ("model", "log_level")
+BOTH = ("model", "revision", "log_level")
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
 OWN = ("host", "port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
 NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
@@ -64,6 +64,7 @@ def up(
     decode: Decode = 1,
     routers: Routers = 2,
     model: options.Model = None,
+    revision: options.Revision = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
     special_tokens_in_messages: options.SpecialTokensInMessages = None,
@@ -127,7 +128,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
         worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
-    model_path = resolve_model(worker.model)
+    model_path = resolve_model(worker.model, revision=worker.revision)
     load_config(model_path)
     load_sampling_defaults(model_path, router.generation_config)
     ready_file = ReadyFile(Path(params["ready_file"])) if params["ready_file"] else None

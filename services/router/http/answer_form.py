@@ -20,6 +20,7 @@ from pagewire.shared.structured_outputs import (
     StructuralTag,
     StructuredOutputs,
 )
+from pagewire.shared.text.markers import Markers
 
 _SCHEMA_RULE = 'an object like {"name": "answer", "schema": {...}, "strict": true}'
 
@@ -52,7 +53,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class StructuralTagFormat(StructuralTag, frozen=True, tag_field="type", tag="structural_tag"):
-    """Text with structures that begin at triggers."""
+    """Text with structures in it."""
 
 
 ResponseFormat = Annotated[
@@ -60,7 +61,7 @@ ResponseFormat = Annotated[
     Meta(
         description='an object whose type is "text", "json_object", "json_schema" (with '
         'json_schema: {"name": ..., "schema": ...}) or "structural_tag" (with '
-        "structures and triggers)"
+        "format, or with structures and triggers)"
     ),
 ]
 
@@ -85,8 +86,12 @@ _FORM_FIELDS = [
 ]
 
 
-def form_of(body: FormFields) -> tuple[str, str] | None:
+def form_of(body: FormFields, markers: Markers) -> tuple[str, str] | None:
     """Return the grammar text that a body asks for, and the field that does; None if none does.
+
+    Args:
+        body: of a request.
+        markers: the model's special tokens.
 
     Raises:
         InvalidRequestError: two fields ask for a form, or it cannot be read; names the field.
@@ -103,7 +108,7 @@ def form_of(body: FormFields) -> tuple[str, str] | None:
     if len(found) > 1:
         second = found[1][0]
         raise InvalidRequestError(f"{second} cannot be combined with {field}", second)
-    text = grammar_text(structured, field)
+    text = grammar_text(structured, field, markers)
     return None if text is None else (text, field)
 
 

@@ -28,11 +28,13 @@ from pagewire.services.router.http.schemas import (
 )
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
+from pagewire.shared.tools.form_grammar import after_reasoning, reasoning_before
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -132,7 +134,7 @@ def read_completion(
         kept = prompt if body.truncate_prompt_tokens is None else ids
         echo = _echo_text(kept, model) if body.echo else None
         prompts.append(PromptInput(ids, spec, echo))
-    return _input(body, prompts, unknown_fields)
+    return _input(body, prompts, unknown_fields, model)
 
 
 def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
@@ -156,7 +158,11 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     reading = answer_reading(
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
-    found = _input(body, [prompt], unknown_fields)
+    found = _input(body, [prompt], unknown_fields, model)
+    if found.form_field is not None:
+        begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
+        text = after_reasoning(found.prompts[0].spec.grammar or "", model.syntax, begins)
+        found = found.with_grammar(checked_size(text, found.form_field))
     if wanted is not None and reading is not None:
         found = found.with_tools(tool_grammars(model.syntax, wanted, reading), wanted.must_call)
     if reading is not None:
@@ -166,12 +172,12 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
 
 
 def _input(
-    body: GenerationBody, prompts: list[PromptInput], unknown_fields: int
+    body: GenerationBody, prompts: list[PromptInput], unknown_fields: int, model: ServedModel
 ) -> GenerationInput:
     options = body.stream_options
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _check_prompt_logprobs(body, prompts)
-    form = form_of(body)
+    form = form_of(body, model.tokenizer.markers)
     if form is not None:
         prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
     return GenerationInput(

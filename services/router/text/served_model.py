@@ -47,7 +47,7 @@ class ServedModel:
         Raises:
             ModelLoadError: it cannot be found or read; one line.
         """
-        path = resolve_model(settings.model, weights=False)
+        path = resolve_model(settings.model, weights=False, revision=settings.revision)
         config = load_config(path)
         tokenizer = Tokenizer.from_dir(path, settings.special_tokens_in_messages)
         syntax = ChatSyntax.choose(

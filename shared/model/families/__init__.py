@@ -5,7 +5,7 @@ files import no torch: the router reads configurations, too.
 
 Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
 
-May import: `fields`, `model_config` and `rope_config` of `shared.model`.
+May import: `experts_config`, `fields`, `model_config` and `rope_config` of `shared.model`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from pagewire.shared.model.families import (
     llama,
     ministral,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from pagewire.shared.model.fields import Fields
@@ -40,10 +44,13 @@ class Architecture:
     Attributes:
         parse_config: reads its config.json; raises a ModelLoadError of one line.
         build: makes a model of what `parse_config` returned, its parameters not filled.
+        ignored_prefixes: of a checkpoint's tensors that are not loaded, such as a vision tower's;
+            a line in the log names them.
     """
 
     parse_config: Callable[[Fields], ModelConfig]
     build: Callable[[Any, LayerFactory], DecoderModel]
+    ignored_prefixes: tuple[str, ...] = ()
 
 
 # By the name in `architectures` of config.json.
@@ -57,23 +64,23 @@ ARCHITECTURES = {
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
+    "MixtralForCausalLM": Architecture(mixtral.parse_config, mixtral.build),
+    "Qwen2MoeForCausalLM": Architecture(qwen2_moe.parse_config, qwen2_moe.build),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.parse_config, qwen3_moe.build),
+    "OlmoeForCausalLM": Architecture(olmoe.parse_config, olmoe.build),
 }
 
 _EXPERTS = "it has a mixture of experts"
-_WINDOWS = "some of its layers attend to a sliding window"
+_OWN_LAYERS = "its norms and rotary angles by layer have not been added"
 _LATENT = "it caches latent vectors in place of keys and values"
 # Why some that are often asked for are not.
 REFUSED = {
-    "MixtralForCausalLM": _EXPERTS,
-    "Qwen2MoeForCausalLM": _EXPERTS,
-    "Qwen3MoeForCausalLM": _EXPERTS,
-    "OlmoeForCausalLM": _EXPERTS,
     "GraniteMoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
-    "Olmo3ForCausalLM": _WINDOWS,
-    "Gemma2ForCausalLM": f"{_WINDOWS}, and its scores are capped",
-    "Gemma3ForCausalLM": _WINDOWS,
-    "Gemma3ForConditionalGeneration": _WINDOWS,
+    "Olmo3ForCausalLM": "its rotary angles by layer have not been added",
+    "Gemma2ForCausalLM": "its norms and activation have not been added",
+    "Gemma3ForCausalLM": _OWN_LAYERS,
+    "Gemma3ForConditionalGeneration": _OWN_LAYERS,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
 }

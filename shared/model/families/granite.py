@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import refuse_window
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def parse_config(fields: Fields) -> GraniteConfig:
         residual_multiplier=fields.positive_float("residual_multiplier", 1.0),
         logits_scaling=fields.positive_float("logits_scaling", 1.0),
     )
-    refuse_window(fields, config)
+    refuse_window(fields)
     return config
 
 

@@ -1,11 +1,12 @@
-"""Llama 2 to 3.3, and the composition of all that differ from it by biases alone."""
+"""Llama 2 to 3.3, and the composition of all that differ from it by biases and windows alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import refuse_window
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -35,7 +36,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         o_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )
-    refuse_window(fields, config)
+    refuse_window(fields)
     return config
 
 
@@ -43,7 +44,9 @@ def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     """Compose layers of rotated attention and a gated feed-forward layer, norms before each."""
     cos_sin = make.cos_sin(config)
     layers = [
-        make.pre_norm_layer(config, make.attention(config, cos_sin), make.mlp(config))
-        for _ in range(config.num_layers)
+        make.pre_norm_layer(
+            config, make.attention(config, cos_sin, window=window), make.mlp(config)
+        )
+        for window in config.windows
     ]
     return make.model(config, layers)

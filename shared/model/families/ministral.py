@@ -1,15 +1,11 @@
-"""Ministral, if no layer has a window that is shorter than the context: a kind of Mistral."""
+"""Ministral: a Mistral in which some layers, by default all, have a sliding window."""
 
 from __future__ import annotations
 
 from pagewire.shared.model.families.mistral import DEFAULTS, WINDOW
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import (
-    ModelConfig,
-    layer_types,
-    read_config,
-    refuse_window,
-)
+from pagewire.shared.model.model_config import ModelConfig, read_config
+from pagewire.shared.model.windows import read_window, sliding_layers, with_windows
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -27,13 +23,6 @@ def parse_config(fields: Fields) -> ModelConfig:
         o_bias=False,
         mlp_bias=False,
     )
-    refuse_window(fields, config, _window(fields))
-    return config
-
-
-def _window(fields: Fields) -> object:
-    """Return the window of its sliding layers, by default all; None if it has none of them."""
-    kinds = layer_types(fields)
-    if kinds and "sliding_attention" not in kinds:
-        return None
-    return fields.raw.get("sliding_window", WINDOW)
+    window = read_window(fields, WINDOW)
+    sliding = sliding_layers(fields, config.num_layers, lambda _: window is not None)
+    return with_windows(fields, config, window, sliding)

@@ -1,9 +1,10 @@
-"""Mistral, without its sliding window: a Llama with other defaults."""
+"""Mistral: a Llama with other defaults, and perhaps a sliding window in all layers."""
 
 from __future__ import annotations
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import read_window, with_windows
 
 DEFAULTS = Defaults(
     vocab_size=32_000,
@@ -30,5 +31,5 @@ def parse_config(fields: Fields) -> ModelConfig:
         o_bias=False,
         mlp_bias=False,
     )
-    refuse_window(fields, config, fields.raw.get("sliding_window", WINDOW))
-    return config
+    window = read_window(fields, WINDOW)
+    return with_windows(fields, config, window, [window is not None] * config.num_layers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import refuse_window
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -36,7 +37,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         o_bias=bias,
         mlp_bias=False,
     )
-    refuse_window(fields, config)
+    refuse_window(fields)
     return config
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, refuse_window
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import read_window, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -44,8 +45,8 @@ def parse_config(fields: Fields) -> ModelConfig:
             f"rope type {config.rope.rope_type!r} is not supported in a Phi-3; supported are "
             f"{', '.join(_ROPE_TYPES)}"
         )
-    refuse_window(fields, config, fields.raw.get("sliding_window"))
-    return config
+    window = read_window(fields, None)
+    return with_windows(fields, config, window, [window is not None] * config.num_layers)
 
 
 def _with_todays_names(fields: Fields) -> Fields:
@@ -63,8 +64,10 @@ def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(
-            config, make.attention(config, cos_sin, fused=True), make.mlp(config, fused=True)
+            config,
+            make.attention(config, cos_sin, fused=True, window=window),
+            make.mlp(config, fused=True),
         )
-        for _ in range(config.num_layers)
+        for window in config.windows
     ]
     return make.model(config, layers)

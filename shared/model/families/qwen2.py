@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import (
-    Defaults,
-    ModelConfig,
-    read_config,
-    refuse_window,
-    switched_window,
-)
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
 
 _DEFAULTS = Defaults(
     vocab_size=151_936,
@@ -19,6 +14,7 @@ _DEFAULTS = Defaults(
     num_kv_heads=32,
 )
 _WINDOW = 4096
+_FIRST_WINDOW = 28  # the first layer that has it
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -36,5 +32,18 @@ def parse_config(fields: Fields) -> ModelConfig:
         o_bias=False,
         mlp_bias=False,
     )
-    refuse_window(fields, config, switched_window(fields, _WINDOW))
-    return config
+    return with_upper_windows(fields, config)
+
+
+def with_upper_windows(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the window, if it is switched on, in all but the first layers.
+
+    Raises:
+        ModelLoadError: a field is wrong; one line.
+    """
+    window = switched_window(fields, _WINDOW)
+    first = fields.whole_number("max_window_layers", _FIRST_WINDOW)
+    sliding = sliding_layers(
+        fields, config.num_layers, lambda index: window is not None and index >= first
+    )
+    return with_windows(fields, config, window, sliding)

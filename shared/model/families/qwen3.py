@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagewire.shared.model.families.qwen2 import with_upper_windows
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import (
-    Defaults,
-    ModelConfig,
-    read_config,
-    refuse_window,
-    switched_window,
-)
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -25,7 +20,6 @@ _DEFAULTS = Defaults(
     num_kv_heads=32,
     head_dim=128,
 )
-_WINDOW = 4096
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -44,8 +38,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         o_bias=bias,
         mlp_bias=False,
     )
-    refuse_window(fields, config, switched_window(fields, _WINDOW))
-    return config
+    return with_upper_windows(fields, config)
 
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
@@ -53,8 +46,10 @@ def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(
-            config, make.attention(config, cos_sin, qk_norm="head"), make.mlp(config)
+            config,
+            make.attention(config, cos_sin, qk_norm="head", window=window),
+            make.mlp(config),
         )
-        for _ in range(config.num_layers)
+        for window in config.windows
     ]
     return make.model(config, layers)

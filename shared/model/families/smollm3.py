@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import (
-    Defaults,
-    ModelConfig,
-    read_config,
-    refuse_window,
-    switched_window,
-)
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -60,8 +55,13 @@ def parse_config(fields: Fields) -> SmolLM3Config:
         mlp_bias=fields.flag("mlp_bias", False),
         rotates=_rotates(fields),
     )
-    refuse_window(fields, config, switched_window(fields, None))
-    return config
+    window = switched_window(fields, None)
+    sliding = sliding_layers(
+        fields,
+        config.num_layers,
+        lambda index: window is not None and not config.rotates[index],
+    )
+    return with_windows(fields, config, window, sliding)
 
 
 def _rotates(fields: Fields) -> tuple[bool, ...]:
@@ -85,8 +85,10 @@ def build(config: SmolLM3Config, make: LayerFactory) -> DecoderModel:
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(
-            config, make.attention(config, cos_sin if rotates else None), make.mlp(config)
+            config,
+            make.attention(config, cos_sin if rotates else None, window=window),
+            make.mlp(config),
         )
-        for rotates in config.rotates
+        for rotates, window in zip(config.rotates, config.windows, strict=True)
     ]
     return make.model(config, layers)

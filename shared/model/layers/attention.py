@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ class Attention:
         qkv_proj: projects to queries, keys and values.
         o_proj: projects the heads' outputs back.
         norms: of queries and keys, or None.
+        sinks: `[heads]`, or None.
     """
 
     __slots__ = (
@@ -33,12 +34,14 @@ class Attention:
         "_head_norms",
         "_heads",
         "_ops",
+        "_options",
         "_projection_norms",
         "_projections",
         "_scale",
         "norms",
         "o_proj",
         "qkv_proj",
+        "sinks",
     )
 
     def __init__(
@@ -51,6 +54,9 @@ class Attention:
         scale: float,
         qk_norm: QkNorm,
         norms: tuple[RmsNorm, RmsNorm] | None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self._ops = ops
         self._cos_sin = cos_sin  # [max_positions, R]; None: nothing is rotated
@@ -61,6 +67,9 @@ class Attention:
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.norms = norms
+        self.sinks = sinks
+        options = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
+        self._options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
         # Heads are normalised by the kernel that rotates them.
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | tuple[()] = ()
         if norms is not None and qk_norm == "head":
@@ -124,6 +133,7 @@ class Attention:
                 batch.decode_seq_lens,
                 self._scale,
                 out=out[:decodes],
+                **self._options,
             )
         if (
             batch.prefill_block_tables is not None
@@ -140,12 +150,15 @@ class Attention:
                 batch.max_query_len,
                 self._scale,
                 out=out[decodes:],
+                **self._options,
             )
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills projections and norms."""
+        """Yield what fills projections, norms and sinks."""
         yield from self.qkv_proj.targets(name)
         yield from self.o_proj.targets(name)
         if self.norms is not None:
             yield from self.norms[0].targets(f"{name}.q_norm")
             yield from self.norms[1].targets(f"{name}.k_norm")
+        if self.sinks is not None:
+            yield f"{name}.sinks", self.sinks

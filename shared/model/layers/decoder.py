@@ -66,7 +66,7 @@ class DecoderLayer(Protocol):
 class PreNormLayer:
     """Attention and feed-forward, each after a normalisation."""
 
-    __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
+    __slots__ = ("_mlp_name", "attention", "input_norm", "mlp", "post_attention_norm")
 
     def __init__(
         self,
@@ -74,7 +74,9 @@ class PreNormLayer:
         attention: AttentionPart,
         post_attention_norm: RmsNorm,
         mlp: TokenPart,
+        mlp_name: str = "mlp",
     ) -> None:
+        self._mlp_name = mlp_name  # in the checkpoint
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
@@ -98,7 +100,7 @@ class PreNormLayer:
         yield from self.input_norm.targets(f"{name}.input_layernorm")
         yield from self.attention.targets(f"{name}.self_attn")
         yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
-        yield from self.mlp.targets(f"{name}.mlp")
+        yield from self.mlp.targets(f"{name}.{self._mlp_name}")
 
 
 class PostNormLayer:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.gated_silu import SILU, GatedSilu
+from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.layers.attention import Attention, QkNorm
 from pagewire.shared.model.layers.decoder import (
     AttentionPart,
@@ -16,11 +18,14 @@ from pagewire.shared.model.layers.decoder import (
     PreNormLayer,
     TokenPart,
 )
+from pagewire.shared.model.layers.experts import ExpertNames, Experts, WithSharedExpert
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope import cos_sin_table
+
+EACH = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
 
 
 class LayerFactory:
@@ -33,11 +38,19 @@ class LayerFactory:
         dtype: of parameters and activations.
         ops: kernels that suit the device.
         max_positions: longest sequence.
+        stacked_experts: whether the checkpoint has all experts' weights of a layer in one tensor,
+            as transformers 5 writes them if asked to, where others have one for each expert.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, ops: Ops, max_positions: int
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: Ops,
+        max_positions: int,
+        stacked_experts: bool = False,
     ) -> None:
+        self.stacked_experts = stacked_experts
         self._device = device
         self._dtype = dtype
         self._ops = ops
@@ -47,6 +60,9 @@ class LayerFactory:
         """Return projections of one input; see `LinearShape`."""
         shape = LinearShape(in_features, parts, bias)
         return Linear(Unquantized(shape, self._ops, self._device, self._dtype))
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._device, dtype=self._dtype)
 
     def norm(self, size: int, eps: float) -> RmsNorm:
         """Return a normalisation of rows of `size` numbers."""
@@ -65,6 +81,9 @@ class LayerFactory:
         qk_norm: QkNorm = "none",
         scale: float | None = None,
         fused: bool = False,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: bool = False,
     ) -> Attention:
         """Return attention over the paged KV cache.
 
@@ -74,6 +93,9 @@ class LayerFactory:
             qk_norm: what of queries and keys is normalised.
             scale: of the scores; None: the inverse root of the head size.
             fused: whether the checkpoint has one tensor `qkv_proj`.
+            window: of positions that a query attends to, its own included; None for all.
+            soft_cap: of the scores, or None.
+            sinks: whether each head has one.
         """
         q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
         parts = {"qkv_proj": q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -93,11 +115,21 @@ class LayerFactory:
             config.head_dim**-0.5 if scale is None else scale,
             qk_norm,
             norms,
+            window,
+            soft_cap,
+            self._empty(config.num_heads) if sinks else None,
         )
 
-    def mlp(self, config: ModelConfig, *, fused: bool = False) -> Mlp:
-        """Return a gated feed-forward layer; `fused`: the checkpoint has one `gate_up_proj`."""
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def mlp(self, config: ModelConfig, *, fused: bool = False, inner: int | None = None) -> Mlp:
+        """Return a gated feed-forward layer.
+
+        Args:
+            config: sizes and biases.
+            fused: whether the checkpoint has one tensor `gate_up_proj`.
+            inner: its intermediate size; None: the configuration's.
+        """
+        hidden, bias = config.hidden_size, config.mlp_bias
+        inner = config.intermediate_size if inner is None else inner
         parts = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
         return Mlp(
             self.linear(hidden, parts, bias),
@@ -105,12 +137,80 @@ class LayerFactory:
             self._ops,
         )
 
+    def experts(
+        self,
+        config: ModelConfig,
+        experts: ExpertsConfig,
+        *,
+        each: tuple[str, str, str] | tuple[()] = EACH,
+        stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
+        router: str = "gate",
+        router_bias: bool = False,
+        biases: bool = False,
+        activation: GatedSilu = SILU,
+        interleaved: bool = False,
+        transposed: bool = False,
+    ) -> Experts:
+        """Return a mixture of experts.
+
+        Args:
+            config: the hidden size.
+            experts: their number, size and routing.
+            each: names of one expert's gate, up and down projection, with {} for its number; empty
+                if the checkpoint always has them stacked.
+            stacked: names of all experts' gate and up projections, and of their down projections.
+            router: its name.
+            router_bias: whether it has one.
+            biases: whether each expert's projections have them; only with stacked weights.
+            activation: between the projections.
+            interleaved: whether rows of gate and up alternate in the stacked weights.
+            transposed: whether stacked weights are [E, in, out].
+        """
+        count, hidden, inner = experts.count, config.hidden_size, experts.intermediate_size
+        correction = None
+        if experts.routing.corrected:
+            correction = torch.empty(count, device=self._device, dtype=torch.float32)
+        both = (self._empty(count, 2 * inner), self._empty(count, hidden)) if biases else None
+        return Experts(
+            self._ops,
+            self.linear(hidden, {router: count}, router_bias),
+            experts.routing,
+            self._empty(count, 2 * inner, hidden),
+            self._empty(count, hidden, inner),
+            ExpertNames(() if self.stacked_experts else each, stacked, transposed),
+            biases=both,
+            correction=correction,
+            activation=activation,
+            interleaved=interleaved,
+        )
+
+    def with_shared_expert(
+        self, config: ModelConfig, experts: Experts, inner: int, name: str, gate: str | None = None
+    ) -> WithSharedExpert:
+        """Return a mixture with an expert that all tokens have.
+
+        Args:
+            config: the hidden size.
+            experts: the mixture.
+            inner: the shared expert's intermediate size.
+            name: of the shared expert.
+            gate: name of the projection whose sigmoid multiplies its output, if there is one.
+        """
+        shared = self.mlp(config, inner=inner)
+        gating = None if gate is None else self.linear(config.hidden_size, {gate: 1}, False)
+        return WithSharedExpert(experts, shared, gating, name)
+
     def pre_norm_layer(
-        self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
+        self,
+        config: ModelConfig,
+        attention: AttentionPart,
+        mlp: TokenPart,
+        *,
+        mlp_name: str = "mlp",
     ) -> PreNormLayer:
         """Return a layer that normalises before attention and before the feed-forward layer."""
         size, eps = config.hidden_size, config.rms_norm_eps
-        return PreNormLayer(self.norm(size, eps), attention, self.norm(size, eps), mlp)
+        return PreNormLayer(self.norm(size, eps), attention, self.norm(size, eps), mlp, mlp_name)
 
     def post_norm_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart

@@ -1,0 +1,270 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""A mixture of experts: two grouped products over pairs of token and expert, and a weighted sum.
+
+Pairs are sorted by expert into tiles (`expert_tiles.py`). A program of either product takes one
+tile and some of the outputs, so that each expert's weights are read once a tile. The first product
+gates its outputs. The second writes a row for each pair, and the sum adds a token's rows in the
+order of its choices: no atomics, and the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels.errors import UnsupportedShapeError
+from pagewire.kernels.expert_tiles import TileList, list_tiles
+from pagewire.kernels.gated_silu import SILU, GatedSilu
+
+_LEAST_ROWS = 16  # of a matrix product
+_MOST_ROWS = 64
+_MAX_BLOCK = 1024
+
+
+class _Tiling(NamedTuple):
+    """How the products are cut: outputs and inputs a program, tiles in flight, warps."""
+
+    block_out: int
+    block_in: int
+    stages: int
+    warps: int
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,  # [tokens, ins]
+    weight_ptr,  # [experts, 2 * inner, ins] contiguous
+    bias_ptr,  # [experts, 2 * inner] contiguous
+    out_ptr,  # [pairs, inner], by their place in `order`
+    order_ptr,
+    tiles_ptr,
+    ins,
+    inner,
+    top_k,
+    x_stride,
+    GATE_STEP: tl.constexpr,  # rows of the weight from one gate to the next
+    UP_AFTER_GATE: tl.constexpr,  # whether a gate's up is the next row, or `inner` rows later
+    HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+    expert = tl.load(tile_ptr).to(tl.int64)
+    if expert < 0:
+        return
+    place = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
+    seen = place < tl.load(tile_ptr + 2)
+    token = tl.load(order_ptr + place, mask=seen, other=0) // top_k
+    columns = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    wanted = columns < inner
+    gates = columns * GATE_STEP
+    ups = gates + (1 if UP_AFTER_GATE else inner)
+    inputs = tl.arange(0, BLOCK_IN)
+    # The weights are the left factor: a matrix instruction takes 64 rows of it at least.
+    weights = weight_ptr + expert * 2 * inner * ins
+    gate_tile = weights + gates.to(tl.int64)[:, None] * ins + inputs[None, :]
+    up_tile = weights + ups.to(tl.int64)[:, None] * ins + inputs[None, :]
+    x_tile = x_ptr + token.to(tl.int64)[None, :] * x_stride + inputs[:, None]
+    gate = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
+    up = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
+    for first in tl.range(0, ins, BLOCK_IN, num_stages=STAGES):
+        there = inputs < ins - first
+        x = tl.load(x_tile + first, mask=there[:, None] & seen[None, :], other=0.0)
+        mask = wanted[:, None] & there[None, :]
+        weight = tl.load(gate_tile + first, mask=mask, other=0.0)
+        gate = tl.dot(weight, x, gate, input_precision="ieee")
+        weight = tl.load(up_tile + first, mask=mask, other=0.0)
+        up = tl.dot(weight, x, up, input_precision="ieee")
+    if HAS_BIAS:
+        bias = bias_ptr + expert * 2 * inner
+        gate += tl.load(bias + gates, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + ups, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    result = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + UP_OFFSET)
+    out = out_ptr + place.to(tl.int64)[None, :] * inner + columns[:, None]
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=wanted[:, None] & seen[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr,  # [pairs, ins] contiguous, by their place in `order`
+    weight_ptr,  # [experts, outs, ins] contiguous
+    bias_ptr,  # [experts, outs] contiguous
+    out_ptr,  # [pairs, outs], by pair
+    order_ptr,
+    tiles_ptr,
+    ins,
+    outs,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+    expert = tl.load(tile_ptr).to(tl.int64)
+    if expert < 0:
+        return
+    place = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
+    seen = place < tl.load(tile_ptr + 2)
+    pair = tl.load(order_ptr + place, mask=seen, other=0)
+    columns = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    wanted = columns < outs
+    inputs = tl.arange(0, BLOCK_IN)
+    weights = weight_ptr + expert * outs * ins
+    weight_tile = weights + columns.to(tl.int64)[:, None] * ins + inputs[None, :]
+    x_tile = x_ptr + place.to(tl.int64)[None, :] * ins + inputs[:, None]
+    acc = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
+    for first in tl.range(0, ins, BLOCK_IN, num_stages=STAGES):
+        there = inputs < ins - first
+        x = tl.load(x_tile + first, mask=there[:, None] & seen[None, :], other=0.0)
+        weight = tl.load(weight_tile + first, mask=wanted[:, None] & there[None, :], other=0.0)
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * outs + columns, mask=wanted, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    out = out_ptr + pair.to(tl.int64)[None, :] * outs + columns[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=wanted[:, None] & seen[None, :])
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    x_ptr,  # [tokens, top_k, width] contiguous
+    weights_ptr,  # [tokens, top_k] float32
+    out_ptr,  # [tokens, width] contiguous
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        row = token * TOP_K + choice
+        x = tl.load(x_ptr + row * width + columns, mask=mask, other=0.0)
+        total += tl.load(weights_ptr + row) * x.to(tl.float32)
+    tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: GatedSilu = SILU,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum of what each token's experts make of it, `[T, H]`.
+
+    Shapes are those of `pagewire.kernels.Experts`.
+
+    Raises:
+        UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
+    """
+    parameters = [each for each in (gate_up, down, gate_up_bias, down_bias) if each is not None]
+    if not all(each.is_contiguous() for each in parameters) or x.stride(1) != 1:
+        raise UnsupportedShapeError("experts need weights without gaps, and rows of stride 1")
+    tokens, width = x.shape
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    top_k = chosen.shape[1]
+    tiles = list_tiles(chosen, gate_up.shape[0], _rows_of_a_tile(chosen.numel(), gate_up.shape[0]))
+    inner = _gate_and_up(x, gate_up, gate_up_bias, tiles, top_k, activation, interleaved)
+    outputs = _project_down(inner, down, down_bias, tiles)
+    block = min(next_power_of_2(width), _MAX_BLOCK)
+    _weighted_sum_kernel[(tokens, triton.cdiv(width, block))](
+        outputs, weights.contiguous(), out, width, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _rows_of_a_tile(pairs: int, num_experts: int) -> int:
+    """Return about as many rows as an expert has on average."""
+    return min(max(next_power_of_2(pairs // num_experts), _LEAST_ROWS), _MOST_ROWS)
+
+
+def _choose_tiling(dtype: torch.dtype) -> _Tiling:
+    return _Tiling(32, 32, 2, 4) if dtype == torch.float32 else _Tiling(64, 64, 3, 4)
+
+
+def _gate_and_up(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: TileList,
+    top_k: int,
+    activation: GatedSilu,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Return the gated first projection, `[pairs, I]`, in the order of the tiles."""
+    width, inner = x.shape[1], gate_up.shape[1] // 2
+    tiling = _choose_tiling(x.dtype)
+    out = torch.empty((tiles.order.shape[0], inner), dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(tiles.tiles.shape[0], triton.cdiv(inner, tiling.block_out))](
+        x,
+        gate_up,
+        gate_up if bias is None else bias,
+        out,
+        tiles.order,
+        tiles.tiles,
+        width,
+        inner,
+        top_k,
+        x.stride(0),
+        GATE_STEP=2 if interleaved else 1,
+        UP_AFTER_GATE=interleaved,
+        HAS_BIAS=bias is not None,
+        ALPHA=activation.alpha,
+        UP_OFFSET=activation.up_offset,
+        HAS_LIMIT=activation.limit is not None,
+        LIMIT=activation.limit or 0.0,
+        ROWS=tiles.rows,
+        BLOCK_OUT=tiling.block_out,
+        BLOCK_IN=tiling.block_in,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+    )
+    return out
+
+
+def _project_down(
+    x: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, tiles: TileList
+) -> torch.Tensor:
+    """Return the second projection of `[pairs, I]`, `[pairs, H]`, in the order of the pairs."""
+    outs, ins = down.shape[1:]
+    tiling = _choose_tiling(x.dtype)
+    out = torch.empty((x.shape[0], outs), dtype=x.dtype, device=x.device)
+    _down_kernel[(tiles.tiles.shape[0], triton.cdiv(outs, tiling.block_out))](
+        x,
+        down,
+        down if bias is None else bias,
+        out,
+        tiles.order,
+        tiles.tiles,
+        ins,
+        outs,
+        HAS_BIAS=bias is not None,
+        ROWS=tiles.rows,
+        BLOCK_OUT=tiling.block_out,
+        BLOCK_IN=tiling.block_in,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+    )
+    return out

@@ -1,0 +1,56 @@
+"""A mixture of experts, in plain torch: one expert after the other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pagewire.kernels.gated_silu import SILU, GatedSilu
+
+
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: GatedSilu = SILU,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum of what each token's experts make of it, `[T, H]`.
+
+    Shapes are those of `pagewire.kernels.Experts`. The host reads which experts are chosen, so a
+    CUDA graph cannot capture this.
+    """
+    tokens, top_k = chosen.shape
+    outputs = torch.empty((tokens, top_k, x.shape[1]), dtype=x.dtype, device=x.device)
+    for expert in chosen.unique().tolist():
+        token, choice = (chosen == expert).nonzero(as_tuple=True)
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        projected = F.linear(x[token], gate_up[expert], bias).float()
+        gate, up = _split(projected, interleaved)
+        inner = _activate(gate, up, activation).to(x.dtype)
+        bias = None if down_bias is None else down_bias[expert]
+        outputs[token, choice] = F.linear(inner, down[expert], bias)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for choice in range(top_k):  # in the order of the choices, as the kernel adds them
+        total += weights[:, choice, None] * outputs[:, choice]
+    return total.to(x.dtype)
+
+
+def _split(projected: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up, `[n, I]` each, of `[n, 2 I]`."""
+    if interleaved:
+        return projected[:, ::2], projected[:, 1::2]
+    gate, up = projected.chunk(2, dim=-1)
+    return gate, up
+
+
+def _activate(gate: torch.Tensor, up: torch.Tensor, activation: GatedSilu) -> torch.Tensor:
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+    gated = gate / torch.exp(-activation.alpha * gate).add_(1.0)
+    return gated * (up + activation.up_offset)

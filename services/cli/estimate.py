@@ -1,0 +1,126 @@
+"""`pagewire estimate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagewire.services.cli import options
+from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
+from pagewire.services.cli.terminal import print_whole
+from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.source import resolve_model
+
+if TYPE_CHECKING:
+    from pagewire.shared.worker.estimate import Estimate
+
+GIB = 1 << 30
+# GiB of memory that a driver reports.
+GPUS = {
+    "L4": 22.0,
+    "RTX 4090": 23.5,
+    "A100 40GB": 39.4,
+    "L40S": 44.4,
+    "A100 80GB": 79.2,
+    "H100 80GB": 79.2,
+    "H200": 139.8,
+    "B200": 178.4,
+}
+OWN = ("length", "memory", "as_json")
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a hub id, or demo.")]
+Length = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer.")]
+Memory = Annotated[
+    float | None,
+    typer.Option(min=0.1, max=1e6, help="GiB of a GPU's memory, in place of the known types."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with all numbers in bytes.")]
+
+
+def estimate(
+    ctx: typer.Context,
+    model: Model,
+    revision: options.Revision = None,
+    memory: Memory = None,
+    length: Length = 4096,
+    dtype: options.Dtype = None,
+    block_size: options.BlockSize = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    cuda_graphs: options.CudaGraphs = None,
+    staging_slots: options.StagingSlots = None,
+    staging_slot_bytes: options.StagingSlotBytes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate which GPUs hold a model, and how many tokens next to it.
+
+    Reads the model's configuration, not its weights.
+
+    Example: pagewire estimate demo --memory 24
+    """
+    with one_line_errors():
+        given = {name: value for name, value in ctx.params.items() if name not in OWN}
+        settings = load_settings(WorkerSettings, given)
+        config = load_config(
+            resolve_model(settings.model, weights=False, revision=settings.revision)
+        )
+        with needs_worker_extra():
+            from pagewire.shared.worker.estimate import estimate as estimate_memory
+        sizes = GPUS if memory is None else {f"{memory:g} GiB": memory}
+        if length > config.max_position_embeddings:
+            raise ConfigError(
+                f"--length {length} is more than the model's {config.max_position_embeddings} "
+                "tokens"
+            )
+        found = {
+            name: estimate_memory(config, settings, int(size * GIB)) for name, size in sizes.items()
+        }
+        seqs = {name: _sequences(each, length, settings, config) for name, each in found.items()}
+        if as_json:
+            print(json.dumps(_report(found, seqs, length), indent=2))
+        else:
+            _show(found, seqs, length)
+
+
+def _sequences(found: Estimate, length: int, settings: WorkerSettings, config: ModelConfig) -> int:
+    """Return how many sequences of a length run at once."""
+    if length > found.context:
+        return 0
+    groups = CacheGroups.of(config.windows, settings.block_size)
+    return min(settings.max_num_seqs, found.kv_blocks // groups.held_blocks(length))
+
+
+def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> dict[str, object]:
+    return {
+        "length": length,
+        "gpus": {
+            name: {**dataclasses.asdict(each), "sequences": seqs[name]}
+            for name, each in found.items()
+        },
+    }
+
+
+def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> None:
+    first = next(iter(found.values()))
+    console = Console()
+    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes)")
+    console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token")
+    table = Table()
+    for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", f"sequences of {length}"):
+        table.add_column(name, justify="left" if name == "GPU" else "right")
+    for name, each in found.items():
+        fits = [f"{each.kv_pool / GIB:.1f}", f"{each.kv_tokens}", f"{each.context}"]
+        cells = [*fits, f"{seqs[name]}"] if each.kv_tokens else ["does not fit", "", "", ""]
+        table.add_row(name, f"{each.total / GIB:.1f}", *cells)
+    print_whole(console, table)

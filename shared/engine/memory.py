@@ -1,0 +1,36 @@
+"""How a GPU's memory is divided, as numbers: what a worker does, and what an estimate says."""
+
+from __future__ import annotations
+
+from pagewire.shared.kv.cache_groups import CacheGroups
+
+GRAPH_BYTES = 1 << 30  # for CUDA graphs
+MIN_BLOCKS = 16  # of a KV pool
+
+
+def trial_blocks(max_num_batched_tokens: int, groups: CacheGroups) -> int:
+    """Return the blocks of the pool with which a worker measures a full step."""
+    return (groups.blocks_for(max_num_batched_tokens) + 1) * len(groups)
+
+
+def pool_bytes(
+    total: int,
+    utilization: float,
+    peak: int,
+    *,
+    cuda_graphs: bool,
+    staging: int,
+    in_use_by_others: int = 0,
+) -> int:
+    """Return what is left for the KV pool, in bytes; negative if nothing is.
+
+    Args:
+        total: of the GPU.
+        utilization: share of it that the worker may take.
+        peak: weights, tables, the trial pool and the activations of a full step.
+        cuda_graphs: whether steps are captured.
+        staging: what KV transfer takes.
+        in_use_by_others: other processes.
+    """
+    graphs = GRAPH_BYTES if cuda_graphs else 0
+    return min(int(total * utilization), total - in_use_by_others) - peak - graphs - staging

@@ -1,0 +1,248 @@
+"""The elements of a structural tag, and how llguidance's Lark writes them one after the other.
+
+llguidance reads an answer word by word: a word (a terminal) is as long as it can be, and of a lazy
+one the first that fits is taken. It does not go back. So what the elements mean together depends on
+what follows:
+
+- Fixed texts, regular expressions and free text next to each other are one word.
+- Free text up to a fixed text ends where that first comes, and so does a regular expression, if
+  anything follows that fixed text. Up to a token, or to the end of the answer, they are whatever
+  they may be.
+- Free text or a regular expression that anything else follows would take it in; it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+ANY_TEXT = "/(?s:.*)/"
+
+# What follows a element: the end of the answer, a token, or something else.
+Follow = Literal["end", "token", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A part of a word.
+
+    Attributes:
+        expression: in the syntax of terminals.
+        is_finite: it is one of some fixed texts; otherwise it may go on over what follows.
+        is_free: it has any text in it.
+        fixed: the text, if it is one.
+    """
+
+    expression: str
+    is_finite: bool = False
+    is_free: bool = False
+    fixed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token, by its id."""
+
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """What a rule reads, such as JSON; its end is certain.
+
+    Attributes:
+        expression: in the syntax of rules.
+    """
+
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several sequences of elements."""
+
+    alternatives: tuple[tuple[Element, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """What ends free text and begins tags: a text, a token, or a text and a token."""
+
+    text: str
+    token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Triggered:
+    """Free text in which tags follow triggers.
+
+    Attributes:
+        free: the free text, in the syntax of terminals.
+        tags: the rest of each tag, by its trigger.
+        first: the whole tags, one of which comes at once; none: text may come first.
+        is_once: nothing comes after the first tag.
+        after: a fixed text that follows.
+    """
+
+    free: str
+    tags: dict[Trigger, list[tuple[Element, ...]]]
+    first: tuple[tuple[Element, ...], ...]
+    is_once: bool
+    after: tuple[Text, ...] = ()
+
+
+Element: TypeAlias = Text | Token | Nested | Choice | Triggered
+Elements: TypeAlias = tuple[Element, ...]
+
+
+def fixed_text(text: str) -> Text:
+    """Return a fixed text as a element."""
+    return Text(json.dumps(text, ensure_ascii=False), is_finite=True, fixed=text)
+
+
+def is_open(elements: Elements) -> bool:
+    """Whether the last of these elements may go on over what follows them."""
+    if not elements:
+        return False
+    match elements[-1]:
+        case Text(is_finite=is_finite):
+            return not is_finite
+        case Choice(alternatives):
+            return any(map(is_open, alternatives))
+        case Triggered() as last:
+            return not last.after and not (last.first and last.is_once)
+    return False
+
+
+@dataclass(slots=True)
+class TagRules:
+    """The rules of one grammar.
+
+    Attributes:
+        rules: what each reads, by name.
+    """
+
+    rules: dict[str, str] = field(default_factory=dict)
+
+    def add(self, prefix: str, expression: str, options: str = "") -> str:
+        """Add a rule, or with a prefix in capitals a terminal; returns its name."""
+        name = f"{prefix}{len(self.rules)}"
+        self.rules[name + options] = expression
+        return name
+
+    def text(self, start: str) -> str:
+        """Return the grammar."""
+        rules = {"start": start or '""', **self.rules}
+        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+    def sequence(self, elements: Elements, follow: Follow) -> str:
+        """Return what reads some elements, one after the other.
+
+        Raises:
+            ValueError: one of them would take in what follows it.
+        """
+        joined = _with_ends(elements)
+        written, run = [], list[Text]()
+        for index, element in enumerate(joined):
+            then = _follow_of(joined[index + 1]) if index + 1 < len(joined) else follow
+            if isinstance(element, Text):
+                run.append(element)
+                if index + 1 == len(joined) or not isinstance(joined[index + 1], Text):
+                    written.append(self._word(run, then))
+                    run = []
+            else:
+                written.append(self._element(element, then))
+        return " ".join(filter(None, written))
+
+    def one_of(self, alternatives: Sequence[Elements], follow: Follow) -> str:
+        """Return what reads one of several sequences of elements."""
+        written = [self.sequence(elements, follow) or '""' for elements in alternatives]
+        return written[0] if len(written) == 1 else f"({' | '.join(written)})"
+
+    def _element(self, element: Token | Nested | Choice | Triggered, follow: Follow) -> str:
+        match element:
+            case Token(token_id):
+                return f"<[{token_id}]>"
+            case Nested(expression):
+                return expression
+            case Choice(alternatives):
+                return self.one_of(alternatives, follow)
+            case Triggered():
+                return self._triggered(element, follow)
+
+    def _word(self, texts: list[Text], follow: Follow) -> str:
+        """Return what reads texts next to each other."""
+        fixed = [text.fixed for text in texts if text.fixed is not None]
+        if len(fixed) == len(texts):
+            whole = "".join(fixed)
+            return json.dumps(whole, ensure_ascii=False) if whole else ""
+        expression = " ".join(text.expression for text in texts if text.fixed != "")
+        is_finite, last = all(text.is_finite for text in texts), texts[-1]
+        if follow == "other" and not last.is_finite:
+            raise ValueError(
+                "any_text, regex and the text of triggered_tags must be followed by a fixed text, "
+                "a token or the end of the answer"
+            )
+        word = self.add("WORD", expression)
+        is_free = any(text.is_free for text in texts)
+        if is_finite or not last.is_finite or (follow != "other" and not is_free):
+            return word
+        return self.add("word", word, "[lazy]")
+
+    def _triggered(self, element: Triggered, follow: Follow) -> str:
+        after = element.after
+        first = self.one_of(element.first, "other") if element.first else ""
+        if element.is_once and first:
+            return self.one_of([(*tag, *after) for tag in element.first], follow)
+        then: Follow = follow if element.is_once else "other"
+        ends = after if element.is_once else ()
+        heads = [
+            f"{self._head(element.free, trigger)} "
+            + self.one_of([(*rest, *ends) for rest in tags], then)
+            for trigger, tags in element.tags.items()
+        ]
+        tail = self._word([Text(element.free, is_free=True), *after], follow)
+        if element.is_once:
+            return f"({' | '.join([*heads, tail])})"
+        return f"{first} ({' | '.join(heads)})* {tail}".strip()
+
+    def _head(self, free: str, trigger: Trigger) -> str:
+        """Return what reads free text and a trigger."""
+        text = json.dumps(trigger.text, ensure_ascii=False) if trigger.text else ""
+        if trigger.token_id is None:
+            return self.add("head", f"{free} {text}", "[lazy]")
+        before = self.add("HEAD", f"{free} {text}") if text else free
+        return f"{before} <[{trigger.token_id}]>"
+
+
+def _with_ends(elements: Elements) -> list[Element]:
+    """Return elements whose open choices have the fixed text that follows them as their own end."""
+    found: list[Element] = []
+    rest = list(elements)
+    while rest:
+        element = rest.pop(0)
+        if isinstance(element, Choice | Triggered) and is_open((element,)):
+            after: list[Text] = []
+            while rest and isinstance(end := rest[0], Text) and end.is_finite:
+                after.append(end)
+                rest.pop(0)
+            if isinstance(element, Choice):
+                element = Choice(tuple((*each, *after) for each in element.alternatives))
+            else:
+                element = Triggered(
+                    element.free, element.tags, element.first, element.is_once, tuple(after)
+                )
+        found.append(element)
+    return found
+
+
+def _follow_of(element: Element) -> Follow:
+    match element:
+        case Token():
+            return "token"
+        case Choice(alternatives) if all(each and _follow_of(each[0]) == "token"
+                                         for each in alternatives):  # fmt: skip
+            return "token"
+    return "other"

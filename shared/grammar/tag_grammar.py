@@ -1,0 +1,306 @@
+"""The grammar of a structural tag.
+
+What its texts spell out and is a special token of the model is that token, never its spelling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from pagewire.shared.grammar import tag_formats as formats
+from pagewire.shared.grammar.json_schemas import schema_rule
+from pagewire.shared.grammar.lark_texts import lark_text
+from pagewire.shared.grammar.tag_elements import (
+    ANY_TEXT,
+    Choice,
+    Elements,
+    Nested,
+    TagRules,
+    Text,
+    Token,
+    Trigger,
+    Triggered,
+    fixed_text,
+    is_open,
+)
+from pagewire.shared.grammar.tag_formats import Format, TagFormat, TokenFormat
+from pagewire.shared.structured_outputs import StructuralTag
+from pagewire.shared.text.markers import Markers
+
+MAX_DEPTH = 32
+MAX_FORMATS = 2048
+_ESCAPED = re.compile(r"(?s)\\?[/\r\n]|\\.")
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+
+def tag_grammar(tag: StructuralTag, markers: Markers) -> str:
+    """Return the grammar text of a structural tag, in its older or its newer form.
+
+    Args:
+        tag: what is asked for.
+        markers: the model's special tokens.
+
+    Raises:
+        ValueError: it is in both forms or in none, or cannot be followed exactly; says why.
+        msgspec.ValidationError: a format, field or value is not supported; says where.
+    """
+    older = (tag.structures, tag.triggers)
+    if (tag.format is None) == (older == (None, None)) or older.count(None) == 1:
+        raise ValueError("it must have either format, or structures and triggers")
+    return _TagGrammar(markers).text(_format_of(tag) if tag.format is None else _read(tag.format))
+
+
+def _read(value: object) -> Format:
+    try:
+        return formats.read_format(value)
+    except msgspec.ValidationError as exc:
+        if "Invalid value" in str(exc) and str(exc).endswith("type`"):
+            names = ", ".join(formats.NAMES)
+            raise ValueError(f"{exc}; the formats that are supported are {names}") from exc
+        raise
+
+
+def _format_of(tag: StructuralTag) -> Format:
+    tags = [
+        TagFormat(each.begin, formats.SchemaFormat(each.schema), each.end)
+        for each in tag.structures or ()
+    ]
+    return formats.TriggeredTagsFormat(tag.triggers or [], tags)
+
+
+class _TagGrammar:
+    """The rules of one grammar."""
+
+    def __init__(self, markers: Markers) -> None:
+        self._markers = markers
+        self._rules = TagRules()
+        self._others: list[dict[str, str]] = []  # grammars that this one refers to
+        self._depth = self._count = 0
+
+    def text(self, asked: Format) -> str:
+        main = self._rules.text(self._rules.sequence(self._elements(asked), "end"))
+        if not self._others:
+            return main
+        return json.dumps({"grammars": [{"lark_grammar": main}, *self._others]})
+
+    def _elements(self, asked: Format) -> Elements:
+        """Return the elements of a format."""
+        self._depth += 1
+        self._count += 1
+        if self._depth > MAX_DEPTH or self._count > MAX_FORMATS:
+            raise ValueError(
+                f"at most {MAX_FORMATS} formats are possible, nested at most {MAX_DEPTH} deep"
+            )
+        elements: Elements = _OF[type(asked)](self, asked)
+        self._depth -= 1
+        return elements
+
+    def _literal(self, text: str) -> Elements:
+        parts = self._markers.split(text)
+        return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts)
+
+    def _const(self, asked: formats.ConstFormat) -> Elements:
+        return self._literal(asked.value)
+
+    def _schema(self, asked: formats.SchemaFormat) -> Elements:
+        if asked.style != "json":
+            raise ValueError(f"json_schema with style {asked.style[:40]!r} is not supported")
+        if asked.any_order:
+            raise ValueError("json_schema with any_order is not supported")
+        if asked.json_schema is False:
+            raise ValueError("the schema false allows nothing")
+        schema = {} if asked.json_schema is True else asked.json_schema
+        return (Nested(self._rules.add("json", schema_rule(schema))),)
+
+    def _grammar(self, asked: formats.GrammarFormat) -> Elements:
+        name = f"grammar{len(self._others)}"
+        self._others.append({"name": name, "lark_grammar": lark_text(asked.grammar)})
+        return (Nested(f"@{name}"),)
+
+    def _regex(self, asked: formats.RegexFormat) -> Elements:
+        return (Text(self._rules.add("REGEX", _between_slashes(asked.pattern))),)
+
+    def _any_text(self, asked: formats.AnyTextFormat) -> Elements:
+        if asked.max_tokens is not None:
+            raise ValueError("any_text with max_tokens is not supported; max_chars is")
+        return (Text(self._free(asked.excludes, asked.max_chars), is_free=True),)
+
+    def _free(self, excludes: Sequence[str], max_chars: int | None = None) -> str:
+        """Add the terminal of any text; returns its name."""
+        text = ANY_TEXT if max_chars is None else f"/(?s:.{{0,{max_chars}}})/"
+        if excludes:
+            any_of = " | ".join(json.dumps(each, ensure_ascii=False) for each in excludes)
+            text += f" & ~({ANY_TEXT} ({any_of}) {ANY_TEXT})"
+        return self._rules.add("TEXT", text)
+
+    def _token(self, asked: TokenFormat) -> Elements:
+        if isinstance(asked.token, int):
+            return (Token(asked.token),)
+        token_id = self._markers.ids.get(asked.token)
+        if token_id is None:
+            raise ValueError(f"{asked.token[:80]!r} is not a special token of this model")
+        return (Token(token_id),)
+
+    def _sequence(self, asked: formats.SequenceFormat) -> Elements:
+        return tuple(element for each in asked.elements for element in self._elements(each))
+
+    def _or(self, asked: formats.OrFormat) -> Elements:
+        return _choice([self._elements(each) for each in asked.elements])
+
+    def _optional(self, asked: formats.OptionalFormat) -> Elements:
+        return self._repeated(asked.content, "?", "optional")
+
+    def _star(self, asked: formats.StarFormat) -> Elements:
+        return self._repeated(asked.content, "*", "star")
+
+    def _plus(self, asked: formats.PlusFormat) -> Elements:
+        return self._repeated(asked.content, "+", "plus")
+
+    def _repeat(self, asked: formats.RepeatFormat) -> Elements:
+        if asked.max == -1:
+            return self._repeated(asked.content, f"{{{asked.min},}}", "repeat")
+        if asked.max < max(asked.min, 1):
+            raise ValueError("repeat: max must not be less than min, nor 0; -1 is any number")
+        return self._repeated(asked.content, f"{{{asked.min},{asked.max}}}", "repeat")
+
+    def _repeated(self, content: Format, times: str, name: str) -> Elements:
+        elements = self._elements(content)
+        text = _as_text(elements)
+        if text is not None and not text.is_free:
+            is_finite = text.is_finite and times == "?"
+            return (Text(f"({text.expression}){times}", is_finite),)
+        if times == "?":
+            return (Choice((elements, ())),)
+        if is_open(elements):
+            raise ValueError(f"{name} of what has no certain end is not supported")
+        return (Nested(f"({self._rules.sequence(elements, 'other')}){times}"),)
+
+    def _tag(self, asked: TagFormat) -> Elements:
+        return (*self._edge(asked.begin), *self._elements(asked.content), *self._edge(asked.end))
+
+    def _edge(self, edge: str | list[str] | TokenFormat) -> Elements:
+        if isinstance(edge, TokenFormat):
+            return self._token(edge)
+        if isinstance(edge, str):
+            return self._literal(edge)
+        return _choice([self._literal(each) for each in edge])
+
+    def _separated(self, asked: formats.SeparatedTagsFormat) -> Elements:
+        tags = [self._elements(each) for each in asked.tags]
+        if asked.stop_after_first:
+            return (Choice((*tags, *(() if asked.at_least_one else ((),)))),)
+        each = self._rules.add("tag", self._rules.one_of(tags, "other"))
+        separator = self._rules.sequence(self._literal(asked.separator), "other")
+        return (Nested(f"({each} ({separator} {each})*){'' if asked.at_least_one else '?'}"),)
+
+    def _triggered(self, asked: formats.TriggeredTagsFormat) -> Elements:
+        tags: dict[Trigger, list[Elements]] = {}
+        used = set()
+        for each in asked.tags:
+            begin = each.begin if isinstance(each.begin, str) else None
+            if begin is None:
+                raise ValueError("a tag of triggered_tags must begin with a text, not a token")
+            fitting = [trigger for trigger in asked.triggers if begin.startswith(trigger)]
+            if len(set(fitting)) != 1:
+                count = "several" if fitting else "none"
+                raise ValueError(f"{begin[:80]!r} begins with {count} of the triggers")
+            used.add(fitting[0])
+            trigger, rest = self._cut(begin, len(fitting[0]))
+            tail = (*self._elements(each.content), *self._edge(each.end))
+            tags.setdefault(trigger, []).append((*rest, *tail))
+        if unused := [each for each in asked.triggers if each not in used]:
+            raise ValueError(f"no tag begins with the trigger {unused[0][:80]!r}")
+        first = tuple(map(self._elements, asked.tags)) if asked.at_least_one else ()
+        return (Triggered(self._free(asked.excludes), tags, first, asked.stop_after_first),)
+
+    def _cut(self, begin: str, length: int) -> tuple[Trigger, Elements]:
+        """Return a tag's trigger, and what its begin has after that.
+
+        Args:
+            begin: of the tag.
+            length: of the trigger. One that ends within a special token has all of it.
+        """
+        text, seen = "", 0
+        parts = self._markers.split(begin)
+        texts = {token_id: text for text, token_id in self._markers.ids.items()}
+        for index, part in enumerate(parts):
+            if isinstance(part, int):
+                seen += len(texts[part])
+                rest = parts[index + 1 :]
+                return Trigger(text, part), self._joined(rest)
+            if seen + len(part) >= length:
+                kept = length - seen
+                return Trigger(part[:kept], None), self._joined([part[kept:], *parts[index + 1 :]])
+            text, seen = part, len(part)
+        raise ValueError("a trigger must not be empty")  # the types do not allow it
+
+    def _joined(self, parts: Sequence[str | int]) -> Elements:
+        return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts if p != "")
+
+    def _dispatch(self, asked: formats.DispatchFormat) -> Elements:
+        tags = [TagFormat(pattern, content, "") for pattern, content in asked.rules]
+        patterns = [pattern for pattern, _ in asked.rules]
+        return self._triggered(
+            formats.TriggeredTagsFormat(
+                patterns, tags, stop_after_first=not asked.loop, excludes=asked.excludes
+            )
+        )
+
+
+def _choice(alternatives: list[Elements]) -> Elements:
+    """Return one of several sequences of elements; of texts alone, as a text."""
+    texts = [_as_text(elements) for elements in alternatives]
+    plain = [text for text in texts if text is not None and not text.is_free]
+    if len(plain) < len(texts):
+        return (Choice(tuple(alternatives)),)
+    if len(plain) == 1:
+        return (plain[0],)
+    expression = " | ".join(text.expression for text in plain)
+    return (Text(f"({expression})", all(text.is_finite for text in plain)),)
+
+
+def _as_text(elements: Elements) -> Text | None:
+    """Return elements as one text; None if they are more than that."""
+    texts = [element for element in elements if isinstance(element, Text)]
+    if len(texts) != len(elements) or not texts:
+        return None
+    if len(texts) == 1:
+        return texts[0]
+    is_finite, is_free = all(t.is_finite for t in texts), any(t.is_free for t in texts)
+    return Text(" ".join(text.expression for text in texts), is_finite, is_free)
+
+
+def _between_slashes(pattern: str) -> str:
+    """Return a regular expression as Lark writes it."""
+    if re.fullmatch(r"(?s)(?:[^\\]|\\.)*", pattern) is None:
+        raise ValueError("a regular expression must not end in the middle of an escape")
+    return "/" + _ESCAPED.sub(_escaped, pattern) + "/"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return _ESCAPES.get(found[0][-1], found[0])
+
+
+_OF: dict[type[Any], Callable[[_TagGrammar, Any], Elements]] = {
+    formats.ConstFormat: _TagGrammar._const,
+    formats.SchemaFormat: _TagGrammar._schema,
+    formats.GrammarFormat: _TagGrammar._grammar,
+    formats.RegexFormat: _TagGrammar._regex,
+    formats.AnyTextFormat: _TagGrammar._any_text,
+    formats.TokenFormat: _TagGrammar._token,
+    formats.SequenceFormat: _TagGrammar._sequence,
+    formats.OrFormat: _TagGrammar._or,
+    formats.OptionalFormat: _TagGrammar._optional,
+    formats.StarFormat: _TagGrammar._star,
+    formats.PlusFormat: _TagGrammar._plus,
+    formats.RepeatFormat: _TagGrammar._repeat,
+    formats.TagFormat: _TagGrammar._tag,
+    formats.TriggeredTagsFormat: _TagGrammar._triggered,
+    formats.SeparatedTagsFormat: _TagGrammar._separated,
+    formats.DispatchFormat: _TagGrammar._dispatch,
+}

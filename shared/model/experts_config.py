@@ -1,0 +1,101 @@
+"""What a mixture of experts is, and how it is read from config.json; torch is not imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which experts a token has, and with which weights.
+
+    Attributes:
+        top_k: experts of a token.
+        scores: what makes scores of the router's logits.
+        renormalise: whether a token's weights are divided by their sum. After a softmax, that is
+            the softmax over the chosen experts alone.
+        scale: what weights are multiplied by.
+        groups: into which the experts are divided; 1: all of them may be chosen.
+        top_groups: groups of which a token's experts are.
+        group_score: a group's best score, or the sum of its best two.
+        corrected: whether a bias is added to scores for the choice, but not for the weights.
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "best two"] = "best"
+    corrected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture of experts of each layer that has one.
+
+    Attributes:
+        count: of the experts that tokens are routed to.
+        intermediate_size: of one of them.
+        routing: how they are chosen.
+        shared_size: intermediate size of the expert that all tokens have; 0: there is none.
+    """
+
+    count: int
+    intermediate_size: int
+    routing: Routing
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig(ModelConfig):
+    """A decoder with mixtures of experts.
+
+    Attributes:
+        experts: of each layer that has a mixture.
+        sparse: whether each layer has one; the others have a dense feed-forward layer.
+    """
+
+    experts: ExpertsConfig
+    sparse: tuple[bool, ...]
+
+
+def expert_count(fields: Fields, names: tuple[str, str], default: int) -> int:
+    """Return the number of experts, which a file has under either name.
+
+    Raises:
+        ModelLoadError: it is not a positive integer; one line.
+    """
+    present = [name for name in names if fields.raw.get(name) is not None]
+    return fields.positive_int((present or list(names))[0], default)
+
+
+def chosen_count(fields: Fields, experts: int, default: int) -> int:
+    """Return how many of `experts` a token has.
+
+    Raises:
+        ModelLoadError: it is not a positive integer, or there are not as many; one line.
+    """
+    top_k = fields.positive_int("num_experts_per_tok", default)
+    if top_k > experts:
+        raise fields.error(f"num_experts_per_tok ({top_k}) is more than the {experts} experts")
+    return top_k
+
+
+def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have a mixture, by `decoder_sparse_step` and `mlp_only_layers`.
+
+    Raises:
+        ModelLoadError: a field is wrong; one line.
+    """
+    step = fields.positive_int("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(type(layer) is not int or layer < 0 for layer in dense):
+        raise fields.error(f"mlp_only_layers must be a list of layers from 0, not {dense!r}")
+    return tuple(n not in dense and (n + 1) % step == 0 for n in range(num_layers))

@@ -1,0 +1,77 @@
+"""OLMoE: mixtures of experts, and norms of all query and all key heads together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagewire.shared.model.experts_config import (
+    ExpertsConfig,
+    MoeConfig,
+    Routing,
+    chosen_count,
+    expert_count,
+)
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import Defaults, read_config
+from pagewire.shared.model.windows import refuse_window
+
+if TYPE_CHECKING:
+    from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.factory import LayerFactory
+
+_DEFAULTS = Defaults(
+    vocab_size=50_304,
+    hidden_size=2048,
+    intermediate_size=2048,
+    num_layers=16,
+    num_heads=16,
+    max_position_embeddings=4096,
+    special_tokens=(None, 50_279),
+    rms_norm_eps=1e-5,
+)
+
+
+def parse_config(fields: Fields) -> MoeConfig:
+    """Read the config.json of an OLMoE.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    if fields.raw.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv is not supported; queries, keys and values are not clipped")
+    count = expert_count(fields, ("num_experts", "num_local_experts"), 64)
+    experts = ExpertsConfig(
+        count,
+        fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size),
+        Routing(
+            top_k=chosen_count(fields, count, 8), renormalise=fields.flag("norm_topk_prob", False)
+        ),
+    )
+    bias = fields.flag("attention_bias", False)
+    config = read_config(
+        MoeConfig,
+        "OlmoeForCausalLM",
+        fields,
+        _DEFAULTS,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=False,
+        experts=experts,
+        sparse=(True,) * fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers),
+    )
+    refuse_window(fields)
+    return config
+
+
+def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
+    """Compose a Llama with norms of the projections and a mixture in each layer."""
+    cos_sin = make.cos_sin(config)
+    layers = [
+        make.pre_norm_layer(
+            config,
+            make.attention(config, cos_sin, qk_norm="projection"),
+            make.experts(config, config.experts),
+        )
+        for _ in config.sparse
+    ]
+    return make.model(config, layers)

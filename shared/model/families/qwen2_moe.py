@@ -1,0 +1,92 @@
+"""Qwen1.5-MoE and Qwen2-MoE: a Qwen2 with mixtures, and an expert that all tokens have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagewire.shared.model.experts_config import (
+    ExpertsConfig,
+    MoeConfig,
+    Routing,
+    chosen_count,
+    expert_count,
+    sparse_layers,
+)
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import (
+    Defaults,
+    read_config,
+)
+from pagewire.shared.model.windows import refuse_length, switched_window
+
+if TYPE_CHECKING:
+    from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.experts import WithSharedExpert
+    from pagewire.shared.model.layers.factory import LayerFactory
+
+_DEFAULTS = Defaults(
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_layers=24,
+    num_heads=16,
+    num_kv_heads=16,
+    max_position_embeddings=32_768,
+    special_tokens=(None, None),
+)
+_WINDOW = 4096
+
+
+def parse_config(fields: Fields) -> MoeConfig:
+    """Read the config.json of a Qwen2-MoE.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    count = expert_count(fields, ("num_experts", "num_local_experts"), 60)
+    experts = ExpertsConfig(
+        count,
+        fields.positive_int("moe_intermediate_size", 1408),
+        Routing(
+            top_k=chosen_count(fields, count, 4), renormalise=fields.flag("norm_topk_prob", False)
+        ),
+        fields.positive_int("shared_expert_intermediate_size", 5632),
+    )
+    layers = fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers)
+    config = read_config(
+        MoeConfig,
+        "Qwen2MoeForCausalLM",
+        fields,
+        _DEFAULTS,
+        qkv_bias=fields.flag("qkv_bias", True),
+        o_bias=False,
+        mlp_bias=False,
+        experts=experts,
+        sparse=sparse_layers(fields, layers),
+    )
+    refuse_length(fields, config, switched_window(fields, _WINDOW))
+    return config
+
+
+def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
+    """Compose a Qwen2 whose sparse layers have mixtures with a gated shared expert."""
+    cos_sin = make.cos_sin(config)
+    layers = [
+        make.pre_norm_layer(
+            config,
+            make.attention(config, cos_sin),
+            _mixture(config, make) if is_sparse else make.mlp(config),
+        )
+        for is_sparse in config.sparse
+    ]
+    return make.model(config, layers)
+
+
+def _mixture(config: MoeConfig, make: LayerFactory) -> WithSharedExpert:
+    return make.with_shared_expert(
+        config,
+        make.experts(config, config.experts),
+        config.experts.shared_size,
+        "shared_expert",
+        gate="shared_expert_gate",
+    )

@@ -1,0 +1,158 @@
+"""Mixtures of experts: feed-forward layers of which each token has its own few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.kernels.gated_silu import SILU, GatedSilu
+from pagewire.shared.model.experts_config import Routing
+from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.mlp import Mlp
+from pagewire.shared.model.layers.routing import route
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls the weights, after the name of the mixture.
+
+    Attributes:
+        each: of one expert's gate, up and down projection, with {} for its number; empty if the
+            checkpoint has all experts' in one tensor.
+        stacked: of all experts' gate and up projections, [E, 2 I, H], and down, [E, H, I].
+        transposed: whether the last two dimensions of stacked weights are the other way round.
+    """
+
+    each: tuple[str, str, str] | tuple[()] = ()
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    transposed: bool = False
+
+
+class Experts:
+    """The weighted sum of what each token's experts make of it.
+
+    Attributes:
+        router: projects to one logit for each expert.
+        gate_up: `[E, 2 I, H]`.
+        down: `[E, H, I]`.
+        gate_up_bias: `[E, 2 I]`, or None.
+        down_bias: `[E, H]`, or None.
+        correction: `[E]` float32, a bias of the choice, or None.
+    """
+
+    __slots__ = (
+        "_activation",
+        "_interleaved",
+        "_names",
+        "_op",
+        "_routing",
+        "correction",
+        "down",
+        "down_bias",
+        "gate_up",
+        "gate_up_bias",
+        "router",
+    )
+
+    def __init__(
+        self,
+        ops: Ops,
+        router: Linear,
+        routing: Routing,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        names: ExpertNames,
+        *,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        correction: torch.Tensor | None = None,
+        activation: GatedSilu = SILU,
+        interleaved: bool = False,
+    ) -> None:
+        self._op = ops.experts
+        self._routing = routing
+        self._names = names
+        self._activation = activation
+        self._interleaved = interleaved
+        self.router = router
+        self.gate_up = gate_up
+        self.down = down
+        self.gate_up_bias = None if biases is None else biases[0]
+        self.down_bias = None if biases is None else biases[1]
+        self.correction = correction
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map `[T, hidden]` to `[T, hidden]`."""
+        chosen, weights = route(self.router.apply(hidden), self._routing, self.correction)
+        return self._op(
+            hidden,
+            chosen,
+            weights,
+            self.gate_up,
+            self.down,
+            self.gate_up_bias,
+            self.down_bias,
+            self._activation,
+            self._interleaved,
+        )
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills router and experts."""
+        yield from self.router.targets(name)
+        if self.correction is not None:
+            yield f"{name}.gate.e_score_correction_bias", self.correction
+        if self._names.each:
+            yield from self._each_target(name, self._names.each)
+            return
+        gate_up, down = (f"{name}.{part}" for part in self._names.stacked)
+        is_transposed = self._names.transposed
+        yield gate_up, self.gate_up.transpose(1, 2) if is_transposed else self.gate_up
+        yield down, self.down.transpose(1, 2) if is_transposed else self.down
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield f"{gate_up}_bias", self.gate_up_bias
+            yield f"{down}_bias", self.down_bias
+
+    def _each_target(self, name: str, each: tuple[str, str, str]) -> Iterator[NamedTarget]:
+        """Yield what fills each expert's three projections."""
+        inner = self.down.shape[2]
+        for expert in range(self.down.shape[0]):
+            gate, up = self.gate_up[expert].split(inner)
+            for part, target in zip(each, (gate, up, self.down[expert]), strict=True):
+                yield f"{name}.{part.format(expert)}", target
+
+
+class WithSharedExpert:
+    """A mixture, and a feed-forward layer that all tokens have in addition.
+
+    Attributes:
+        experts: the mixture.
+        shared: the feed-forward layer.
+        gate: projects to one logit, whose sigmoid multiplies what `shared` gives; None: nothing
+            does.
+    """
+
+    __slots__ = ("_shared_name", "experts", "gate", "shared")
+
+    def __init__(
+        self, experts: Experts, shared: Mlp, gate: Linear | None, shared_name: str
+    ) -> None:
+        self.experts = experts
+        self.shared = shared
+        self.gate = gate
+        self._shared_name = shared_name
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map `[T, hidden]` to `[T, hidden]`."""
+        shared = self.shared.forward(hidden)
+        if self.gate is not None:
+            shared = torch.sigmoid(self.gate.apply(hidden)) * shared
+        return self.experts.forward(hidden) + shared
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the mixture, the shared expert and its gate."""
+        yield from self.experts.targets(name)
+        yield from self.shared.targets(f"{name}.{self._shared_name}")
+        if self.gate is not None:
+            yield from self.gate.targets(name)

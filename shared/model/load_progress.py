@@ -1,0 +1,103 @@
+"""How far the loading of weights is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+LINE_S = 5.0  # between lines
+GB = 1e9
+
+
+class LoadProgress:
+    """Counts bytes that are there.
+
+    Attributes:
+        what: is going on, such as "loading weights".
+        total: bytes.
+        seconds: that it took, at the end of its context.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin at zero.
+
+        Args:
+            what: see above.
+            total: bytes to come.
+            say: takes a line where stderr is not a terminal.
+            clock: seconds.
+        """
+        self.what, self.total, self.seconds = what, total, 0.0
+        self._say, self._clock = say, clock
+        self._done = 0
+        self._start = self._said = clock()
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn(what),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> LoadProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.seconds = self._clock() - self._start
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes more; any thread may."""
+        with self._lock:
+            self._done += num_bytes
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self._done)
+                return
+            now = self._clock()
+            if now - self._said >= LINE_S:
+                self._said = now
+                self._say(self._line(now))
+
+    def _line(self, now: float) -> str:
+        left = (now - self._start) * (self.total / max(self._done, 1) - 1)
+        done, total = self._done / GB, self.total / GB
+        return f"{self.what}: {done:.1f} of {total:.1f} GB, {left:.0f} s left"
+
+    @property
+    def summary(self) -> str:
+        """What it came to."""
+        rate = self.total / GB / max(self.seconds, 1e-6)
+        return f"{self.total / GB:.2f} GB in {self.seconds:.1f} s ({rate:.1f} GB/s)"

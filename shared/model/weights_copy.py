@@ -1,0 +1,238 @@
+"""Copies tensors from safetensors files to a device: in parts, by several threads.
+
+Files are read rather than mapped: a mapped file that is cut off meanwhile would end the process by
+a signal, and page faults are slower than reads. A part goes straight into a tensor on the CPU of
+the same dtype, otherwise through a buffer: for a GPU in pinned memory, so that one part is read
+while the one before is on its way. Buffers are all the memory of the host that this needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
+
+PART_BYTES = 8 << 20
+MAX_THREADS = 8
+BUFFERS = 2  # of a thread
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class Fill(NamedTuple):
+    """A tensor of a file, and what it fills, of the same shape on any device in any dtype."""
+
+    file: WeightsFile
+    entry: TensorEntry
+    target: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """A part of a tensor: `target` from `start` of a file on, where it has `dtype`."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+
+def copy_weights(
+    fills: Iterable[Fill], device: torch.device, on_bytes: Callable[[int], None]
+) -> None:
+    """Fill tensors of one device from files.
+
+    Args:
+        fills: with dtypes of `DTYPES`.
+        device: of all targets.
+        on_bytes: called by any thread with the bytes of each part that was read.
+
+    Raises:
+        ModelLoadError: a file is shorter than its header says, or cannot be read; one line.
+    """
+    ordered = sorted(fills, key=lambda fill: (fill.file.path, fill.entry.start))
+    parts = _Parts(part for fill in ordered for part in _parts(fill))
+    count = num_threads(sum(fill.entry.num_bytes for fill in ordered))
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(_opened(path)) for path in _paths(ordered)}
+        pool = stack.enter_context(ThreadPoolExecutor(count, "weights"))
+        stack.callback(parts.stop)  # also when the wait is interrupted
+        ends = [
+            pool.submit(_copy_parts, parts, files, device, on_bytes, parts.stop)
+            for _ in range(count)
+        ]
+        for end in ends:
+            end.result()
+
+
+def num_threads(num_bytes: int) -> int:
+    """Return how many threads copy a checkpoint of a size."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(MAX_THREADS, max(2, cores), -(-num_bytes // PART_BYTES)))
+
+
+def _paths(fills: Iterable[Fill]) -> list[Path]:
+    return list(dict.fromkeys(fill.file.path for fill in fills))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise _unreadable(path, exc) from exc
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(path: Path, exc: OSError) -> ModelLoadError:
+    return ModelLoadError(f"weights file {path} cannot be read ({exc.strerror}); download it again")
+
+
+def _parts(fill: Fill) -> Iterator[_Part]:
+    dtype = DTYPES[fill.entry.dtype]
+    for start, target in _cut(fill.target, fill.entry.start, dtype.itemsize):
+        if target.numel():
+            yield _Part(fill.file.path, start, dtype, target)
+
+
+def _cut(target: torch.Tensor, start: int, itemsize: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield views of at most `PART_BYTES` in the file, and where each begins there."""
+    if target.numel() * itemsize <= PART_BYTES:
+        yield start, target
+        return
+    row = target[0].numel() * itemsize
+    rows = max(1, PART_BYTES // row)
+    for first in range(0, len(target), rows):
+        view = target[first : first + rows]
+        if row > PART_BYTES:
+            yield from _cut(view[0], start + first * row, itemsize)
+        else:
+            yield start + first * row, view
+
+
+class _Parts:
+    """The parts that are still to be copied, for all threads."""
+
+    def __init__(self, parts: Iterator[_Part]) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Give no more of them."""
+        self._is_stopped = True
+
+    def __iter__(self) -> Iterator[_Part]:
+        while True:
+            with self._lock:
+                part = None if self._is_stopped else next(self._parts, None)
+            if part is None:
+                return
+            yield part
+
+
+def _copy_parts(
+    parts: _Parts,
+    files: Mapping[Path, int],
+    device: torch.device,
+    on_bytes: Callable[[int], None],
+    stop_all: Callable[[], None],
+) -> None:
+    """Copy until there is no more to do; the work of one thread. An error stops the others."""
+    copier = _GpuCopier(device) if device.type == "cuda" else _CpuCopier()
+    try:
+        for part in parts:
+            copier.copy(part, files[part.path])
+            on_bytes(part.num_bytes)
+        copier.finish()
+    except BaseException:
+        stop_all()
+        raise
+
+
+class _CpuCopier:
+    """Reads into the target itself, or into a buffer if it has another dtype or gaps."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def copy(self, part: _Part, descriptor: int) -> None:
+        target = part.target
+        if target.dtype == part.dtype and target.is_contiguous():
+            _read(part, descriptor, target.view(-1).view(torch.uint8))
+            return
+        if self._buffer is None:
+            self._buffer = torch.empty(PART_BYTES, dtype=torch.uint8)
+        target.copy_(_read(part, descriptor, self._buffer))
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+class _GpuCopier:
+    """Reads into pinned buffers in turn, and copies them on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [
+            (torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+            for _ in range(BUFFERS)
+        ]
+        self._next = 0
+
+    def copy(self, part: _Part, descriptor: int) -> None:
+        buffer, is_free = self._buffers[self._next]
+        self._next = (self._next + 1) % BUFFERS
+        is_free.synchronize()  # the copy before from this buffer
+        read = _read(part, descriptor, buffer)
+        with torch.cuda.stream(self._stream):
+            if part.target.dtype != part.dtype:  # converted there, not by the host
+                read = read.to(self._device, non_blocking=True)
+            part.target.copy_(read, non_blocking=True)
+            is_free.record()
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def _read(part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Read a part into the start of a buffer of bytes; returns it in its dtype and shape.
+
+    Raises:
+        ModelLoadError: the file ends before it, or cannot be read; one line.
+    """
+    buffer = buffer[: part.num_bytes]
+    rest, start = memoryview(buffer.numpy().data), part.start
+    while rest:
+        try:
+            count = os.preadv(descriptor, [rest], start)
+        except OSError as exc:
+            raise _unreadable(part.path, exc) from exc
+        if not count:
+            raise ModelLoadError(
+                f"weights file {part.path} is truncated or corrupt: it ends at byte {start}; "
+                "download it again"
+            )
+        rest, start = rest[count:], start + count
+    return buffer.view(part.dtype).view(part.target.shape)

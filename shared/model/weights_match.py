@@ -1,0 +1,115 @@
+"""Compares a checkpoint's tensors with those that a model takes, before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+MOST_NAMED = 6  # of each kind of complaint
+
+Shape = tuple[int, ...]
+# Old checkpoints carry the rotary frequencies, which follow from the configuration.
+_DERIVED = re.compile(r"(\w+\.)*rotary_emb\.inv_freq")
+
+
+@dataclass(slots=True)
+class WeightsMatch:
+    """Which file has each tensor of a model, and what is wrong or left out.
+
+    Attributes:
+        holders: the file of each tensor of the model, by the tensor's name, in the files' order.
+        ignored: how many tensors were left out, by the prefix that says so.
+    """
+
+    holders: dict[str, WeightsFile] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
+    _missing: list[str] = field(default_factory=list)
+    _unknown: list[str] = field(default_factory=list)
+    _twice: list[str] = field(default_factory=list)
+    _shapes: list[str] = field(default_factory=list)
+    _dtypes: list[str] = field(default_factory=list)
+
+    def complaints(self) -> Iterator[str]:
+        """Yield what is wrong, a phrase for each kind, with the first names of each."""
+        kinds = {
+            "missing": self._missing,
+            "of another shape": self._shapes,
+            "not in the model": self._unknown,
+            "in two files": self._twice,
+            "quantised, which is not supported": self._dtypes,
+        }
+        for kind, names in kinds.items():
+            if names:
+                count = len(names)
+                more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
+                named = ", ".join(names[:MOST_NAMED]) + more
+                yield f"{count} tensor{'s are' if count > 1 else ' is'} {kind} ({named})"
+
+    def take(self, name: str, file: WeightsFile, expected: Shape | None) -> None:
+        """Enter a tensor of a file; `expected` is its shape in the model, None if it has none."""
+        entry = file.tensors[name]
+        if expected is None:
+            self._unknown.append(name)
+            return
+        if name in self.holders:
+            self._twice.append(f"{name} in {self.holders[name].path.name} and {file.path.name}")
+        self.holders[name] = file
+        self._judge(name, entry, expected)
+
+    def _judge(self, name: str, entry: TensorEntry, expected: Shape) -> None:
+        if entry.dtype not in FLOAT_DTYPES:
+            self._dtypes.append(f"{name} is {entry.dtype}")
+        elif entry.shape != expected:
+            self._shapes.append(f"{name} has {list(entry.shape)}, not {list(expected)}")
+
+    def note_missing(self, names: Iterator[str]) -> None:
+        """Enter the tensors of the model that no file has."""
+        self._missing += [name for name in names if name not in self.holders]
+
+
+def match_weights(
+    expected: Mapping[str, Shape],
+    checkpoint: Sequence[WeightsFile],
+    surplus: Sequence[str] = (),
+    ignored_prefixes: Sequence[str] = (),
+) -> WeightsMatch:
+    """Find each of a model's tensors in exactly one file.
+
+    Args:
+        expected: the model's tensors, by their names in the checkpoint.
+        checkpoint: the files, at least one.
+        surplus: names that a checkpoint may have and that add nothing.
+        ignored_prefixes: of tensors that the family does not use.
+
+    Raises:
+        ModelLoadError: tensors are missing, of another shape, unknown, in two files or quantised;
+            one line that names up to `MOST_NAMED` of each kind.
+    """
+    found = WeightsMatch()
+    for file in checkpoint:
+        for name in file.tensors:
+            prefix = next((each for each in ignored_prefixes if name.startswith(each)), None)
+            if name not in expected and prefix is not None:
+                found.ignored[prefix] += 1
+            elif name in expected or not (name in surplus or _DERIVED.fullmatch(name)):
+                found.take(name, file, expected.get(name))
+    found.note_missing(iter(expected))
+    complaints = "; ".join(found.complaints())
+    if complaints:
+        folder = _folder(checkpoint)
+        raise ModelLoadError(
+            f"the weights in {folder} do not fit its config.json: {complaints}. Check that the "
+            "files belong together, or download them again"
+        )
+    return found
+
+
+def _folder(checkpoint: Sequence[WeightsFile]) -> Path:
+    return checkpoint[0].path.parent

@@ -1,0 +1,102 @@
+"""Which layers attend to a sliding window, and how long it is, as families' files say it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import Config, ModelConfig
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_window(fields: Fields, default: int | None) -> int | None:
+    """Return `sliding_window`; None, also by an explicit null, for none.
+
+    Raises:
+        ModelLoadError: it is neither null nor a positive integer; one line.
+    """
+    if fields.raw.get("sliding_window", default) is None:
+        return None
+    return fields.positive_int("sliding_window", default)
+
+
+def switched_window(fields: Fields, default: int | None) -> int | None:
+    """Return the window of a family that has a switch for it; None if it is off."""
+    return read_window(fields, default) if fields.flag("use_sliding_window", False) else None
+
+
+def sliding_layers(
+    fields: Fields, num_layers: int, default: Callable[[int], bool]
+) -> tuple[bool, ...]:
+    """Return whether each layer has the window.
+
+    Args:
+        fields: of config.json; `layer_types` says it.
+        num_layers: of the model.
+        default: whether a layer, by its number from 0, has it if the file does not say.
+
+    Raises:
+        ModelLoadError: `layer_types` is not a list of a known kind for each layer; one line.
+    """
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        return tuple(default(index) for index in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error(f"layer_types must be a list of {num_layers} kinds of attention")
+    for kind in kinds:
+        if kind not in (SLIDING, FULL):
+            raise fields.error(
+                f"layer_types has {kind!r}, which is not supported; only {SLIDING} and {FULL}"
+            )
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def with_windows(
+    fields: Fields, config: Config, window: int | None, sliding: Sequence[bool]
+) -> Config:
+    """Return the configuration with a window in some layers; see `ModelConfig.windows`.
+
+    Args:
+        fields: of config.json, for messages.
+        config: what else they say.
+        window: its length; None if there is none.
+        sliding: whether each layer has it.
+
+    Raises:
+        ModelLoadError: a layer has a window, which has no length; one line.
+    """
+    if any(sliding) and window is None:
+        raise fields.error(f"layer_types has {SLIDING}, but no sliding_window is in use")
+    if window is not None and window >= config.max_position_embeddings:
+        window = None
+    windows = tuple(window if is_sliding else None for is_sliding in sliding)
+    return dataclasses.replace(config, windows=windows)
+
+
+def refuse_window(fields: Fields) -> None:
+    """Refuse sliding layers in a family that has none.
+
+    Raises:
+        ModelLoadError: `layer_types` has one, or is wrong; one line.
+    """
+    kinds = fields.raw.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise fields.error(f"layer_types must be a list, not {kinds!r}")
+    if SLIDING in (kinds or []):
+        raise fields.error(f"layer_types has {SLIDING}, which this architecture does not have")
+
+
+def refuse_length(fields: Fields, config: ModelConfig, window: int | None) -> None:
+    """Refuse a window that is shorter than the context, in a family that is served without one.
+
+    Raises:
+        ModelLoadError: it is, or `layer_types` has a sliding layer; one line.
+    """
+    refuse_window(fields)
+    if window is not None and window < config.max_position_embeddings:
+        raise fields.error(
+            "sliding-window attention is not supported in this architecture; the window of "
+            f"{window} tokens is shorter than the context of {config.max_position_embeddings}"
+        )

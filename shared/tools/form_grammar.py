@@ -1,0 +1,93 @@
+"""The grammar of an answer that must have a form, and may have reasoning before it.
+
+As in vLLM the reasoning is free, and the form begins after its close tag.
+"""
+
+from __future__ import annotations
+
+import json
+
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.answer import AnswerReading
+from pagewire.shared.tools.asking import PROMPT_END_TOKENS
+from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
+from pagewire.shared.tools.syntax import ChatSyntax
+
+_TEXT = "/(?s:.*)/"
+_NAME = "answer"
+
+
+def reasoning_before(
+    syntax: ChatSyntax,
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    reading: AnswerReading | None,
+    continued: str | None = None,
+) -> Begins | None:
+    """Return where an answer begins that may have reasoning before its form; None if it may not.
+
+    It may not if the model writes none, if the prompt ends with complete reasoning, as templates
+    write it for a model that is not to think, or if the answer goes on with a text after it.
+
+    Args:
+        syntax: the model's.
+        tokenizer: the model's.
+        token_ids: the prompt.
+        reading: of the answers.
+        continued: the message that they go on with, if they do.
+    """
+    form = syntax.reasoning
+    if form is None or reading is None or reading.reasoning is None:
+        return None
+    if reading.reasoning == "outside":
+        end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        if end.rstrip().endswith(form.close) or (continued or "").strip():
+            return None
+    return reading.reasoning
+
+
+def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str:
+    """Return the grammar of an answer whose form may come after reasoning.
+
+    A grammar that has the close tag itself describes the whole answer, and stays as it is.
+
+    Args:
+        text: the form's grammar: Lark, or JSON with a list of grammars.
+        syntax: the model's.
+        begins: as `reasoning_before` has returned it.
+    """
+    form = syntax.reasoning
+    if form is None or begins is None:
+        return text
+    close_id = syntax.tokens.get(form.close)
+    if form.close in text or (close_id is not None and f"<[{close_id}]>" in text):
+        return text
+    grammars = _grammars(text)
+    grammars[0]["name"] = _NAME
+    return json.dumps({"grammars": [{"lark_grammar": _lark(form, syntax, begins)}, *grammars]})
+
+
+def _grammars(text: str) -> list[dict[str, object]]:
+    """Return the grammars of a text, the one to start with first."""
+    try:
+        found: list[dict[str, object]] = json.loads(text)["grammars"]
+    except (ValueError, RecursionError):  # Lark
+        return [{"lark_grammar": text}]
+    return found
+
+
+def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
+    """Return the grammar of the reasoning, which refers to that of the form."""
+    open_id, close_id = (syntax.tokens.get(text) for text in (form.open, form.close))
+    rules = ["%llguidance {}", r"LINE_BREAKS: /\n{1,8}/"]
+    if close_id is not None:
+        rest = f"{_TEXT} <[{close_id}]> LINE_BREAKS?"
+    else:
+        rest = "reasoning_end LINE_BREAKS?"
+        rules += [f"REASONING: {_TEXT} {json.dumps(form.close)}", "reasoning_end[lazy]: REASONING"]
+    if begins == "inside":
+        rules.append(f"start: {rest} @{_NAME}")
+    else:
+        opened = json.dumps(form.open) if open_id is None else f"<[{open_id}]>"
+        rules += [f"start: reasoning? @{_NAME}", f"reasoning: {opened} {rest}"]
+    return "\n".join(rules) + "\n"

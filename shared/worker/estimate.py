@@ -1,0 +1,147 @@
+"""What a worker will need of a GPU's memory, from a model's configuration alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.shared.config import WorkerSettings
+from pagewire.shared.engine.build import choose_dtype, choose_max_model_len
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
+from pagewire.shared.engine.sampling_stage import SamplingStage
+from pagewire.shared.engine.scoring import TILE_ROWS
+from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.model.loader import build_model
+from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.worker.staging_size import slot_share, slot_size
+
+META = torch.device("meta")
+# Of a GPU's libraries, in torch's memory: cuBLAS, and the partial results of split attention.
+WORKSPACE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A worker's memory on one GPU, in bytes unless it says tokens.
+
+    Attributes:
+        weights: exactly those of the parameters.
+        tables: device slots, sampling, rotary angles.
+        activations: of the largest step.
+        trial_pool: KV blocks with which the worker measures that step.
+        staging: of KV transfer.
+        kv_pool: what is left; 0 if the worker would refuse to start.
+        kv_bytes_per_token: in all layers.
+        kv_blocks: of the pool.
+        kv_tokens: that the pool holds, in whole blocks.
+        context: tokens of the longest sequence.
+    """
+
+    total: int
+    weights: int
+    tables: int
+    activations: int
+    trial_pool: int
+    staging: int
+    kv_pool: int
+    kv_bytes_per_token: int
+    kv_blocks: int
+    kv_tokens: int
+    context: int
+
+
+def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estimate:
+    """Estimate the memory of a worker on a GPU of `total` bytes.
+
+    Raises:
+        ConfigError: the settings ask for what the model cannot do.
+    """
+    dtype = choose_dtype(settings.dtype, config)
+    model_len = choose_max_model_len(settings.max_model_len, config)
+    shape = KvShape.of(config, settings.block_size, dtype)
+    weights = weight_bytes(config, dtype)
+    tables = _table_bytes(config, settings, model_len)
+    activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype)
+    groups = CacheGroups.of(config.windows, settings.block_size)
+    trial = trial_blocks(settings.max_num_batched_tokens, groups) * shape.block_bytes
+    share = slot_share(total, settings.staging_slots)
+    slot = slot_size(settings.staging_slot_bytes, shape.groups, share)
+    staging = settings.staging_slots * slot
+    left = pool_bytes(
+        total,
+        settings.gpu_memory_utilization,
+        weights + tables + activations + trial,
+        cuda_graphs=settings.cuda_graphs,
+        staging=staging,
+    )
+    blocks = max(0, left // shape.block_bytes)
+    blocks = blocks if blocks >= MIN_BLOCKS else 0
+    longest = groups.longest_sequence(blocks, settings.max_num_batched_tokens)
+    context = min(model_len, longest)
+    return Estimate(
+        total=total,
+        weights=weights,
+        tables=tables,
+        activations=activations,
+        trial_pool=trial,
+        staging=staging,
+        kv_pool=blocks * shape.block_bytes,
+        kv_bytes_per_token=len(groups) * shape.block_bytes // settings.block_size,
+        kv_blocks=blocks,
+        kv_tokens=_pool_tokens(blocks, groups, context),
+        context=context,
+    )
+
+
+def _pool_tokens(blocks: int, groups: CacheGroups, context: int) -> int:
+    """Return the tokens that a pool holds, in sequences as long as can be."""
+    if groups.is_plain or not context:
+        return blocks * groups.block_size
+    return blocks * context // groups.held_blocks(context)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a model's parameters, each counted once."""
+    model = build_model(config, META, dtype, load_ops("torch", "cpu"), max_positions=1)
+    return sum(target.numel() * target.itemsize for _, target in model.targets())
+
+
+def _table_bytes(config: ModelConfig, settings: WorkerSettings, model_len: int) -> int:
+    max_blocks = -(-model_len // settings.block_size)
+    num_groups = len(CacheGroups.of(config.windows, settings.block_size))
+    state = DeviceState(settings.max_num_seqs, max_blocks, META, num_groups)
+    stage = SamplingStage(load_ops("torch", "cpu"), state, config.vocab_size)
+    angles = model_len * config.rope.rotated(config.head_dim) * torch.float32.itemsize
+    return angles + sum(_storages(stage).values())
+
+
+def _storages(thing: Any) -> dict[int, int]:
+    """Return the bytes of each allocation that an object and its parts have."""
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        return {storage._cdata: storage.nbytes()}
+    parts: list[Any] = []
+    if dataclasses.is_dataclass(thing):
+        parts = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
+    elif isinstance(thing, tuple):
+        parts = list(thing)
+    found: dict[int, int] = {}
+    for part in parts:
+        found |= _storages(part)
+    return found
+
+
+def _activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Return what a prefill step of `tokens` needs at most, scored as a worker's first one is."""
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    attention = 2 * query + 2 * key + config.hidden_size
+    widest = 2 * config.hidden_size + max(attention, 3 * config.intermediate_size)
+    logits = TILE_ROWS * config.vocab_size
+    return (tokens * widest + logits) * dtype.itemsize + WORKSPACE_BYTES

@@ -1,0 +1,157 @@
+"""Mixtures of experts in Triton against the torch reference, and the tile list they are cut by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels.errors import UnsupportedShapeError
+from pagewire.kernels.expert_tiles import list_tiles, most_tiles
+from pagewire.kernels.experts import experts
+from pagewire.kernels.gated_silu import GatedSilu
+
+CLAMPED = GatedSilu(alpha=1.702, up_offset=1.0, limit=0.7)
+# tokens, experts, chosen by a token, hidden size, inner size
+SHAPES = {
+    "one-token": (1, 4, 2, 32, 16),
+    "no-tokens": (0, 4, 2, 32, 16),
+    "one-expert": (5, 1, 1, 48, 24),
+    "odd-sizes": (7, 5, 3, 37, 19),
+    "all-experts": (9, 6, 6, 70, 33),
+    "several-tiles": (75, 3, 2, 40, 100),
+    "many-experts": (6, 130, 8, 16, 8),
+}
+
+
+def _parameters(num_experts, hidden, inner, device, dtype, biases=False):
+    shapes = [(2 * inner, hidden), (hidden, inner), (2 * inner,), (hidden,)]
+    scales = [hidden**-0.5, inner**-0.5, 1.0, 1.0]
+    made = [
+        (torch.randn(num_experts, *shape, device=device) * scale).to(dtype)
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    return made if biases else made[:2]
+
+
+def _route(tokens, num_experts, top_k, device):
+    """Return experts that are all different for a token, and weights that add up to 1."""
+    scores = torch.randn(tokens, num_experts, device=device)
+    best = scores.topk(top_k)
+    return best.indices.int(), best.values.softmax(dim=-1)
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_experts(shape, biases, device, dtype, kernels, reference, assert_close):
+    tokens, num_experts, top_k, hidden, inner = shape
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    routing = _route(tokens, num_experts, top_k, device)
+    parameters = _parameters(num_experts, hidden, inner, device, dtype, biases)
+    actual = kernels.experts(x, *routing, *parameters)
+    assert_close(actual, reference.experts(x, *routing, *parameters))
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(
+    "activation",
+    [CLAMPED, GatedSilu(limit=0.3), GatedSilu(alpha=0.5, up_offset=-2.0)],
+    ids=["clamped", "limited", "other-constants"],
+)
+def test_activations(activation, interleaved, device, dtype, kernels, reference, assert_close):
+    x = torch.randn(11, 40, device=device).to(dtype)
+    arguments = (*_route(11, 5, 2, device), *_parameters(5, 40, 24, device, dtype, biases=True))
+    options = {"activation": activation, "interleaved": interleaved}
+    actual = kernels.experts(x, *arguments, **options)
+    expected = reference.experts(x, *arguments, **options)
+    assert_close(actual, expected)
+    assert not torch.equal(expected, reference.experts(x, *arguments))
+
+
+def test_all_tokens_to_one_expert(device, dtype, kernels, reference, assert_close):
+    x = torch.randn(70, 32, device=device).to(dtype)
+    chosen = torch.tensor([[2, 0]], device=device, dtype=torch.int32).expand(70, 2)
+    weights = torch.tensor([[0.9, 0.2]], device=device).expand(70, 2)
+    parameters = _parameters(4, 32, 16, device, dtype)
+    parameters[0][1::2] = torch.nan  # nobody's experts
+    actual = kernels.experts(x, chosen, weights, *parameters)
+    assert_close(actual, reference.experts(x, chosen, weights, *parameters))
+
+
+def test_strided_rows(device, kernels, reference, assert_close):
+    x = torch.randn(18, 80, device=device)[::2, 7:47]
+    arguments = (*_route(9, 4, 2, device), *_parameters(4, 40, 24, device, torch.float32))
+    assert_close(kernels.experts(x, *arguments), reference.experts(x, *arguments))
+
+
+def test_a_token_has_the_same_bits_in_any_batch(device, dtype, kernels):
+    """Alone it is in tiles of its own, and in a batch anywhere in tiles of as many rows."""
+    x = torch.randn(6, 48, device=device).to(dtype)
+    chosen, weights = _route(6, 4, 2, device)
+    parameters = _parameters(4, 48, 32, device, dtype)
+    together = kernels.experts(x, chosen, weights, *parameters)
+    for token in range(6):
+        own = slice(token, token + 1)
+        alone = kernels.experts(x[own], chosen[own], weights[own], *parameters)
+        assert torch.equal(alone, together[own])
+
+
+def test_the_reference_is_the_sum_over_experts_written_out(reference):
+    x = torch.randn(3, 8, dtype=torch.float32)
+    chosen, weights = _route(3, 4, 2, "cpu")
+    gate_up, down, gate_up_bias, down_bias = _parameters(4, 8, 6, "cpu", torch.float32, biases=True)
+    expected = torch.zeros(3, 8)
+    for token in range(3):
+        for choice in range(2):
+            expert = int(chosen[token, choice])
+            inner = gate_up[expert] @ x[token] + gate_up_bias[expert]
+            inner = torch.nn.functional.silu(inner[:6]) * inner[6:]
+            out = down[expert] @ inner + down_bias[expert]
+            expected[token] += weights[token, choice] * out
+    actual = reference.experts(x, chosen, weights, gate_up, down, gate_up_bias, down_bias)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k"), [(1, 3, 2), (40, 7, 3), (700, 5, 2), (33, 1, 1), (2, 9, 9)]
+)
+def test_tile_list(tokens, num_experts, top_k, rows, device):
+    """Each pair is in one tile of its expert, and pairs of one expert stay in their order."""
+    chosen, _ = _route(tokens, num_experts, top_k, device)
+    listed = list_tiles(chosen, num_experts, rows)
+    flat = chosen.flatten()
+    assert torch.equal(listed.order, flat.argsort(stable=True).int())
+    expected = []
+    ends = flat.bincount(minlength=num_experts).cumsum(0).tolist()
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        expected += [[expert, p, min(p + rows, end)] for p in range(start, end, rows)]
+    tiles = listed.tiles.tolist()
+    assert tiles[: len(expected)] == expected
+    assert all(tile[0] == -1 for tile in tiles[len(expected) :])
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_there_are_never_more_tiles_than_room_for_them(rows):
+    for pairs in range(1, 200):
+        for num_experts in range(1, 12):
+            # The worst routing: single pairs as often as possible, the others in whole tiles.
+            lone = min(pairs, num_experts)
+            counts = [1] * lone
+            counts[0] += pairs - lone
+            spread = [pairs // num_experts + (n < pairs % num_experts) for n in range(num_experts)]
+            for each in counts, spread:
+                used = sum(-(-count // rows) for count in each)
+                assert used <= most_tiles(pairs, num_experts, rows)
+
+
+def test_weights_with_gaps_are_refused():
+    x = torch.randn(2, 16)
+    chosen, weights = _route(2, 4, 2, "cpu")
+    gate_up, down = _parameters(4, 16, 8, "cpu", torch.float32)
+    for wrong in (
+        (x, chosen, weights, gate_up[::2], down),
+        (x, chosen, weights, gate_up, down.transpose(1, 2)),
+        (x.t().contiguous().t(), chosen, weights, gate_up, down),
+    ):
+        with pytest.raises(UnsupportedShapeError, match="without gaps"):
+            experts(*wrong)

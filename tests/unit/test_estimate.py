@@ -1,0 +1,124 @@
+"""What a worker needs of a GPU, compared with what models and pools really have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.shared.config import WorkerSettings
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.memory import GRAPH_BYTES, pool_bytes
+from pagewire.shared.engine.sampling_stage import SamplingStage
+from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.worker.estimate import estimate, weight_bytes
+from pagewire.tests.support.tiny_models import CASES, write_tiny_model
+
+GIB = 1 << 30
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "pagewire.services.cli.main", "estimate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def _write(path: Path, **changes: Any) -> str:
+    (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return str(path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_the_parameters(tmp_path: Path, case: str) -> None:
+    theirs = write_tiny_model(tmp_path, *CASES[case])
+    expected = sum(each.numel() * each.itemsize for each in theirs.parameters())
+    assert weight_bytes(load_config(tmp_path), torch.float32) == expected
+
+
+def test_a_llama_on_an_h100(tmp_path: Path) -> None:
+    found = estimate(load_config(Path(_write(tmp_path)).resolve()), WorkerSettings(), 80 * GIB)
+    assert found.weights == 16_060_522_496
+    assert found.kv_bytes_per_token == 2 * 8 * 128 * 2 * 32
+    assert 270e6 < found.tables < 420e6
+    used = found.weights + found.tables + found.activations + found.trial_pool + found.staging
+    left = int(80 * GIB * 0.85) - used - GRAPH_BYTES
+    assert 0 <= left - found.kv_pool < found.kv_bytes_per_token * 16
+
+
+def test_tables_and_blocks_are_those_that_an_engine_allocates() -> None:
+    config = load_config(demo_model_path())
+    cpu, ops = torch.device("cpu"), load_ops("torch", "cpu")
+    settings = WorkerSettings(max_num_seqs=5, max_model_len=64)
+    found = estimate(config, settings, GIB * 8)
+    state = DeviceState(5, 4, cpu)
+    stage = SamplingStage(ops, state, config.vocab_size)
+    angles = 64 * config.head_dim * 4
+    tensors = [state._inputs, state.block_tables, state._parameters]
+    tensors += [stage._shaped, stage._masks, stage._mask_of_row, *stage.shaping.tables]
+    assert found.tables == angles + sum(each.nbytes for each in tensors)
+    shape = KvShape.of(config, 16, getattr(torch, config.dtype))
+    assert found.kv_bytes_per_token * 16 == shape.allocate(1, cpu).nbytes
+
+
+def test_other_processes_and_graphs_take_from_the_pool() -> None:
+    assert pool_bytes(1000, 0.5, 100, cuda_graphs=False, staging=50) == 350
+    assert pool_bytes(1000, 0.5, 100, cuda_graphs=False, staging=50, in_use_by_others=600) == 250
+    assert pool_bytes(1000, 0.5, 100, cuda_graphs=True, staging=50) == 350 - GRAPH_BYTES
+
+
+def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    name = _write(tmp_path)
+    done = _run(name)
+    assert done.returncode == 0, done.stderr
+    assert "16060522496 bytes" in done.stdout
+    assert "H200" in done.stdout
+    found = json.loads(_run(name, "--json", "--memory", "80", "--length", "8192").stdout)
+    [gpu] = found["gpus"].values()
+    assert gpu["total"] == 80 * GIB
+    assert gpu["sequences"] == gpu["kv_tokens"] // 8192
+    halves = json.loads(_run(name, "--json", "--memory", "80", "--dtype", "float32").stdout)
+    assert halves["gpus"]["80 GiB"]["weights"] == 2 * gpu["weights"]
+
+
+def test_a_gpu_that_is_too_small(tmp_path: Path) -> None:
+    assert "does not fit" in _run(_write(tmp_path), "--memory", "16").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-model-len", "200000"], "is more than the model's 131072 positions"),
+        (["--length", "200000"], "--length 200000 is more than the model's 131072 tokens"),
+        (["--block-size", "17"], "setting block_size (PAGEWIRE_BLOCK_SIZE) cannot be 17"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = _run(_write(tmp_path), *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_refused_models_have_the_refusals_line(tmp_path: Path) -> None:
+    done = _run(_write(tmp_path, architectures=["DeepseekV3ForCausalLM"]))
+    assert done.returncode == 2
+    assert "it caches latent vectors" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,152 @@
+"""Tensors of files reach their targets: in parts, by threads, in any layout and dtype."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model import weights_copy
+from pagewire.shared.model.safetensors_header import WeightsFile, read_header
+from pagewire.shared.model.weights_copy import Fill, copy_weights, num_threads
+
+CPU = torch.device("cpu")
+SHAPES = {"scalar": (), "vector": (300,), "matrix": (70, 33), "experts": (3, 40, 17), "none": (0,)}
+
+
+@pytest.fixture(params=[8 << 20, 256, 24], ids=["large-parts", "parts-of-rows", "parts-of-a-row"])
+def _part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_copy, "PART_BYTES", request.param)
+
+
+def _written(
+    path: Path, dtype: torch.dtype = torch.float32
+) -> tuple[WeightsFile, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()
+    }
+    save_file(tensors, path)
+    return read_header(path), tensors
+
+
+@pytest.mark.usefixtures("_part_bytes")
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice"])
+def test_targets_have_the_files_values(tmp_path: Path, source: torch.dtype, layout: str) -> None:
+    file, tensors = _written(tmp_path / "a.safetensors", source)
+    targets = {name: _target(tensor, layout) for name, tensor in tensors.items()}
+    counted: list[int] = []
+    copy_weights(
+        [Fill(file, entry, targets[name]) for name, entry in file.tensors.items()],
+        CPU,
+        counted.append,
+    )
+    for name, target in targets.items():
+        assert torch.equal(target, tensors[name].to(torch.float32)), name
+    assert sum(counted) == sum(entry.num_bytes for entry in file.tensors.values())
+
+
+def _target(like: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a float32 tensor of a shape, poisoned, with gaps unless it is contiguous."""
+    if layout == "contiguous" or not like.dim():
+        return torch.full(like.shape, torch.nan)
+    if layout == "transposed":
+        return torch.full(like.shape[::-1], torch.nan).permute(*reversed(range(like.dim())))
+    wide = torch.full((*like.shape[:-1], like.shape[-1] + 5), torch.nan)
+    return wide[..., 2 : 2 + like.shape[-1]]
+
+
+def test_several_files(tmp_path: Path) -> None:
+    fills, wanted = [], []
+    for index in range(5):
+        values = torch.arange(1000.0) + 1000 * index
+        save_file({"x": values}, tmp_path / f"{index}.safetensors")
+        file = read_header(tmp_path / f"{index}.safetensors")
+        fills.append(Fill(file, file.tensors["x"], torch.empty(1000)))
+        wanted.append(values)
+    copy_weights(fills, CPU, lambda _count: None)
+    assert all(torch.equal(fill.target, each) for fill, each in zip(fills, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("_part_bytes")
+def test_a_file_that_is_cut_off_after_its_header_was_read(tmp_path: Path) -> None:
+    file, tensors = _written(tmp_path / "a.safetensors")
+    os.truncate(file.path, file.size - 4)
+    fills = [
+        Fill(file, entry, torch.empty_like(tensors[name])) for name, entry in file.tensors.items()
+    ]
+    with pytest.raises(ModelLoadError) as caught:
+        copy_weights(fills, CPU, lambda _count: None)
+    assert str(caught.value) == (
+        f"weights file {file.path} is truncated or corrupt: it ends at byte {file.size - 4}; "
+        "download it again"
+    )
+
+
+def test_a_file_that_is_gone_after_its_header_was_read(tmp_path: Path) -> None:
+    file, tensors = _written(tmp_path / "a.safetensors")
+    file.path.unlink()
+    fill = Fill(file, file.tensors["matrix"], tensors["matrix"])
+    with pytest.raises(ModelLoadError, match=r"a.safetensors cannot be read \(No such file"):
+        copy_weights([fill], CPU, lambda _count: None)
+
+
+def test_an_error_of_one_thread_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_copy, "PART_BYTES", 4)
+    save_file({"x": torch.arange(10_000.0)}, tmp_path / "a.safetensors")
+    file = read_header(tmp_path / "a.safetensors")
+    counted: list[int] = []
+
+    def failing(num_bytes: int) -> None:
+        counted.append(num_bytes)
+        if len(counted) == 10:
+            raise KeyError("out of order")
+
+    with pytest.raises(KeyError):
+        copy_weights([Fill(file, file.tensors["x"], torch.empty(10_000))], CPU, failing)
+    assert len(counted) < 5000
+
+
+def test_nothing_to_copy() -> None:
+    copy_weights([], CPU, lambda _count: None)
+
+
+def test_small_checkpoints_take_one_thread() -> None:
+    assert num_threads(1) == num_threads(weights_copy.PART_BYTES) == 1
+    assert 2 <= num_threads(1 << 40) <= weights_copy.MAX_THREADS
+
+
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from pagewire.shared.model.safetensors_header import read_header
+from pagewire.shared.model.weights_copy import Fill, copy_weights
+file = read_header(Path(sys.argv[1]))
+target = torch.zeros(file.tensors["x"].shape, dtype=getattr(torch, sys.argv[2]))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+copy_weights([Fill(file, file.tensors["x"], target)], torch.device("cpu"), lambda count: None)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_the_host_does_not_grow_with_the_file(tmp_path: Path, dtype: str) -> None:
+    """A mapped file would count whole: 192 MiB."""
+    save_file({"x": torch.zeros(48, 1 << 20)}, tmp_path / "a.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", MEMORY, str(tmp_path / "a.safetensors"), dtype],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    most = weights_copy.MAX_THREADS * weights_copy.PART_BYTES
+    assert int(done.stdout) << 10 < most + (16 << 20)
