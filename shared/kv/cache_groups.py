@@ -91,9 +91,9 @@ class CacheGroups:
         }
         return tuple(places[layer] for layer in range(len(places)))
 
-    def last_layers(self, num_parts: int) -> frozenset[int]:
-        """Return the layer after which each of so many equal parts of a block's rows is final."""
-        rows = self.layers_per_block // num_parts
+    def last_layers(self, num_layer_groups: int) -> frozenset[int]:
+        """Return the layers after which the layer groups of a step's blocks are final."""
+        rows = self.layers_per_block // num_layer_groups
         return frozenset(
             max(group.layers[min(end, len(group.layers)) - 1] for group in self.groups)
             for end in range(rows, self.layers_per_block + 1, rows)
@@ -115,7 +115,7 @@ class CacheGroups:
         return 0 if group.window is None else self.blocks_for(group.window)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one group that so many positions fill, the last one partly."""
+        """Return the blocks of one group that a number of positions takes up."""
         return -(-num_tokens // self.block_size)
 
     def first_block(self, group: int, num_tokens: int) -> int:
@@ -147,7 +147,7 @@ class CacheGroups:
         return total
 
     def held_blocks(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of so many tokens holds between two steps."""
+        """Return the blocks that a sequence of `num_tokens` holds between two steps."""
         needed = self.blocks_for(num_tokens)
         return sum(needed - first for first in self.first_blocks(num_tokens))
 

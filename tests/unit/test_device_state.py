@@ -8,7 +8,7 @@ from pagewire.shared.sampling import RequestSpec
 
 
 def make_state() -> DeviceState:
-    return DeviceState(num_slots=2, max_blocks=4, device=torch.device("cpu"))
+    return DeviceState(num_slots=2, max_blocks=2, device=torch.device("cpu"), num_groups=2)
 
 
 def admitted(slot: int, blocks: list[int], seed: int = 0) -> StepPlan:
@@ -21,7 +21,7 @@ def admitted(slot: int, blocks: list[int], seed: int = 0) -> StepPlan:
 def test_prepared_slot_has_its_parameters_and_blocks_before_it_runs() -> None:
     state = make_state()
     state.apply(admitted(1, [7, 8], seed=5))
-    assert state.block_tables.tolist() == [[0] * 4, [7, 8, 0, 0], [0] * 4]
+    assert state.block_tables.tolist() == [[[0, 0]] * 2, [[7, 8], [0, 0]], [[0, 0]] * 2]
     assert state.host_tables.tolist() == state.block_tables.tolist()
     assert state.parameters["seeds"].tolist() == [0, 5, 0]
 
@@ -33,7 +33,7 @@ def test_later_plan_brings_what_is_new() -> None:
         number=2, blocks=TableEntries([0], [2], [9]), inputs=[DecodeInput(0, 6, 3)], decodes=[0]
     )
     state.apply(plan)
-    assert state.block_tables[0].tolist() == [7, 8, 9, 0]
+    assert state.block_tables[0].tolist() == [[7, 8], [9, 0]]
     assert (state.last_token[0].item(), state.position[0].item()) == (6, 3)
 
 
@@ -41,5 +41,5 @@ def test_next_owner_of_a_slot_has_its_own_blocks_and_parameters() -> None:
     state = make_state()
     state.apply(admitted(0, [7, 8], seed=5))
     state.apply(admitted(0, [3, 4], seed=6))
-    assert state.block_tables[0].tolist() == [3, 4, 0, 0]
+    assert state.block_tables[0].tolist() == [[3, 4], [0, 0]]
     assert state.parameters["seeds"][0].item() == 6
