@@ -70,6 +70,7 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
+ModelImpl = Literal["auto", "pagewire", "transformers"]
 Kernels = Literal["auto", "triton", "torch"]
 KvTransport = Literal["auto", "ipc", "ucx", "zmq"]
 KvNetwork = Literal["untrusted", "private"]
@@ -80,6 +81,12 @@ GENERATION_CONFIG: Any = described(
     "auto",
     "auto: supported sampling parameters and max_tokens that a request does not give are those of "
     "the model's generation_config.json; none turns that off.",
+)
+MODEL_IMPL: Any = described(
+    "auto",
+    "Whose code computes the model. auto and pagewire: ours, for the architectures that it has; "
+    "transformers: Hugging Face's, for other decoders, which is slower and needs the extra "
+    "`transformers`.",
 )
 METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
 
@@ -182,6 +189,7 @@ class EngineSettings(Settings):
     model: str = described(
         "demo", 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
     )
+    model_impl: ModelImpl = MODEL_IMPL
     device: Device = described("auto", "auto takes CUDA where there is a GPU.")
     dtype: Dtype = described(
         "auto", "Data type of weights and KV cache; auto takes the checkpoint's."
@@ -295,6 +303,7 @@ class RouterSettings(ClusterSettings):
     model: str = described(
         EngineSettings.model_fields["model"].default, description(EngineSettings, "model")
     )
+    model_impl: ModelImpl = MODEL_IMPL
     served_model_name: str | None = described(
         None,
         "The name that clients ask for.",

@@ -12,6 +12,7 @@ from pagewire.shared.config import WorkerSettings, load_settings
 def decode(
     ctx: typer.Context,
     model: options.Model = None,
+    model_impl: options.ModelImpl = None,
     worker_id: options.WorkerId = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

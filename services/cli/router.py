@@ -12,6 +12,7 @@ from pagewire.shared.config import RouterSettings, load_settings
 def router(
     ctx: typer.Context,
     model: options.Model = None,
+    model_impl: options.ModelImpl = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
     special_tokens_in_messages: options.SpecialTokensInMessages = None,
