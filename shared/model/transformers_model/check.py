@@ -23,6 +23,17 @@ _STEPS = ((6, 4), (1, 1), (6, 0), (0, 4))
 # low precision a few tokens may take another expert.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 
+# By transformers' modules where they are called in a way that is not theirs, or by ours.
+_RAISED = (
+    IntegrityError,
+    KernelError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+)
+
 
 @torch.inference_mode()
 def check_model(model: TransformersModel) -> None:
@@ -42,8 +53,7 @@ def check_model(model: TransformersModel) -> None:
         width = model.compute_logits(actual[:1]).shape[-1]
     except ModelLoadError as exc:
         raise ModelLoadError(f"architecture {name} is not supported: {exc}") from exc
-    except (IntegrityError, KernelError, ValueError, TypeError, AttributeError, KeyError) as exc:
-        # What transformers' modules raise when they are called in a way that is not theirs.
+    except _RAISED as exc:
         raise ModelLoadError(
             f"architecture {name} is not supported: its code does not run with paged attention "
             f"({str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__})"
