@@ -28,6 +28,15 @@ from pydantic_settings import (
 )
 
 from pagewire.shared.addresses import WILDCARDS
+from pagewire.shared.common_settings import (
+    GENERATION_CONFIG,
+    METRICS_PORT,
+    MODEL_IMPL,
+    REASONING_PARSER,
+    REVISION,
+    SPECIAL_TOKENS,
+    TOOL_PARSER,
+)
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.setting_names import (
     PREFIX,
@@ -70,39 +79,13 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["safetensors", "dummy"]
+ModelImpl = Literal["auto", "pagewire", "transformers"]
 Kernels = Literal["auto", "triton", "torch"]
 KvTransport = Literal["auto", "ipc", "ucx", "zmq"]
 KvNetwork = Literal["untrusted", "private"]
 Policy = Literal["prefix", "round_robin"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-GENERATION_CONFIG: Any = described(
-    "auto",
-    "auto: supported sampling parameters and max_tokens that a request does not give are those of "
-    "the model's generation_config.json; none turns that off.",
-)
 Revision = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}\z")]
-REVISION: Any = described(
-    None, "Branch, tag or commit of a hub id, the same in all services.", unset="its main branch"
-)
-METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
-
-SPECIAL_TOKENS: Any = described(
-    "text",
-    "What special tokens are that a chat message spells out, such as </s>. text: plain text; "
-    "tokens: special tokens, as with Hugging Face's apply_chat_template, so that a message can end "
-    "itself and go on in another role.",
-)
-
-TOOL_PARSER: Any = described(
-    "auto",
-    "How the model writes tool calls; auto goes by its chat template.",
-)
-REASONING_PARSER: Any = described(
-    "auto",
-    "How the model writes reasoning, which is split from its answers; auto goes by its chat "
-    "template.",
-)
 
 
 class Settings(BaseSettings):
@@ -187,6 +170,7 @@ class EngineSettings(Settings):
         "demo", 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
     )
     revision: Revision | None = REVISION
+    model_impl: ModelImpl = MODEL_IMPL
     device: Device = described("auto", "auto takes CUDA where there is a GPU.")
     dtype: Dtype = described(
         "auto", "Data type of weights and KV cache; auto takes the checkpoint's."
@@ -301,6 +285,7 @@ class RouterSettings(ClusterSettings):
         EngineSettings.model_fields["model"].default, description(EngineSettings, "model")
     )
     revision: Revision | None = REVISION
+    model_impl: ModelImpl = MODEL_IMPL
     served_model_name: str | None = described(
         None,
         "The name that clients ask for.",

@@ -13,6 +13,7 @@ def decode(
     ctx: typer.Context,
     model: options.Model = None,
     revision: options.Revision = None,
+    model_impl: options.ModelImpl = None,
     worker_id: options.WorkerId = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

@@ -59,6 +59,7 @@ def redis_url(unset: str | None = None) -> Any:
 
 Model = Annotated[str | None, setting(EngineSettings, "model")]
 Revision = Annotated[str | None, setting(EngineSettings, "revision")]
+ModelImpl = Annotated[config.ModelImpl | None, setting(EngineSettings, "model_impl")]
 ServedModelName = Annotated[str | None, setting(RouterSettings, "served_model_name")]
 GenerationConfig = Annotated[
     config.GenerationConfig | None, setting(RouterSettings, "generation_config")

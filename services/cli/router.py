@@ -13,6 +13,7 @@ def router(
     ctx: typer.Context,
     model: options.Model = None,
     revision: options.Revision = None,
+    model_impl: options.ModelImpl = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
     special_tokens_in_messages: options.SpecialTokensInMessages = None,

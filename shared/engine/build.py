@@ -41,9 +41,11 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config, model_fingerprint
-from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.loaded_model import LoadedModel
+from pagewire.shared.model.loader import LoadFormat, load_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
+from pagewire.shared.model.transformers_model.config import TransformersConfig, require_transformers
 from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
@@ -98,15 +100,15 @@ def build_engine(
     """
     progress("reading the model's configuration")
     path = resolve_model(settings.model, revision=settings.revision)
-    config = load_config(path)
+    config = load_config(path, settings.model_impl)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
     full_model_len = choose_max_model_len(settings.max_model_len, config)
     ops = choose_ops(settings.kernels, device)
     progress("loading weights")
-    model = load_model(
-        path, config, device, dtype, ops, settings.load_format, full_model_len, progress
-    )
+    if isinstance(config, TransformersConfig):
+        settings = settings.model_copy(update={"cuda_graphs": False})
+    model = _load(path, config, device, dtype, ops, settings.load_format, full_model_len, progress)
     settle_threads(model, device)
     shape = KvShape.of(config, settings.block_size, dtype)
     groups = CacheGroups.of(config.windows, settings.block_size)
@@ -130,6 +132,30 @@ def build_engine(
     vocabulary = partial(load_vocabulary, path, config.vocab_size, config.eos_token_ids)
     core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
+
+
+def _load(
+    path: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    load_format: LoadFormat,
+    max_positions: int,
+    progress: Progress,
+) -> LoadedModel:
+    """Return the model, of our own layers or of transformers' modules."""
+    if not isinstance(config, TransformersConfig):
+        return load_model(path, config, device, dtype, ops, load_format, max_positions, progress)
+    require_transformers()
+    from pagewire.shared.model.transformers_model.load import load_transformers_model
+
+    logger.warning(
+        "%s runs by transformers' code: steps are slower than by ours, and no CUDA graph replays "
+        "them",
+        config.architecture,
+    )
+    return load_transformers_model(path, config, device, dtype, ops, load_format)
 
 
 def _layout(

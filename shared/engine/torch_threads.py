@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from pagewire.shared.config import threads_are_chosen
-from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ PARAMETERS_PER_THREAD = 4_000_000
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
-def settle_threads(model: DecoderModel, device: torch.device) -> None:
+def settle_threads(model: LoadedModel, device: torch.device) -> None:
     """Lower torch's number of threads, for the whole process, to what a model can use.
 
     A number set by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads` stays, except where

@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from pagewire.shared.config import ModelImpl
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
+from pagewire.shared.model.transformers_model.config import TransformersConfig, parse_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -21,15 +23,23 @@ GENERATION_FILE = "generation_config.json"
 _SAMPLE_BYTES = 4096
 
 
-def load_config(path: Path) -> ModelConfig:
+def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
     """Read the configuration in a Hugging Face model directory.
+
+    Args:
+        path: the directory.
+        model_impl: whose code is to compute the model. `auto` takes no other than ours: that of
+            transformers is slower, and must be chosen.
 
     Raises:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
             supported; one line.
     """
     fields = Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
-    config = ARCHITECTURES[_architecture(fields)].parse_config(fields)
+    if model_impl == "transformers":
+        config: ModelConfig = parse_config(_named(fields)[0], fields)
+    else:
+        config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, config))
 
 
@@ -52,6 +62,8 @@ def model_fingerprint(
         ModelLoadError: a file cannot be read.
     """
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
+    if isinstance(config, TransformersConfig):
+        state.update(b"transformers")  # whose keys and values may differ from ours in a bit
     if load_format == "dummy":
         state.update(b"dummy" + json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
         return state.hexdigest()
@@ -85,17 +97,37 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(fields: Fields) -> str:
+def _named(fields: Fields) -> list[str]:
     named = fields.raw.get("architectures")
-    supported = ", ".join(ARCHITECTURES)
     if not isinstance(named, list) or not named:
-        raise fields.error(f"names no architectures; supported are {supported}")
+        raise fields.error(f"names no architectures; supported are {', '.join(ARCHITECTURES)}")
+    return [str(architecture) for architecture in named]
+
+
+def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
+    """Return the first of a model's architectures that has a family."""
+    named = _named(fields)
     for architecture in named:
-        if isinstance(architecture, str) and architecture in ARCHITECTURES:
+        if architecture in ARCHITECTURES:
             return architecture
-    reason = REFUSED.get(str(named[0]))
+    reason = REFUSED.get(named[0])
     why = f" ({reason})" if reason else ""
+    if model_impl == "auto" and _may_be_run_by_transformers(named[0], fields):
+        raise fields.error(
+            f"architecture {named[0]} is not supported by Pagewire's own code{why}; "
+            "--model-impl transformers runs it by Hugging Face's, which is slower"
+        )
+    supported = ", ".join(ARCHITECTURES)
     raise fields.error(f"architecture {named[0]} is not supported{why}; supported are {supported}")
+
+
+def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:
+    """Whether nothing in config.json speaks against it; a worker says the rest when it loads."""
+    try:
+        parse_config(architecture, fields)
+    except ModelLoadError:
+        return False
+    return True
 
 
 def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:

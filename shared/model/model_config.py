@@ -130,7 +130,7 @@ def read_config(
         rope=rope,
         max_position_embeddings=rope.context(positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", defaults.tie_word_embeddings),
-        dtype=_dtype(fields),
+        dtype=read_dtype(fields),
         eos_token_ids=fields.token_ids("eos_token_id", end),
         bos_token_id=fields.token_id("bos_token_id", begin),
         windows=(None,) * num_layers,
@@ -158,7 +158,12 @@ def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:
     return count
 
 
-def _dtype(fields: Fields) -> str:
+def read_dtype(fields: Fields) -> str:
+    """Return the checkpoint's dtype, under its name of today or the older one.
+
+    Raises:
+        ModelLoadError: it is not one of `SUPPORTED_DTYPES`; one line.
+    """
     named = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     if named not in SUPPORTED_DTYPES:
         supported = ", ".join(SUPPORTED_DTYPES)

@@ -44,6 +44,7 @@ from pagewire.shared.cluster.redis_client import connect_redis, without_password
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.transformers_model.config import require_transformers
 from pagewire.shared.text.tokenizer import Tokenizer
 
 PROBE_TIMEOUT_S = 120.0
@@ -119,6 +120,8 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         else:
             yield await check_redis(settings)
             yield await check_port(settings)
+            if worker.model_impl == "transformers":
+                yield check_transformers()
         found = await torch_probe
         yield judge_torch(found)
         yield judge_cuda(found, len(machine.gpus))
@@ -169,6 +172,15 @@ def _check_model() -> Finding:
         return Finding("fail", name, "the demo's tokenizer is corrupt", "install Pagewire again")
     detail = f"demo model, {size / 1e6:.1f} MB, tokenizer of {tokenizer.vocab_size} tokens"
     return Finding("ok", name, detail)
+
+
+def check_transformers() -> Finding:
+    """Check that transformers is there for workers that take its code."""
+    try:
+        require_transformers()
+    except ConfigError as exc:
+        return Finding("fail", "Modelling", str(exc), "or leave MODEL_IMPL at auto")
+    return Finding("ok", "Modelling", "transformers is installed, for other decoders")
 
 
 async def check_redis(settings: RouterSettings) -> Finding:

@@ -21,6 +21,7 @@ from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
+from pagewire.shared.model.transformers_model.config import require_transformers
 from pagewire.shared.open_files import raise_open_file_limit
 
 ROUTER_ONLY = (
@@ -32,7 +33,7 @@ ROUTER_ONLY = (
     "policy",
     "max_queue",
 )
-BOTH = ("model", "revision", "log_level")
+BOTH = ("model", "model_impl", "revision", "log_level")
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
 OWN = ("host", "port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
 NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
@@ -65,6 +66,7 @@ def up(
     routers: Routers = 2,
     model: options.Model = None,
     revision: options.Revision = None,
+    model_impl: options.ModelImpl = None,
     served_model_name: options.ServedModelName = None,
     generation_config: options.GenerationConfig = None,
     special_tokens_in_messages: options.SpecialTokensInMessages = None,
@@ -129,7 +131,9 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
     model_path = resolve_model(worker.model, revision=worker.revision)
-    load_config(model_path)
+    load_config(model_path, worker.model_impl)
+    if worker.model_impl == "transformers":
+        require_transformers()
     load_sampling_defaults(model_path, router.generation_config)
     ready_file = ReadyFile(Path(params["ready_file"])) if params["ready_file"] else None
     return ClusterContext(

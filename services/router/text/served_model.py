@@ -48,7 +48,7 @@ class ServedModel:
             ModelLoadError: it cannot be found or read; one line.
         """
         path = resolve_model(settings.model, weights=False, revision=settings.revision)
-        config = load_config(path)
+        config = load_config(path, settings.model_impl)
         tokenizer = Tokenizer.from_dir(path, settings.special_tokens_in_messages)
         syntax = ChatSyntax.choose(
             tokenizer.template_source,

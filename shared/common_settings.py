@@ -1,0 +1,40 @@
+"""Settings that several services have, each with its one description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagewire.shared.setting_texts import described
+
+GENERATION_CONFIG: Any = described(
+    "auto",
+    "auto: supported sampling parameters and max_tokens that a request does not give are those of "
+    "the model's generation_config.json; none turns that off.",
+)
+REVISION: Any = described(
+    None, "Branch, tag or commit of a hub id, the same in all services.", unset="its main branch"
+)
+MODEL_IMPL: Any = described(
+    "auto",
+    "Whose code computes the model. auto and pagewire: ours, for the architectures that it has; "
+    "transformers: Hugging Face's, for other decoders, which is slower and needs the extra "
+    "`transformers`.",
+)
+METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
+
+SPECIAL_TOKENS: Any = described(
+    "text",
+    "What special tokens are that a chat message spells out, such as </s>. text: plain text; "
+    "tokens: special tokens, as with Hugging Face's apply_chat_template, so that a message can end "
+    "itself and go on in another role.",
+)
+
+TOOL_PARSER: Any = described(
+    "auto",
+    "How the model writes tool calls; auto goes by its chat template.",
+)
+REASONING_PARSER: Any = described(
+    "auto",
+    "How the model writes reasoning, which is split from its answers; auto goes by its chat "
+    "template.",
+)

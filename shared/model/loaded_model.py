@@ -1,0 +1,40 @@
+"""What a loaded model is to the engine, whosever code computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
+
+
+class LoadedModel(Protocol):
+    """A decoder with its parameters: a `DecoderModel` or a `TransformersModel`."""
+
+    @property
+    def embed_tokens(self) -> torch.Tensor:
+        """The table of embeddings, `[vocab, hidden]`."""
+        ...
+
+    def forward(
+        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
+    ) -> torch.Tensor:
+        """Run one step; returns the final hidden states `[T, hidden]`.
+
+        Args:
+            batch: the step's tokens, `[T]`.
+            kv: of each layer; the tokens' keys and values are written there.
+            on_layer_end: called with the number of each layer, from 0, in order, once its keys and
+                values are written.
+        """
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits `[N, vocab]` of hidden states `[N, hidden]`, in `out` if given."""
+        ...
+
+    def targets(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter by a checkpoint's name for it."""
+        ...

@@ -1,0 +1,184 @@
+"""What transformers' attention layers call in place of their own attention."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.errors import IntegrityError, ModelLoadError
+from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
+from pagewire.shared.model.transformers_model.config import TransformersConfig
+
+# A layer's caches of keys and values, [NB, KH, BS, D] each.
+LayerCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+# What attention layers pass on and ours need not look at.
+_WITHOUT_EFFECT = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
+    "dropout",
+    "is_causal",  # looked at by name, as is the next
+    "sliding_window",
+}
+_numbers = itertools.count()
+
+
+class PagedAttention:
+    """Attention over the paged KV cache, for the layers of one model.
+
+    The first call of a forward is for the first layer, and so on.
+
+    Attributes:
+        name: under which transformers finds this object.
+        checks: whether each call is checked for what ours does not compute: for the first ones.
+    """
+
+    def __init__(self, config: TransformersConfig, ops: Ops) -> None:
+        self.name = f"pagewire-{next(_numbers)}"
+        self.checks = False
+        self._config = config
+        self._ops = ops
+        self._batch: ForwardBatch | None = None
+        self._caches: Sequence[LayerCache] = ()
+        self._on_layer_end: OnLayerEnd | None = None
+        self._calls = 0  # of this forward
+
+    def begin(
+        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None
+    ) -> None:
+        """Take what the layers of the next forward need.
+
+        Args:
+            batch: the step's tokens.
+            kv: of each layer; all are in one cache group.
+            on_layer_end: called with a layer's number, from 0, once its KV is written.
+        """
+        self._batch = batch
+        self._caches = [(layer.cache[:, 0], layer.cache[:, 1]) for layer in kv]
+        self._on_layer_end = on_layer_end
+        self._calls = 0
+
+    def end(self) -> None:
+        """Forget the batch.
+
+        Raises:
+            IntegrityError: a layer's KV was not written, since the layer did not call.
+        """
+        calls, layers = self._calls, len(self._caches)
+        self._batch, self._caches, self._on_layer_end = None, (), None
+        if calls != layers:
+            raise IntegrityError(f"{calls} of {layers} layers called the attention function")
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [1, H, T, D]
+        key: torch.Tensor,  # [1, KH, T, D], rotated
+        value: torch.Tensor,  # [1, KH, T, D]
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend `[1, T, H, D]`, writing keys and values to the cache of the next layer."""
+        batch, layer = self._batch, self._calls
+        if batch is None or layer >= len(self._caches):
+            raise IntegrityError(f"the attention function is called for layer {layer}")
+        if self.checks:
+            self._check(module, query, key, value, options)
+        k_cache, v_cache = self._caches[layer]
+        q, k, v = (
+            part[0].transpose(0, 1).to(k_cache.dtype).contiguous() for part in (query, key, value)
+        )
+        self._ops.rotary_and_cache(
+            batch.positions, q, k, v, None, k_cache, v_cache, batch.slot_mapping
+        )
+        out = torch.empty_like(q)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self._attend(q, k_cache, v_cache, batch, scale, out)
+        self._calls += 1
+        if self._on_layer_end is not None:
+            self._on_layer_end(layer)
+        return out.to(query.dtype)[None], None
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill `out` [T, H, D]: decode rows first, then the prefill chunks."""
+        decodes = batch.num_decodes
+        if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
+            self._ops.paged_decode(
+                q[:decodes],
+                k_cache,
+                v_cache,
+                batch.decode_block_tables,
+                batch.decode_seq_lens,
+                scale,
+                out=out[:decodes],
+            )
+        if (
+            batch.prefill_block_tables is not None
+            and batch.prefill_cu_query_lens is not None
+            and batch.prefill_seq_lens is not None
+        ):
+            self._ops.paged_prefill(
+                q[decodes:],
+                k_cache,
+                v_cache,
+                batch.prefill_block_tables,
+                batch.prefill_cu_query_lens,
+                batch.prefill_seq_lens,
+                batch.max_query_len,
+                scale,
+                out=out[decodes:],
+            )
+
+    def _check(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> None:
+        """Refuse a call for something that ours does not compute.
+
+        Raises:
+            ModelLoadError: its shapes are not what config.json says, or an option changes the
+                result; one line.
+        """
+        config = self._config
+        if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise ModelLoadError("its attention is not causal")
+        if tuple(key.shape) != (1, config.num_kv_heads, query.shape[2], config.head_dim):
+            raise ModelLoadError(
+                f"layer {self._calls} caches keys {list(key.shape)} where config.json says "
+                f"{config.num_kv_heads} heads of {config.head_dim}"
+            )
+        if value.shape != key.shape or query.shape[-1] != key.shape[-1]:
+            raise ModelLoadError(
+                f"layer {self._calls} has queries of {query.shape[-1]}, keys of {key.shape[-1]} "
+                f"and values of {value.shape[-1]} numbers; they must be alike"
+            )
+        window = options.get("sliding_window")
+        if window is not None and window < config.max_position_embeddings:
+            raise ModelLoadError(f"layer {self._calls} attends to a window of {window} tokens")
+        for name, given in options.items():
+            if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+                raise ModelLoadError(f"its attention has the option {name}")

@@ -1,0 +1,183 @@
+"""Reads the config.json of any decoder, by the names that are common; torch is not imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from packaging.version import Version
+
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.installing import install_command
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import ModelConfig, read_dtype
+from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig
+
+# Other names that config.json has for a field, by the oldest models.
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
+}
+_OLDEST = 5  # major release of transformers
+_OUTPUT_HEADS = ("ForCausalLM", "LMHeadModel")
+_STATE = "some of its layers keep a state other than keys and values"
+_LATENT = "it caches latent vectors in place of keys and values"
+# Fields that say, where they are neither null nor false, that a model is of a kind which is not
+# computed exactly.
+_REFUSED: dict[str, str] = {
+    "quantization_config": "quantised checkpoints are not supported; pass an unquantised one",
+    "text_config": "it takes more than text",
+    "vision_config": "it takes more than text",
+    "audio_config": "it takes more than text",
+    "is_encoder_decoder": "it has an encoder",
+    "add_cross_attention": "it has an encoder",
+    "alibi": "its scores have linear biases (ALiBi)",
+    "use_bidirectional_attention": "its attention is not causal",
+    "attn_logit_softcapping": "its scores are capped",
+    "attention_chunk_size": "some of its layers attend to chunks",
+    "kv_lora_rank": _LATENT,
+    "mamba_d_state": _STATE,
+    "ssm_state_size": _STATE,
+    "state_size": _STATE,
+    "lru_width": _STATE,
+    "conv_L_cache": _STATE,
+    "linear_conv_kernel_dim": _STATE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig(ModelConfig):
+    """A decoder that transformers builds.
+
+    What only the layers of a family need has no meaning here: `intermediate_size`, `rms_norm_eps`,
+    the biases, and of `rope` all but what bounds the context.
+    """
+
+
+def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
+    """Read what the KV cache, the router and the limits of requests need.
+
+    Args:
+        architecture: the name of transformers' class.
+        fields: of config.json.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong, or the model is of a kind that cannot be
+            computed exactly; one line.
+    """
+    if not architecture.endswith(_OUTPUT_HEADS):
+        raise fields.error(f"architecture {architecture} is not supported: it is not a decoder")
+    for name, why in _REFUSED.items():
+        if fields.raw.get(name) not in (None, False):
+            raise fields.error(f"architecture {architecture} is not supported: {why} ({name})")
+    fields = _with_common_names(fields)
+    hidden_size = fields.positive_int("hidden_size")
+    num_heads = fields.positive_int("num_attention_heads")
+    num_layers = fields.positive_int("num_hidden_layers")
+    positions = fields.positive_int("max_position_embeddings")
+    rope = _read_rope(fields, positions)
+    context = rope.context(positions)
+    _refuse_windows(fields, context)
+    return TransformersConfig(
+        architecture=architecture,
+        vocab_size=fields.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        num_layers=num_layers,
+        windows=(None,) * num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads),
+        head_dim=fields.positive_int("head_dim", hidden_size // num_heads),
+        rms_norm_eps=0.0,
+        rope=rope,
+        max_position_embeddings=context,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        dtype=read_dtype(fields),
+        eos_token_ids=fields.token_ids("eos_token_id", None),
+        bos_token_id=fields.token_id("bos_token_id", None),
+    )
+
+
+def require_transformers() -> None:
+    """Check that transformers is there; it is not imported.
+
+    Raises:
+        ConfigError: it is not installed, or too old; one line with the command that installs it.
+    """
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        version = "0"
+    if Version(version).major < _OLDEST:
+        raise ConfigError(
+            f"--model-impl transformers needs the package transformers {_OLDEST} or later: "
+            f"{install_command('transformers')}"
+        )
+
+
+def _with_common_names(fields: Fields) -> Fields:
+    """Return the fields under the names that most models have."""
+    found: dict[str, Any] = {}
+    for name, others in _NAMES.items():
+        values = (fields.raw[other] for other in others if fields.raw.get(other) is not None)
+        found[name] = next(values, None)
+    return Fields({**fields.raw, **found}, fields.source)
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    """Return the heads that are cached; `multi_query` is GPT-BigCode's one for all."""
+    count = 1 if fields.flag("multi_query", False) else num_heads
+    count = fields.positive_int("num_key_value_heads", count)
+    if num_heads % count:
+        raise fields.error(
+            f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({count})"
+        )
+    return count
+
+
+def _read_rope(fields: Fields, positions: int) -> RopeConfig:
+    """Return what of the rotary embedding bounds the context."""
+    raw = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters")
+    if not isinstance(raw, dict):
+        return RopeConfig()
+    rope = Fields(raw, fields.source)
+    named = raw.get("rope_type", raw.get("type", "default"))
+    if named == "su":  # the first name of longrope
+        named = "longrope"
+    rope_type = next((each for each in ROPE_TYPES if each == named), None)
+    if rope_type is None:  # transformers knows it, or refuses it
+        return RopeConfig()
+    original = fields.positive_int("original_max_position_embeddings", positions)
+    return RopeConfig(
+        rope_type,
+        factor=rope.positive_float("factor", 1.0),
+        original_max_position_embeddings=rope.positive_int(
+            "original_max_position_embeddings", original
+        ),
+    )
+
+
+def _refuse_windows(fields: Fields, context: int) -> None:
+    """Refuse layers that attend to less than the context, or to anything but keys."""
+    named = fields.raw.get("layer_types") or []
+    if not isinstance(named, list):
+        raise fields.error(f"layer_types must be a list, not {named!r}")
+    kinds = {str(kind) for kind in named}
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise fields.error(f"layers of the kind {min(unknown)!r} are not supported (layer_types)")
+    slides = "sliding_attention" in kinds
+    if not kinds and fields.flag("use_sliding_window", True):
+        slides = fields.raw.get("sliding_window") is not None
+    if slides and (window := fields.positive_int("sliding_window")) < context:
+        raise fields.error(
+            f"sliding-window attention is not supported; the window of {window} tokens is shorter "
+            f"than the context of {context}"
+        )

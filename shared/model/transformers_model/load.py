@@ -1,0 +1,151 @@
+"""Loads a model by transformers' own code, from safetensors files alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pagewire.kernels import Ops
+from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.model.safetensors_header import find_weights
+from pagewire.shared.model.transformers_model.attention import PagedAttention
+from pagewire.shared.model.transformers_model.check import check_model
+from pagewire.shared.model.transformers_model.config import TransformersConfig
+from pagewire.shared.model.transformers_model.model import TransformersModel
+
+_DUMMY_SEED = 0
+_DUMMY_STD = 0.02
+
+
+def load_transformers_model(
+    path: Path,
+    config: TransformersConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    load_format: Literal["safetensors", "dummy"] = "safetensors",
+) -> TransformersModel:
+    """Return a model that is ready to run, and has been compared with transformers' attention.
+
+    transformers knows which tensors of a checkpoint it renames, merges or ties, so that its own
+    loader fills the parameters: in host memory, from where they are moved to the device. Code that
+    a model directory brings along is never run.
+
+    Args:
+        path: the model's directory.
+        config: what `load_config` says of it.
+        device: for the parameters.
+        dtype: of the parameters and activations.
+        ops: kernels that suit the device.
+        load_format: `dummy` fills the parameters at random.
+
+    Raises:
+        ModelLoadError: files are missing, corrupt, or of another model; transformers has no code
+            for it, or computes something else than we do; one line.
+    """
+    attention = PagedAttention(config, ops)
+    transformers.AttentionInterface.register(attention.name, attention)
+    with _quiet():
+        theirs, model_class = _find_code(path, config)
+        try:
+            if load_format == "dummy":
+                causal_lm = _random(model_class, theirs, dtype)
+            else:
+                find_weights(path)  # says in one line what is wrong with the files
+                causal_lm = _loaded(model_class, theirs, path, dtype)
+            causal_lm = causal_lm.to(device).eval().requires_grad_(False)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
+            raise ModelLoadError(
+                f"transformers cannot load {config.architecture} from {path}: {_first_line(exc)}"
+            ) from exc
+        causal_lm.set_attn_implementation(attention.name)
+    if causal_lm.config._attn_implementation != attention.name:
+        raise ModelLoadError(
+            f"architecture {config.architecture} is not supported: in transformers "
+            f"{transformers.__version__} its attention cannot be replaced"
+        )
+    model = TransformersModel(config, causal_lm, attention)
+    check_model(model)
+    return model
+
+
+def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:
+    """Return transformers' configuration of a model and the class that it names."""
+    version = transformers.__version__
+    try:
+        theirs = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as exc:
+        raise ModelLoadError(
+            f"transformers {version} cannot read {path / 'config.json'}: {_first_line(exc)}"
+        ) from exc
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
+    if getattr(model_class, "__name__", None) != config.architecture:
+        raise ModelLoadError(
+            f"transformers {version} has no {config.architecture} of its own; code that a model "
+            "brings along is not run"
+        )
+    for name in ("use_cache", "output_router_logits"):
+        if hasattr(theirs, name):
+            setattr(theirs, name, False)
+    return theirs, model_class
+
+
+def _loaded(model_class: Any, theirs: Any, path: Path, dtype: torch.dtype) -> Any:
+    causal_lm, report = model_class.from_pretrained(
+        path,
+        config=theirs,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        weights_only=True,
+        output_loading_info=True,
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelLoadError(
+            f"the weights in {path} lack the tensor {missing[0]}{more}; check that config.json "
+            "belongs to them, or download them again"
+        )
+    return causal_lm
+
+
+def _random(model_class: Any, theirs: Any, dtype: torch.dtype) -> Any:
+    """Return a model whose matrices are small normal values, always the same."""
+    causal_lm = model_class._from_config(theirs, dtype=dtype)
+    generator = torch.Generator().manual_seed(_DUMMY_SEED)
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    return causal_lm
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing: what is wrong is raised."""
+    log = transformers.utils.logging
+    level, had_bar = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if had_bar:
+            log.enable_progress_bar()
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).strip().split("\n")[0] or type(exc).__name__
