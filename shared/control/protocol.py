@@ -23,7 +23,7 @@ from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -185,6 +185,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of the KV cache, as torch names it without the prefix, e.g. "bfloat16".
         num_layers: that a block has, those of one cache group.
         block_bytes: of one block.
+        resume_blocks: how many of a prefix's last blocks a worker needs to go on after it; 0: all.
     """
 
     fingerprint: Id
@@ -194,6 +195,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
     block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]
+    resume_blocks: Count = 0
 
 
 class KvHello(Message, frozen=True, kw_only=True):

@@ -124,7 +124,7 @@ def build_engine(
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
     fingerprint = model_fingerprint(path, config, settings.load_format)
-    layout = _layout(fingerprint, config, dtype, shape)
+    layout = _layout(fingerprint, config, dtype, shape, groups)
     pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
@@ -159,7 +159,11 @@ def _load(
 
 
 def _layout(
-    fingerprint: str, config: ModelConfig, dtype: torch.dtype, shape: KvShape
+    fingerprint: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    shape: KvShape,
+    groups: CacheGroups,
 ) -> BlockLayout:
     return BlockLayout(
         fingerprint=fingerprint,
@@ -169,6 +173,7 @@ def _layout(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_bytes=shape.block_bytes,
+        resume_blocks=groups.resume_blocks,
     )
 
 

@@ -44,7 +44,8 @@ class Found:
     """What a lookup has found.
 
     Attributes:
-        hits: leading blocks of the prompt, for each worker with at least one.
+        hits: leading blocks of the prompt after which each worker can go on; without those that
+            have none.
         reserved: load that other routers have placed on a worker and that its record may not show
             yet, for each worker with any; in the worker's unit.
     """
@@ -82,8 +83,10 @@ class PrefixIndex:
         self._recent = OptimisticEntries()
         self._writes: set[asyncio.Task[None]] = set()
 
-    async def lookup(self, hashes: Sequence[BlockHash], epochs: Mapping[str, int]) -> Found:
-        """Return how many leading blocks of a prompt each worker has, and what is reserved there.
+    async def lookup(
+        self, hashes: Sequence[BlockHash], epochs: Mapping[str, int], resume_blocks: int = 0
+    ) -> Found:
+        """Return after how many blocks of a prompt each worker can go on, and what is reserved.
 
         One round trip. Without an answer from Redis, there is only what this process itself
         assumes.
@@ -91,11 +94,12 @@ class PrefixIndex:
         Args:
             hashes: of the prompt's full blocks, in order; the first `MAX_LOOKUP_BLOCKS` count.
             epochs: of the live workers, by id. Entries of other epochs are ignored.
+            resume_blocks: see `BlockLayout`.
         """
         hashes = hashes[:MAX_LOOKUP_BLOCKS]
         if not epochs:
             return Found({}, {})
-        hits, reserved = await self._ask(hashes, epochs)
+        hits, reserved = await self._ask(hashes, epochs, resume_blocks)
         self._recent.extend(hits, hashes, epochs)
         return Found(_without_zeros(hits), _without_zeros(reserved))
 
@@ -177,7 +181,7 @@ class PrefixIndex:
         return time.monotonic() < self._paused_until
 
     async def _ask(
-        self, hashes: Sequence[BlockHash], epochs: Mapping[str, int]
+        self, hashes: Sequence[BlockHash], epochs: Mapping[str, int], resume_blocks: int
     ) -> tuple[dict[str, int], dict[str, int]]:
         if self._is_paused():
             self.failed_lookups += 1
@@ -191,6 +195,7 @@ class PrefixIndex:
                 b"".join(hashes),
                 self._load_prefix,
                 self._router_id,
+                resume_blocks,
                 *workers,
             )
         except RedisUnavailableError as exc:

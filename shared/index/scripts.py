@@ -6,15 +6,17 @@ optimistic entry. Several 16-byte block hashes come as one string. Lua cannot ho
 type are garbage: read as none, overwritten.
 """
 
-# Leading blocks that each worker has, then what other routers have reserved on each.
-# ARGV: key prefix, hashes, load prefix, own router id, then id, epoch pairs.
+# Leading blocks after which each worker can go on, then what other routers have reserved on each.
+# ARGV: key prefix, hashes, load prefix, own router id, how many of a prefix's last blocks a worker
+# needs (0: all), then id, epoch pairs.
 LOOKUP = """
 local prefix, hashes, load_prefix, own = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local needed = tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local counts, ids, epochs, places, reserved = {}, {}, {}, {}, {}
-for i = 5, #ARGV, 2 do
-  counts[#counts + 1] = 0
+local counts, runs, ids, epochs, places, reserved = {}, {}, {}, {}, {}, {}
+for i = 6, #ARGV, 2 do
+  counts[#counts + 1], runs[#runs + 1] = 0, 0
   local loads, sum = redis.pcall('HGETALL', load_prefix .. ARGV[i]), 0
   for at = 1, #loads, 2 do
     local amount, expires = string.match(loads[at + 1], '^(%d+):(%d+)$')
@@ -40,8 +42,12 @@ for block = 0, #hashes / 16 - 1 do
         has = epoch == epochs[i] and tonumber(expires) > now
       end
     end
-    if has then
-      counts[places[i]] = block + 1
+    local place = places[i]
+    runs[place] = has and runs[place] + 1 or 0
+    if has and (runs[place] > block or runs[place] >= needed and needed > 0) then
+      counts[place] = block + 1
+    end
+    if has or needed > 0 then
       local n = #next_ids + 1
       next_ids[n], next_epochs[n], next_places[n] = ids[i], epochs[i], places[i]
     end

@@ -100,19 +100,14 @@ class CacheGroups:
         )
 
     @cached_property
-    def resume_blocks(self) -> int | None:
+    def resume_blocks(self) -> int:
         """How many of a prefix's last blocks must be cached in all groups to go on after it.
 
-        None: all, since no group has a window. Of earlier blocks those without a window are there
-        as well: they leave the cache after what follows them.
+        0: all, since no group has a window. Of earlier blocks those without a window are there as
+        well: they leave the cache after what follows them.
         """
-        if not self.has_windows:
-            return None
-        return max(self._reach(group) for group in self.groups if group.window is not None)
-
-    def _reach(self, group: CacheGroup) -> int:
-        """Most blocks before a block's start that a window covers, see `first_block`."""
-        return 0 if group.window is None else self.blocks_for(group.window)
+        windows = [group.window for group in self.groups if group.window is not None]
+        return max((self.blocks_for(window) for window in windows), default=0)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks of one group that a number of positions takes up."""

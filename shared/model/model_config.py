@@ -114,9 +114,7 @@ def read_config(
     positions = fields.positive_int("max_position_embeddings", defaults.max_position_embeddings)
     rope = read_rope(fields, positions, head_dim, defaults.rope_theta, partial_rotary)
     begin, end = defaults.special_tokens
-    num_layers = fields.positive_int("num_hidden_layers", defaults.num_layers)
-    if num_layers > MAX_LAYERS:
-        raise fields.error(f"num_hidden_layers must be at most {MAX_LAYERS}, not {num_layers}")
+    num_layers = read_num_layers(fields, defaults.num_layers)
     return kind(
         architecture=architecture,
         vocab_size=fields.positive_int("vocab_size", defaults.vocab_size),
@@ -156,6 +154,18 @@ def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:
             f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({count})"
         )
     return count
+
+
+def read_num_layers(fields: Fields, default: int | None = None) -> int:
+    """Return the number of layers.
+
+    Raises:
+        ModelLoadError: it is missing, no number, or more than any model has; one line.
+    """
+    num_layers = fields.positive_int("num_hidden_layers", default)
+    if num_layers > MAX_LAYERS:
+        raise fields.error(f"num_hidden_layers must be at most {MAX_LAYERS}, not {num_layers}")
+    return num_layers
 
 
 def read_dtype(fields: Fields) -> str:

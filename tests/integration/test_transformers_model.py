@@ -96,7 +96,7 @@ def test_layers_end_in_order(tmp_path: Path) -> None:
     sequence = paged.add([1, 2, 3])
     batch = paged.decode_batch([sequence])
     ended: list[int] = []
-    ours.forward(batch, paged.pool, ended.append)
+    ours.forward(batch, paged.layers, ended.append)
     assert ended == [0, 1, 2]
 
 

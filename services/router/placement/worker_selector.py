@@ -91,7 +91,7 @@ class WorkerSelector:
         if self._policy.uses_hits and (len(decodes) > 1 or len(prefills) > 1):
             hashes = self._hasher(layout).hash_prompt(token_ids)
             epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
-            found = await self._index.lookup(hashes, epochs)
+            found = await self._index.lookup(hashes, epochs, layout.resume_blocks)
         prompt = Prompt(len(token_ids), layout.block_size, found.hits, hashes)
 
         def candidate(record: WorkerRecord, amount: int) -> Candidate:

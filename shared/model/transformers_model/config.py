@@ -11,7 +11,7 @@ from packaging.version import Version
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.installing import install_command
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import ModelConfig, read_dtype
+from pagewire.shared.model.model_config import ModelConfig, read_dtype, read_num_layers
 from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig
 
 # Other names that config.json has for a field, by the oldest models.
@@ -77,7 +77,7 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
     fields = _with_common_names(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
-    num_layers = fields.positive_int("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     positions = fields.positive_int("max_position_embeddings")
     rope = _read_rope(fields, positions)
     context = rope.context(positions)
