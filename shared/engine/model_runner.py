@@ -299,7 +299,7 @@ class ModelRunner:
         ends = self.groups.last_layers(self.mover.groups.count)
 
         def record_group_end(layer: int) -> None:
-            if layer in ends:
+            for _ in range(ends.count(layer)):
                 events.append(self.mover.record_event(in_graph=in_graph))
 
         return record_group_end

@@ -5,8 +5,8 @@ only the last ones. A block holds `block_size` positions of one group's layers. 
 equally many layers, so that all blocks are of one size and come from one pool:
 
     layer      0  1  2  3  4  5            group 0: full,        layers 2, 5
-    window     W  W  -  W  W  -    -->     group 1: window of W, layers 0, 1
-                                           group 2: window of W, layers 3, 4
+    window     W  W  -  W  W  -    -->     group 1: window of W, layers 0, 3
+                                           group 2: window of W, layers 1, 4
 
 A group's last block rows stay empty where the layers of its kind do not divide evenly. Sharing one
 pool by groups of equally many layers is how vLLM's hybrid KV cache manager does it, too.
@@ -61,11 +61,11 @@ class CacheGroups:
             by_window.setdefault(window, []).append(layer)
         rows = _layers_per_block({window: len(layers) for window, layers in by_window.items()})
         kinds = sorted(by_window.items(), key=lambda item: (item[0] is not None, item[0] or 0))
-        groups = [
-            CacheGroup(tuple(layers[start : start + rows]), window)
-            for window, layers in kinds
-            for start in range(0, len(layers), rows)
-        ]
+        groups = []
+        for window, layers in kinds:
+            # In turn, so that the first rows of all groups are done early in a step.
+            count = -(-len(layers) // rows)
+            groups += [CacheGroup(tuple(layers[n::count]), window) for n in range(count)]
         return cls(tuple(groups), rows, block_size)
 
     def __len__(self) -> int:
@@ -91,13 +91,13 @@ class CacheGroups:
         }
         return tuple(places[layer] for layer in range(len(places)))
 
-    def last_layers(self, num_layer_groups: int) -> frozenset[int]:
-        """Return the layers after which the layer groups of a step's blocks are final."""
+    def last_layers(self, num_layer_groups: int) -> list[int]:
+        """Return, for each layer group of a step's blocks, the layer after which it is final."""
         rows = self.layers_per_block // num_layer_groups
-        return frozenset(
-            max(group.layers[min(end, len(group.layers)) - 1] for group in self.groups)
+        return [
+            max(layer for group in self.groups for layer in group.layers[:end])
             for end in range(rows, self.layers_per_block + 1, rows)
-        )
+        ]
 
     @cached_property
     def resume_blocks(self) -> int:

@@ -46,6 +46,26 @@ def test_leading_blocks_of_each_live_worker_are_counted(any_redis_url: str) -> N
     run_async(scenario())
 
 
+def test_with_windows_the_last_blocks_of_a_prefix_are_enough(any_redis_url: str) -> None:
+    prompt = blocks(8)
+    cached = {"all": prompt, "begin": prompt[:1], "end": prompt[5:], "hole": prompt[2:4]}
+
+    async def scenario() -> None:
+        async with index_at(any_redis_url) as index:
+            for worker, hashes in cached.items():
+                await index.publish(worker, EPOCH, hashes, [])
+            epochs = dict.fromkeys(cached, EPOCH)
+            assert (await index.lookup(prompt, epochs, 2)).hits == {
+                **{"all": 8, "begin": 1, "end": 8, "hole": 4}
+            }
+            assert (await index.lookup(prompt[:6], epochs, 2)).hits == {
+                **{"all": 6, "begin": 1, "hole": 4}
+            }
+            assert (await index.lookup(prompt, epochs)).hits == {"all": 8, "begin": 1}
+
+    run_async(scenario())
+
+
 def test_lookups_agree_with_a_model_of_the_index(redis_server: RedisServer) -> None:
     dice = random.Random(3)
     prompt = blocks(12)

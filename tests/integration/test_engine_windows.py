@@ -1,0 +1,137 @@
+"""Engines over models with sliding windows: Hugging Face's tokens, and blocks that are given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.step import StepPlan
+from pagewire.tests.support.padded_steps import run_padded
+from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_SIZE = 16
+ANSWER = 60
+PROMPTS = [[(n * step + step) % VOCAB for n in range(length)] for step, length in
+           ((5, 3), (7, 31), (11, 80), (13, 140))]  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+# A window in some layers, and in all of them.
+SHAPES = {
+    "some": ("qwen3", {"num_hidden_layers": 4, "layer_types": LAYERS, "sliding_window": 21}),
+    "all": ("mistral", {"sliding_window": 24}),
+}
+
+
+@dataclass(frozen=True)
+class Tried:
+    path: Path
+    expected: list[list[int]]
+
+    def llm(self, **settings: Any) -> LLM:
+        return LLM(str(self.path), device="cpu", dtype="float32", block_size=BLOCK_SIZE, **settings)
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """Return Hugging Face's tokens, each chosen clearly."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(ANSWER):
+            best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > 1e-4
+            tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def tried(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None
+) -> Tried:
+    family, changes = SHAPES[request.param]
+    path = tmp_path_factory.mktemp("model")
+    shape = "windows-by-layer" if family == "qwen3" else "window-groups-of-2"
+    theirs = write_tiny_model(path, family, shape, **changes)
+    return Tried(path, [greedy(theirs, prompt) for prompt in PROMPTS])
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 13, "max_num_seqs": 4},
+        {"num_blocks": 60, "max_model_len": 208, "max_num_batched_tokens": 16},
+        {"enable_prefix_caching": False},
+    ],
+    ids=["whole", "chunks", "preempted", "uncached"],
+)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
+def test_tokens_are_hugging_faces(tried: Tried, settings: dict[str, Any], overlap: bool) -> None:
+    llm = tried.llm(**settings)
+    llm.engine.core.overlap = overlap
+    assert tokens_of(llm, PROMPTS, GREEDY) == tried.expected
+    assert llm.block_counts().used == 0
+    llm.engine.core.scheduler.check_integrity()
+
+
+def test_padded_steps_have_the_same_tokens(tried: Tried) -> None:
+    llm = tried.llm(max_num_seqs=8)
+    run_padded(llm.engine.runner)
+    assert tokens_of(llm, PROMPTS, GREEDY) == tried.expected
+
+
+def test_a_prefix_is_taken_up_again_where_its_window_is_cached(tried: Tried) -> None:
+    llm = tried.llm()
+    prompt, answer = PROMPTS[3], tried.expected[3]
+    assert tokens_of(llm, [prompt], GREEDY) == [answer]
+    [again] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert again.token_ids == answer and again.cached_tokens == 128
+    begun = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    assert tokens_of(llm, [prompt], begun) == [answer[:40]]
+    rest = SamplingParams(temperature=0, max_tokens=ANSWER - 40, ignore_eos=True)
+    [more] = llm.generate([prompt + answer[:40]], rest, use_tqdm=False)
+    assert more.token_ids == answer[40:]
+    assert more.cached_tokens == 176  # of 180, in whole blocks
+
+
+def test_answers_to_one_prompt_fork(tried: Tried) -> None:
+    llm = tried.llm()
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, n=3)
+    for prompt, expected in zip(PROMPTS, tried.expected, strict=True):
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        assert [each.token_ids for each in output.outputs] == [expected] * 3
+
+
+class MostUsed:
+    """An engine's hook that notes how many blocks are in use."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.blocks = 0
+        self._llm = llm
+
+    def is_due(self) -> bool:
+        return False
+
+    def before_launch(self, plan: StepPlan) -> None:
+        self.blocks = max(self.blocks, self._llm.block_counts().used)
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        return False
+
+
+def test_blocks_before_the_window_are_given_up(tried: Tried) -> None:
+    llm = tried.llm(max_num_batched_tokens=32)
+    most = MostUsed(llm)
+    llm.engine.core.hooks.append(most)
+    assert tokens_of(llm, [PROMPTS[3]], GREEDY) == [tried.expected[3]]
+    groups, length = llm.engine.core.scheduler.pool.groups, len(PROMPTS[3]) + ANSWER
+    assert most.blocks <= groups.most_blocks(length, 32) < len(groups) * groups.blocks_for(length)
