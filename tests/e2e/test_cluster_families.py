@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -56,13 +58,12 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = tmp_path_factory.mktemp("models") / "tiny"
+@contextmanager
+def serving(path: Path, family: str, shape: str) -> Iterator[Served]:
+    """Serve a tiny model that ends its answers with a token of its own."""
     demo = demo_model_path()
     tokenizer = Tokenizer.from_dir(demo)
-    shape = "groups-of-2-odd-vocabulary"
-    theirs = write_tiny_model(path, "qwen3", shape, vocab_size=tokenizer.vocab_size)
+    theirs = write_tiny_model(path, family, shape, vocab_size=tokenizer.vocab_size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -71,6 +72,34 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
     with local_cluster("--model", str(path), *options) as cluster:
         yield Served(cluster, theirs, tokenizer, eos)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    with serving(path, "qwen3", "groups-of-2-odd-vocabulary") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("qwen3", "windows-by-layer"),
+        ("mistral", "window-groups-of-2"),
+        ("qwen3moe", "groups-of-2-odd-vocabulary"),
+    ],
+)
+def test_other_cache_groups_and_experts(tmp_path: Path, family: str, shape: str) -> None:
+    with serving(tmp_path / "tiny", family, shape) as served:
+        expected = greedy(served.theirs, PROMPT)
+        body = {"ignore_eos": True, "return_token_ids": True}
+        begin, rest = expected[:30], expected[30:]
+        for prompt, tokens in ((PROMPT, begin), (PROMPT + begin, rest)):
+            answer = served.post("completions", prompt=prompt, max_tokens=len(tokens), **body)
+            assert answer["choices"][0]["token_ids"] == tokens
+        # The second prompt goes on where the first answer has ended.
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        assert served.cluster.total("pagewire_kv_transfer_segments_total") > 0
 
 
 def test_tokens_are_hugging_faces_over_both_workers(served: Served) -> None:
