@@ -84,6 +84,7 @@ def load_model(
         _fill_randomly(model, device)
     else:
         _fill(_targets(model, checkpoint), holders, device, progress)
+        model.finish_loading()
     return model
 
 

@@ -151,6 +151,30 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "olmo2": ("Olmo2", {}, {"biases": _BIASES, "llama3": _rope(**_LLAMA3)}),
+    "gemma2": (
+        "Gemma2",
+        # Caps that matter, and windows shorter than prompts and answers.
+        {
+            "sliding_window": 8,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+        },
+        {
+            "biases-without-caps": {
+                **_BIASES,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+            },
+            "windows-by-layer": {
+                "num_key_value_heads": 2,
+                "sliding_window": 21,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+            "own-head-size-yarn": {**_rope(**_YARN), "head_dim": 20},
+        },
+    ),
     "granite": (
         "Granite",
         _GRANITE,

@@ -13,6 +13,7 @@ import transformers
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
+from pagewire.shared.model.families.gemma2 import Gemma2Config
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.rope_config import ROPE_TYPES
 
@@ -112,6 +113,10 @@ _WINDOWS = {
         },
         (None, None, None, 7),
     ),
+    "gemma2-every-other": (
+        {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 3},
+        (4096, None, 4096),
+    ),
     "phi3-one-shorter-than-the-context": (
         {"architectures": ["Phi3ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 4095},
         (4095, 4095),
@@ -126,6 +131,33 @@ def test_windows_of_layers(
     assert load_config(_write(tmp_path, content)).windows == windows
 
 
+GEMMA_2_9B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "torch_dtype": "float32",
+}
+
+
+def test_caps_and_scale_of_gemma_2(tmp_path: Path) -> None:
+    """A missing cap has its default, a null is none."""
+    config = load_config(_write(tmp_path, GEMMA_2_9B))
+    assert isinstance(config, Gemma2Config)
+    assert (config.scores_cap, config.logits_cap) == (50.0, 30.0)
+    assert config.attention_multiplier == 1 / 16
+    named = {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 144}
+    config = load_config(_write(tmp_path, {**named, "attn_logit_softcapping": None}))
+    assert isinstance(config, Gemma2Config)
+    assert (config.scores_cap, config.logits_cap) == (None, 30.0)
+    assert config.attention_multiplier == 1 / 12
+
+
 REFUSED = {
     "experts": (
         {"architectures": ["GraniteMoeForCausalLM"]},
@@ -138,6 +170,22 @@ REFUSED = {
     "dense-layers-by-text": (
         {"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": ["0"]},
         "mlp_only_layers must be a list of layers from 0, not ['0']",
+    ),
+    "gemma2-without-length": (
+        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": None},
+        "layer_types has sliding_attention, but no sliding_window is in use",
+    ),
+    "gemma2-other-activation": (
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
+        "hidden_activation 'silu' is not supported; only 'gelu_pytorch_tanh'",
+    ),
+    "gemma2-attends-to-later-tokens": (
+        {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+        "use_bidirectional_attention is not supported",
+    ),
+    "gemma2-cap-of-nothing": (
+        {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 0},
+        "final_logit_softcapping must be a positive number, not 0",
     ),
     "olmoe-clipped": (
         {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagewire.shared.model.families import (
+    gemma2,
     granite,
     llama,
     ministral,
@@ -61,6 +62,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
     "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),
+    "Gemma2ForCausalLM": Architecture(gemma2.parse_config, gemma2.build),
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
@@ -78,7 +80,6 @@ REFUSED = {
     "GraniteMoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
     "Olmo3ForCausalLM": "its rotary angles by layer have not been added",
-    "Gemma2ForCausalLM": "its norms and activation have not been added",
     "Gemma3ForCausalLM": _OWN_LAYERS,
     "Gemma3ForConditionalGeneration": _OWN_LAYERS,
     "DeepseekV2ForCausalLM": _LATENT,
