@@ -14,8 +14,9 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.families.gemma2 import Gemma2Config
+from pagewire.shared.model.families.gemma3 import Gemma3Config
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.rope_config import ROPE_TYPES
+from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig
 
 
 def _write(path: Path, content: dict[str, Any]) -> Path:
@@ -117,6 +118,19 @@ _WINDOWS = {
         {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 3},
         (4096, None, 4096),
     ),
+    "gemma3-all-but-each-sixth": (
+        {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7},
+        (4096, 4096, 4096, 4096, 4096, None, 4096),
+    ),
+    "gemma3-by-another-pattern": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "num_hidden_layers": 4,
+            "sliding_window": 512,
+            "sliding_window_pattern": 2,
+        },
+        (512, None, 512, None),
+    ),
     "phi3-one-shorter-than-the-context": (
         {"architectures": ["Phi3ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 4095},
         (4095, 4095),
@@ -158,6 +172,42 @@ def test_caps_and_scale_of_gemma_2(tmp_path: Path) -> None:
     assert config.attention_multiplier == 1 / 12
 
 
+GEMMA_3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_text_model_of_gemma_3(tmp_path: Path) -> None:
+    """As it was published: what it has of its own, and what the outer object says."""
+    config = load_config(_write(tmp_path, GEMMA_3_4B))
+    assert isinstance(config, Gemma3Config)
+    assert (config.hidden_size, config.num_heads, config.head_dim) == (2560, 8, 256)
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
+    assert config.tie_word_embeddings
+    assert config.rope == RopeConfig("linear", 1_000_000.0, 8.0)
+    assert config.local_rope == RopeConfig(theta=10_000.0)
+    assert config.windows == (*((*(1024,) * 5, None) * 5), *(1024,) * 4)
+
+
+def test_angles_of_an_older_gemma_3(tmp_path: Path) -> None:
+    older = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": None}
+    content = {"architectures": ["Gemma3ForCausalLM"], **older}
+    config = load_config(_write(tmp_path, content))
+    assert isinstance(config, Gemma3Config)
+    assert (config.rope.theta, config.local_rope.theta) == (5000.0, 300.0)
+
+
 REFUSED = {
     "experts": (
         {"architectures": ["GraniteMoeForCausalLM"]},
@@ -186,6 +236,28 @@ REFUSED = {
     "gemma2-cap-of-nothing": (
         {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 0},
         "final_logit_softcapping must be a positive number, not 0",
+    ),
+    "gemma3-one-set-of-angles": (
+        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 1e4}},
+        "rope_parameters must have a set for each of sliding_attention and full_attention",
+    ),
+    "gemma3-scaled-windows": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        },
+        "rope type 'linear' of sliding_attention is not supported; only 'default'",
+    ),
+    "gemma3-text-of-nothing": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 4},
+        "text_config must be an object, not 4",
+    ),
+    "gemma3-quantised": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "quantization_config": {"bits": 4},
+        },
+        "quantised checkpoints are not supported",
     ),
     "olmoe-clipped": (
         {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
@@ -283,9 +355,17 @@ def _read_or_refuse(architecture: str, content: dict[str, Any]) -> None:
         assert "\n" not in str(exc)
 
 
+# Where it is not that of the architecture's name.
+_CONFIG_OF = {
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Gemma3ForConditionalGeneration": "Gemma3Config",
+}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_any_value_of_any_field_is_read_or_refused(architecture: str) -> None:
-    content = getattr(transformers, architecture.replace("ForCausalLM", "Config"))().to_dict()
+    name = _CONFIG_OF.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    content = getattr(transformers, name)().to_dict()
     for name in (*content, "rope_scaling", "quantization_config", "layer_types"):
         for value in WRONG_VALUES:
             _read_or_refuse(architecture, {**content, name: value})
