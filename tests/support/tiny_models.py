@@ -185,6 +185,23 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "olmo2": ("Olmo2", {}, {"biases": _BIASES, "llama3": _rope(**_LLAMA3)}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {
+            "biases": _BIASES,
+            "yarn": _ropes(_YARN, 70.0),
+            "default-pattern": {
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 5,
+                "sliding_window": 21,
+                "layer_types": None,
+            },
+        },
+    ),
     "gemma2": (
         "Gemma2",
         # Caps that matter, and windows shorter than prompts and answers.

@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -44,6 +45,7 @@ CONFIG_CLASSES = {
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
     "Olmo2ForCausalLM": Olmo2Config,
+    "Olmo3ForCausalLM": Olmo3Config,
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
     "Gemma3ForConditionalGeneration": Gemma3Config,
@@ -56,7 +58,12 @@ CONFIG_CLASSES = {
     "OlmoeForCausalLM": OlmoeConfig,
 }
 # Of the others, Hugging Face writes layers with a window whether there is one or not.
-WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+WINDOWED = (
+    "Olmo3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+)
 FULL_ATTENTION: dict[str, dict[str, Any]] = {
     name: {} if name in WINDOWED else {"sliding_window": None} for name in CONFIG_CLASSES
 }

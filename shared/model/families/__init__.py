@@ -24,6 +24,7 @@ from pagewire.shared.model.families import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -66,6 +67,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
     "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),
+    "Olmo3ForCausalLM": Architecture(olmo3.parse_config, olmo3.build),
     "Gemma2ForCausalLM": Architecture(gemma2.parse_config, gemma2.build),
     "Gemma3ForCausalLM": Architecture(gemma3.parse_config, gemma3.build),
     "Gemma3ForConditionalGeneration": Architecture(
@@ -89,7 +91,6 @@ _LATENT = "it caches latent vectors in place of keys and values"
 REFUSED = {
     "GraniteMoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
-    "Olmo3ForCausalLM": "its rotary angles by layer have not been added",
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
 }
