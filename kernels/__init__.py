@@ -42,6 +42,7 @@ OP_NAMES = (
     "rms_norm",
     "linear",
     "silu_and_mul",
+    "gelu_and_mul",
     "experts",
     "shape_logits",
     "enter_tokens",
@@ -108,14 +109,15 @@ class RmsNorm(Protocol):
 
     Returns `(normed, residual_out)`: with a residual, `residual_out = x + residual` (rounded to
     the activations' dtype) and `normed = rms(residual_out) * weight`; without, `residual_out` is
-    `x` itself. Statistics are in float32 over the rounded sum, and the normalised value is
-    rounded to the activations' dtype before the weight multiplies it, as in Hugging Face's Llama.
+    `x` itself. Statistics are in float32 over the rounded sum. A weight of x's dtype multiplies the
+    normalised value rounded to it, as in Hugging Face's Llama; a float32 weight the value that is
+    not rounded yet, as in its Gemma.
     """
 
     def __call__(
         self,
         x: torch.Tensor,  # [T, hidden]
-        weight: torch.Tensor,  # [hidden]
+        weight: torch.Tensor,  # [hidden], of x's dtype or float32
         eps: float,
         residual: torch.Tensor | None = None,  # [T, hidden]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -161,6 +163,12 @@ class Linear(Protocol):
 
 class SiluAndMul(Protocol):
     """`silu(x[:, :I]) * x[:, I:]`, computed in float32, returned in x's dtype."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
+
+
+class GeluAndMul(Protocol):
+    """`gelu(x[:, :I]) * x[:, I:]` by tanh's approximation, in float32, returned in x's dtype."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
 
@@ -347,6 +355,7 @@ class Ops:
     rms_norm: RmsNorm
     linear: Linear
     silu_and_mul: SiluAndMul
+    gelu_and_mul: GeluAndMul
     experts: Experts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens
@@ -360,6 +369,7 @@ class Ops:
 _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
     "pack_blocks": "kv_pack",
     "unpack_blocks": "kv_pack",
+    "gelu_and_mul": "silu_and_mul",
     "enter_tokens": "token_counts",
     "note_tokens": "token_counts",
     "sample": "sampling",

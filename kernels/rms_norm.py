@@ -42,7 +42,9 @@ def _rms_norm_kernel(
         tl.store(residual_out_ptr + row * HIDDEN + cols, summed, mask=mask)
         wide = summed.to(tl.float32)
     variance = tl.sum(wide * wide, axis=0) / HIDDEN
-    normed = (wide * tl.rsqrt(variance + eps)).to(x.dtype).to(tl.float32)
+    normed = wide * tl.rsqrt(variance + eps)
+    if weight_ptr.dtype.element_ty == x.dtype:
+        normed = normed.to(x.dtype).to(tl.float32)
     tl.store(out_ptr + row * HIDDEN + cols, (normed * weight).to(x.dtype), mask=mask)
 
 

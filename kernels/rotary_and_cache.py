@@ -18,10 +18,12 @@ _HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _norm_part(part, scale, weight_ptr, dims, mask):
-    """Return a part of some heads times their scales and a weight, rounded after each."""
+    """Return a part of some heads times their scales and a weight, as `RmsNorm` rounds them."""
     weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
-    scaled = (part.to(tl.float32) * scale).to(part.dtype)
-    return (scaled.to(tl.float32) * weight).to(part.dtype)
+    scaled = part.to(tl.float32) * scale
+    if weight_ptr.dtype.element_ty == part.dtype:
+        scaled = scaled.to(part.dtype).to(tl.float32)
+    return (scaled * weight).to(part.dtype)
 
 
 @triton.jit

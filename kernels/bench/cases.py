@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -127,14 +128,14 @@ def _rms_norm(tokens: int) -> BenchCase:
     return BenchCase("rms_norm", f"{tokens} x {HIDDEN} + residual", call, 8.0 * tokens * HIDDEN)
 
 
-def _silu_and_mul(tokens: int) -> BenchCase:
+def _gated(op: Literal["silu_and_mul", "gelu_and_mul"], tokens: int) -> BenchCase:
     x = torch.randn(tokens, 2 * INTERMEDIATE, device="cuda", dtype=DTYPE)
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.silu_and_mul(x),)
+        return (getattr(ops, op)(x),)
 
     work = 6.0 * tokens * INTERMEDIATE
-    return BenchCase("silu_and_mul", f"{tokens} x {INTERMEDIATE}", call, work)
+    return BenchCase(op, f"{tokens} x {INTERMEDIATE}", call, work)
 
 
 def _rotary_and_cache(tokens: int, rotated: int = DIM, normed: bool = False) -> BenchCase:
@@ -302,7 +303,8 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
     "rms_norm": lambda: (_rms_norm(tokens) for tokens in TOKENS),
-    "silu_and_mul": lambda: (_silu_and_mul(tokens) for tokens in TOKENS),
+    "silu_and_mul": lambda: (_gated("silu_and_mul", tokens) for tokens in TOKENS),
+    "gelu_and_mul": lambda: (_gated("gelu_and_mul", tokens) for tokens in TOKENS),
     "rotary_and_cache": lambda: (
         _rotary_and_cache(tokens, *options)
         for options in ((), (DIM, True), (DIM * 3 // 4,))

@@ -18,4 +18,4 @@ def rms_norm(
     summed = x if residual is None else x + residual
     wide = summed.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return ((wide * scale).to(x.dtype) * weight).to(x.dtype), summed
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype), summed

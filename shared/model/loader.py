@@ -16,7 +16,7 @@ from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.load_progress import LoadProgress
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
+from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
 from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie
 from pagewire.shared.model.weights_copy import Fill, copy_weights
 from pagewire.shared.model.weights_match import match_weights
@@ -66,7 +66,8 @@ def load_model(
     if load_format == "safetensors":
         if path is None:
             raise ModelLoadError("load_format safetensors needs a model directory")
-        checkpoint = find_weights(path)
+        prefixes = ARCHITECTURES[config.architecture].renamed_prefixes
+        checkpoint = [rename_tensors(file, prefixes) for file in find_weights(path)]
         config = settle_tie(config, checkpoint, dtype)
         stacked = _has_stacked_experts(checkpoint)
         # A wrong or corrupt file should not cost the allocation of a large model: check its
@@ -84,6 +85,7 @@ def load_model(
         _fill_randomly(model, device)
     else:
         _fill(_targets(model, checkpoint), holders, device, progress)
+        model.finish_loading()
     return model
 
 

@@ -64,6 +64,8 @@ class Defaults:
         num_kv_heads: None: as many as query heads.
         head_dim: None: hidden size / query heads.
         special_tokens: begin and end.
+        activation: the field that names the feed-forward layers' activation, and the only one that
+            they have.
     """
 
     vocab_size: int
@@ -78,6 +80,7 @@ class Defaults:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
 
 
 Config = TypeVar("Config", bound=ModelConfig)
@@ -105,7 +108,7 @@ def read_config(
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    _refuse_variants(fields)
+    _refuse_variants(fields, defaults)
     hidden_size = fields.positive_int("hidden_size", defaults.hidden_size)
     num_heads = fields.positive_int("num_attention_heads", defaults.num_heads)
     head_dim = fields.positive_int("head_dim", defaults.head_dim or hidden_size // num_heads)
@@ -136,10 +139,11 @@ def read_config(
     )
 
 
-def _refuse_variants(fields: Fields) -> None:
+def _refuse_variants(fields: Fields, defaults: Defaults) -> None:
     """Refuse what the layers of every family would compute wrongly."""
-    if fields.raw.get("hidden_act", "silu") != "silu":
-        raise fields.error(f"hidden_act {fields.raw['hidden_act']!r} is not supported; only 'silu'")
+    name, activation = defaults.activation
+    if fields.raw.get(name, activation) != activation:
+        raise fields.error(f"{name} {fields.raw[name]!r} is not supported; only {activation!r}")
     if fields.raw.get("quantization_config") is not None:
         raise fields.error("quantised checkpoints are not supported; pass an unquantised one")
 

@@ -5,8 +5,10 @@ Layout: 8 bytes little-endian header length, the header as JSON, then the tensor
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +41,13 @@ class TensorEntry:
     """One tensor of a file.
 
     Attributes:
+        name: in the file.
         dtype: in safetensors' spelling, e.g. `BF16`.
         start: of its bytes, from the beginning of the file.
         end: after its last byte.
     """
 
+    name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -61,7 +65,7 @@ class WeightsFile:
 
     Attributes:
         header: the header's bytes.
-        tensors: by name.
+        tensors: by name, which may not be that of the file.
     """
 
     path: Path
@@ -123,6 +127,21 @@ def read_header(file: Path) -> WeightsFile:
     return WeightsFile(file, size, header, tensors)
 
 
+def rename_tensors(file: WeightsFile, prefixes: Mapping[str, str]) -> WeightsFile:
+    """Return a file whose tensors have other names; two that would have the same keep theirs.
+
+    Args:
+        file: with the names that it has.
+        prefixes: how names begin there, and how they begin after this.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in file.tensors.items():
+        prefix = next((each for each in prefixes if name.startswith(each)), "")
+        renamed = prefixes.get(prefix, "") + name.removeprefix(prefix)
+        tensors[name if renamed in tensors or renamed in file.tensors else renamed] = entry
+    return dataclasses.replace(file, tensors=tensors)
+
+
 def _check_places(file: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
     """Check that the tensors fill the file without gaps, each with the bytes of its shape."""
     end = max((entry.end for entry in tensors.values()), default=start)
@@ -161,16 +180,16 @@ def _parse(file: Path, header: bytes) -> dict[str, TensorEntry]:
     try:
         content = json.loads(header)
         content.pop("__metadata__", None)
-        return {name: _entry(raw, base) for name, raw in content.items()}
+        return {name: _entry(name, raw, base) for name, raw in content.items()}
     except _MALFORMED as exc:
         raise _corrupt(file, "its header cannot be read") from exc
 
 
-def _entry(raw: Any, base: int) -> TensorEntry:
+def _entry(name: str, raw: Any, base: int) -> TensorEntry:
     start, end = (int(offset) for offset in raw["data_offsets"])
     if not 0 <= start <= end:
         raise ValueError(f"offsets {start}, {end}")
     shape = tuple(int(size) for size in raw["shape"])
     if min(shape, default=0) < 0:
         raise ValueError(f"shape {shape}")
-    return TensorEntry(str(raw["dtype"]), shape, base + start, base + end)
+    return TensorEntry(name, str(raw["dtype"]), shape, base + start, base + end)

@@ -59,7 +59,8 @@ def _are_equal(embedding: WeightsFile, head: WeightsFile, dtype: torch.dtype) ->
             safe_open(embedding.path, framework="pt") as one,
             safe_open(head.path, framework="pt") as other,
         ):
-            table, weights = one.get_slice(EMBEDDING), other.get_slice(HEAD)
+            table = one.get_slice(embedding.tensors[EMBEDDING].name)
+            weights = other.get_slice(head.tensors[HEAD].name)
             return all(
                 torch.equal(table[i : i + _ROWS].to(dtype), weights[i : i + _ROWS].to(dtype))
                 for i in range(0, rows, _ROWS)

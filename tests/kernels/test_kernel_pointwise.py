@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+# An exponential may be infinite, of which NumPy warns where kernels are interpreted.
+INFINITE = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
 
 def _rand(*shape, device, dtype=torch.float32):
     return torch.randn(*shape, device=device).to(dtype)
@@ -48,15 +51,42 @@ def test_pointwise_at_8b_size(dtype, kernels, reference, assert_close):
     assert_close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
 
 
+@INFINITE
+@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 123), (3, 1500), (0, 8)])
-def test_silu_and_mul(tokens, width, device, dtype, kernels, reference, assert_close):
+def test_gated_activation(op, tokens, width, device, dtype, kernels, reference, assert_close):
     x = 4 * _rand(tokens, 2 * width, device=device, dtype=dtype)
-    assert_close(kernels.silu_and_mul(x), reference.silu_and_mul(x))
+    assert_close(getattr(kernels, op)(x), getattr(reference, op)(x))
 
 
-def test_silu_and_mul_of_strided_rows(device, kernels, reference, assert_close):
+@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
+def test_gated_activation_of_strided_rows(op, device, kernels, reference, assert_close):
     x = _rand(4, 100, device=device)[:, 3:91]
-    assert_close(kernels.silu_and_mul(x), reference.silu_and_mul(x))
+    assert_close(getattr(kernels, op)(x), getattr(reference, op)(x))
+
+
+@INFINITE
+@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
+def test_gated_activation_of_large_values(op, device, kernels, reference):
+    x = torch.tensor([[1e3, -1e3, 3e38, -3e38, 1.0, 1.0, 1.0, 1.0]], device=device)
+    expected = torch.tensor([[1e3, 0.0, 3e38, 0.0]], device=device)
+    for ops in (kernels, reference):
+        assert torch.equal(getattr(ops, op)(x), expected)
+
+
+@pytest.mark.parametrize("hidden", [16, 123])
+def test_rms_norm_with_a_wide_weight(hidden, device, kernels, reference, assert_close):
+    """The normalised value is not rounded before a float32 weight multiplies it."""
+    x = _rand(64, hidden, device=device, dtype=torch.float16)
+    weight = 1 + _rand(hidden, device=device)
+    normed, _ = kernels.rms_norm(x, weight, 1e-5, x)
+    assert normed.dtype == x.dtype
+    exact = reference.rms_norm((x + x).float(), weight, 1e-5)[0].to(x.dtype)
+    assert torch.equal(reference.rms_norm(x, weight, 1e-5, x)[0], exact)
+    # Sums in another order may round a value the other way, but not one in a hundred.
+    assert (normed != exact).float().mean() < 0.01
+    rounded = reference.rms_norm(x, torch.ones_like(x[0]), 1e-5, x)[0] * weight
+    assert (rounded.to(x.dtype) != exact).float().mean() > 0.05
 
 
 @pytest.mark.parametrize(
@@ -94,7 +124,7 @@ def test_rotary_and_cache_of_a_fused_projection(
         assert torch.equal(pool[-1, 1, 1, :, -1], before[2, heads + kv_heads :])
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("normed", ["plain", "normed", "wide"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotated"),
     [(4, 2, 32, 32), (7, 1, 32, 24), (9, 9, 24, 6), (10, 2, 16, 0), (3, 1, 24, 0)],
@@ -109,7 +139,8 @@ def test_rotary_and_cache_of_a_part_and_with_norms(
     slots = torch.tensor([3, -1, 47, 16, 0], device=device)
     angles = torch.rand(50, rotated // 2, device=device) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) if rotated else None
-    norms = (*_rand(2, dim, device=device, dtype=dtype), 1e-2) if normed else ()
+    weights = _rand(2, dim, device=device, dtype=torch.float32 if normed == "wide" else dtype)
+    norms = () if normed == "plain" else (*weights, 1e-2)
     expected, expected_pool, before = fused.clone(), pool.clone(), fused.clone()
     for ops, x, cache in (kernels, fused, pool), (reference, expected, expected_pool):
         q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)

@@ -133,6 +133,14 @@ def test_silu_and_mul_is_torchs(dtype, reference, assert_close):
     assert_close(reference.silu_and_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_and_mul_is_torchs(dtype, reference, assert_close):
+    x = 5 * torch.randn(7, 246).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert_close(reference.gelu_and_mul(x), expected.to(dtype))
+
+
 @pytest.fixture(params=[1, 2, 3], ids="{}-threads".format)
 def threads(request):
     before = torch.get_num_threads()
@@ -145,11 +153,12 @@ def threads(request):
 def test_pointwise_rows_have_the_same_bits_alone(tokens, threads, reference):
     x = torch.randn(tokens, 2 * 700)
     weight = torch.randn(1400)
-    activated = reference.silu_and_mul(x)
+    activated, gelu = reference.silu_and_mul(x), reference.gelu_and_mul(x)
     normed, _ = reference.rms_norm(x, weight, 1e-5, x)
     for row in range(tokens):
         one = x[row : row + 1]
         assert torch.equal(reference.silu_and_mul(one)[0], activated[row])
+        assert torch.equal(reference.gelu_and_mul(one)[0], gelu[row])
         assert torch.equal(reference.rms_norm(one, weight, 1e-5, one)[0][0], normed[row])
 
 

@@ -73,6 +73,40 @@ def _rope(**parameters: Any) -> dict[str, Any]:
     return {"num_key_value_heads": 2, "rope_parameters": parameters}
 
 
+def _ropes(full: dict[str, Any], local_theta: float) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    return {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+_GEMMA3 = {
+    "sliding_window": 8,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA3_SHAPES: dict[str, dict[str, Any]] = {
+    "biases-and-cap": {**_BIASES, "final_logit_softcapping": 20.0},
+    "linear": _ropes({"rope_type": "linear", "rope_theta": 900.0, "factor": 2.5}, 70.0),
+    "default-pattern": {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 7,
+        "sliding_window": 21,
+        "layer_types": None,
+    },
+    "windows-that-hide-nothing": {"num_key_value_heads": 2, "sliding_window": POSITIONS},
+}
+_VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.05,
@@ -151,6 +185,53 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "olmo2": ("Olmo2", {}, {"biases": _BIASES, "llama3": _rope(**_LLAMA3)}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {
+            "biases": _BIASES,
+            "yarn": _ropes(_YARN, 70.0),
+            "default-pattern": {
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 5,
+                "sliding_window": 21,
+                "layer_types": None,
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        # Caps that matter, and windows shorter than prompts and answers.
+        {
+            "sliding_window": 8,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+        },
+        {
+            "biases-without-caps": {
+                **_BIASES,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+            },
+            "windows-by-layer": {
+                "num_key_value_heads": 2,
+                "sliding_window": 21,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+            "own-head-size-yarn": {**_rope(**_YARN), "head_dim": 20},
+        },
+    ),
+    "gemma3": ("Gemma3", _GEMMA3, _GEMMA3_SHAPES),
+    "gemma3images": (
+        "Gemma3ForConditionalGeneration",
+        _GEMMA3,
+        {"linear": _GEMMA3_SHAPES["linear"]},
+    ),
     "granite": (
         "Granite",
         _GRANITE,
@@ -236,7 +317,12 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"renormalised-biases": {**_BIASES, "norm_topk_prob": True}},
     ),
 }
-ARCHITECTURE_OF = {family: f"{kind}ForCausalLM" for family, (kind, _, _) in _FAMILIES.items()}
+ARCHITECTURE_OF = {
+    family: kind if "For" in kind else f"{kind}ForCausalLM"
+    for family, (kind, _, _) in _FAMILIES.items()
+}
+# Where it is not that of the family's name.
+_CONFIG_OF = {"Gemma3": "Gemma3TextConfig"}
 CASES = {
     f"{family}-{shape}": (family, shape)
     for family, (_, _, own) in _FAMILIES.items()
@@ -248,8 +334,14 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
     """Save a model of a shape, and return it as Hugging Face has it."""
     kind, always, own = _FAMILIES[family]
     fields = {**_SIZES, **always, **({**_COMMON, **own}[shape]), **changes}
-    config = getattr(transformers, f"{kind}Config")(**fields)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if family == "gemma3images":
+        tied = fields["tie_word_embeddings"]
+        config: Any = transformers.Gemma3Config(
+            text_config=fields, vision_config=_VISION, tie_word_embeddings=tied
+        )
+    else:
+        config = getattr(transformers, _CONFIG_OF.get(kind, f"{kind}Config"))(**fields)
+    model = getattr(transformers, ARCHITECTURE_OF[family])(config).eval()
     randomise(model)
     model.save_pretrained(path)
     return model

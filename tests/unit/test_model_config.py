@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -31,6 +35,7 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.families import ARCHITECTURES
+from pagewire.shared.model.layer_ropes import TwoRopesConfig
 from pagewire.shared.model.rope_config import RopeConfig
 
 CONFIG_CLASSES = {
@@ -40,6 +45,10 @@ CONFIG_CLASSES = {
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
     "Olmo2ForCausalLM": Olmo2Config,
+    "Olmo3ForCausalLM": Olmo3Config,
+    "Gemma2ForCausalLM": Gemma2Config,
+    "Gemma3ForCausalLM": Gemma3TextConfig,
+    "Gemma3ForConditionalGeneration": Gemma3Config,
     "GraniteForCausalLM": GraniteConfig,
     "SmolLM3ForCausalLM": SmolLM3Config,
     "Phi3ForCausalLM": Phi3Config,
@@ -48,7 +57,16 @@ CONFIG_CLASSES = {
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "OlmoeForCausalLM": OlmoeConfig,
 }
-FULL_ATTENTION = {"sliding_window": None}
+# Of the others, Hugging Face writes layers with a window whether there is one or not.
+WINDOWED = (
+    "Olmo3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+)
+FULL_ATTENTION: dict[str, dict[str, Any]] = {
+    name: {} if name in WINDOWED else {"sliding_window": None} for name in CONFIG_CLASSES
+}
 
 # Hugging Face's name of a field, and ours.
 SAME_FIELDS = {
@@ -110,14 +128,20 @@ def _assert_same(path: Path, theirs: PreTrainedConfig) -> None:
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     eos = theirs.eos_token_id
     assert list(ours.eos_token_ids) == (eos if isinstance(eos, list) else [eos] if eos else [])
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    rope = theirs.rope_parameters
+    if isinstance(ours, TwoRopesConfig):
+        assert ours.local_rope.theta == rope["sliding_attention"]["rope_theta"]
+        assert ours.sliding == tuple(kind == "sliding_attention" for kind in theirs.layer_types)
+        rope = rope["full_attention"]
+    assert ours.rope.theta == rope["rope_theta"]
+    assert ours.rope.rope_type == rope["rope_type"]
 
 
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
 def test_defaults_are_hugging_faces(tmp_path: Path, architecture: str) -> None:
-    _write(tmp_path, {"architectures": [architecture], **FULL_ATTENTION})
-    _assert_same(tmp_path, CONFIG_CLASSES[architecture](**FULL_ATTENTION))
+    _write(tmp_path, {"architectures": [architecture], **FULL_ATTENTION[architecture]})
+    theirs = CONFIG_CLASSES[architecture](**FULL_ATTENTION[architecture])
+    _assert_same(tmp_path, theirs.get_text_config())
 
 
 def test_every_architecture_is_compared_with_hugging_face() -> None:
@@ -126,8 +150,7 @@ def test_every_architecture_is_compared_with_hugging_face() -> None:
 
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
 def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: str) -> None:
-    config = CONFIG_CLASSES[architecture](
-        architectures=[architecture],
+    sizes = dict(
         vocab_size=100,
         hidden_size=24,
         intermediate_size=40,
@@ -141,10 +164,13 @@ def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: st
         bos_token_id=3,
         eos_token_id=[4, 5],
         rope_theta=1234.5,
-        **FULL_ATTENTION,
+        **FULL_ATTENTION[architecture],
     )
+    if architecture == "Gemma3ForConditionalGeneration":
+        sizes = {"text_config": sizes}
+    config = CONFIG_CLASSES[architecture](architectures=[architecture], **sizes)
     config.save_pretrained(tmp_path)
-    _assert_same(tmp_path, config)
+    _assert_same(tmp_path, config.get_text_config())
 
 
 def test_old_style_rope_scaling(tmp_path: Path) -> None:

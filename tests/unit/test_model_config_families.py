@@ -235,9 +235,17 @@ def _read_or_refuse(architecture: str, content: dict[str, Any]) -> None:
         assert "\n" not in str(exc)
 
 
+# Where it is not that of the architecture's name.
+_CONFIG_OF = {
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Gemma3ForConditionalGeneration": "Gemma3Config",
+}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_any_value_of_any_field_is_read_or_refused(architecture: str) -> None:
-    content = getattr(transformers, architecture.replace("ForCausalLM", "Config"))().to_dict()
+    name = _CONFIG_OF.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    content = getattr(transformers, name)().to_dict()
     for name in (*content, "rope_scaling", "quantization_config", "layer_types"):
         for value in WRONG_VALUES:
             _read_or_refuse(architecture, {**content, name: value})

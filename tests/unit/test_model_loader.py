@@ -141,6 +141,31 @@ def test_prefixes_that_a_family_ignores_are_left_out_and_logged(
     assert "does not use are not loaded: 2 of vision_tower.*" in caplog.text
 
 
+@pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("head", ["equal", "different"])
+def test_names_that_a_family_has_in_another_place(
+    tmp_path: Path, outer: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the head, which is compared with the embedding in the file."""
+    saved = _save(tmp_path, tied=True)
+    own = {name: tensor for name, tensor in saved.items() if name != "lm_head.weight"}
+    tensors = {outer + name.removeprefix("model."): tensor for name, tensor in own.items()}
+    tensors["language_model.lm_head.weight"] = saved["model.embed_tokens.weight"].clone()
+    if head == "different":
+        tensors["language_model.lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    prefixes = ARCHITECTURES["Gemma3ForConditionalGeneration"].renamed_prefixes
+    llama = replace(ARCHITECTURES["LlamaForCausalLM"], renamed_prefixes=prefixes)
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", llama)
+    model = _load(tmp_path)
+    targets = dict(model.targets())
+    assert all(torch.equal(targets[name], tensor) for name, tensor in own.items())
+    assert (model.lm_head is model.embed_tokens) == (head == "equal")
+    tensors["model.norm.weight"] = tensors[outer + "norm.weight"].clone()
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    _assert_refused(tmp_path, f"1 tensor is not in the model ({outer}norm.weight)")
+
+
 @pytest.mark.parametrize("edit", ["old-buffers", "tied-head"])
 def test_tensors_that_add_nothing_are_ignored(tmp_path: Path, edit: str) -> None:
     saved = _save(tmp_path, tied=True)

@@ -5,22 +5,26 @@ files import no torch: the router reads configurations, too.
 
 Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
 
-May import: `experts_config`, `fields`, `model_config` and `rope_config` of `shared.model`.
+May import: `experts_config`, `fields`, `layer_ropes`, `model_config` and `windows` of
+`shared.model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagewire.shared.model.families import (
+    gemma2,
+    gemma3,
     granite,
     llama,
     ministral,
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -46,11 +50,13 @@ class Architecture:
         build: makes a model of what `parse_config` returned, its parameters not filled.
         ignored_prefixes: of a checkpoint's tensors that are not loaded, such as a vision tower's;
             a line in the log names them.
+        renamed_prefixes: how names begin in checkpoints of the family, and in the model here.
     """
 
     parse_config: Callable[[Fields], ModelConfig]
     build: Callable[[Any, LayerFactory], DecoderModel]
     ignored_prefixes: tuple[str, ...] = ()
+    renamed_prefixes: Mapping[str, str] = field(default_factory=dict)
 
 
 # By the name in `architectures` of config.json.
@@ -61,6 +67,15 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
     "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),
+    "Olmo3ForCausalLM": Architecture(olmo3.parse_config, olmo3.build),
+    "Gemma2ForCausalLM": Architecture(gemma2.parse_config, gemma2.build),
+    "Gemma3ForCausalLM": Architecture(gemma3.parse_config, gemma3.build),
+    "Gemma3ForConditionalGeneration": Architecture(
+        gemma3.parse_conditional_config,
+        gemma3.build,
+        ignored_prefixes=gemma3.VISION_PREFIXES,
+        renamed_prefixes=gemma3.RENAMED_PREFIXES,
+    ),
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
@@ -71,16 +86,11 @@ ARCHITECTURES = {
 }
 
 _EXPERTS = "it has a mixture of experts"
-_OWN_LAYERS = "its norms and rotary angles by layer have not been added"
 _LATENT = "it caches latent vectors in place of keys and values"
 # Why some that are often asked for are not.
 REFUSED = {
     "GraniteMoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
-    "Olmo3ForCausalLM": "its rotary angles by layer have not been added",
-    "Gemma2ForCausalLM": "its norms and activation have not been added",
-    "Gemma3ForCausalLM": _OWN_LAYERS,
-    "Gemma3ForConditionalGeneration": _OWN_LAYERS,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
 }

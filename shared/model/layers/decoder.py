@@ -7,6 +7,7 @@ so that a layer is a plain list of fused steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -141,6 +142,73 @@ class PostNormLayer:
         yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
 
 
+class SandwichLayer:
+    """Attention and feed-forward, each between two normalisations."""
+
+    __slots__ = (
+        "attention",
+        "input_norm",
+        "mlp",
+        "post_attention_norm",
+        "post_mlp_norm",
+        "pre_mlp_norm",
+    )
+
+    def __init__(
+        self,
+        input_norm: RmsNorm,
+        attention: AttentionPart,
+        post_attention_norm: RmsNorm,
+        pre_mlp_norm: RmsNorm,
+        mlp: TokenPart,
+        post_mlp_norm: RmsNorm,
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.pre_mlp_norm = pre_mlp_norm
+        self.mlp = mlp
+        self.post_mlp_norm = post_mlp_norm
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and residual stream, `[T, hidden]`, not yet added together."""
+        hidden, residual = self.input_norm(hidden, residual)
+        hidden = self.attention.forward(hidden, batch, kv_cache)
+        hidden = self.post_attention_norm(hidden)[0]
+        hidden, residual = self.pre_mlp_norm(hidden, residual)
+        return self.post_mlp_norm(self.mlp.forward(hidden))[0], residual
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the layer."""
+        yield from self.input_norm.targets(f"{name}.input_layernorm")
+        yield from self.attention.targets(f"{name}.self_attn")
+        yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
+        yield from self.pre_mlp_norm.targets(f"{name}.pre_feedforward_layernorm")
+        yield from self.mlp.targets(f"{name}.mlp")
+        yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What embeddings and logits are changed by.
+
+    Attributes:
+        embedding: what embeddings are multiplied by.
+        logits_divisor: what logits are divided by.
+        logits_cap: a logit x becomes `cap * tanh(x / cap)`; None: it stays.
+    """
+
+    embedding: float = 1.0
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
+
+
 class DecoderModel:
     """The whole model, its parameters uninitialised until a loader has filled `targets()`.
 
@@ -160,8 +228,8 @@ class DecoderModel:
         layers: Sequence[DecoderLayer],
         norm: RmsNorm,
         lm_head: torch.Tensor,
-        embedding_multiplier: float,
-        logits_divisor: float,
+        scaling: Scaling,
+        plus_one: Sequence[torch.Tensor] = (),
     ) -> None:
         self.config = config
         self._linear = ops.linear
@@ -169,8 +237,8 @@ class DecoderModel:
         self.layers = list(layers)
         self.norm = norm
         self.lm_head = lm_head
-        self._embedding_multiplier = embedding_multiplier
-        self._logits_divisor = logits_divisor
+        self._scaling = scaling
+        self._plus_one = plus_one  # parameters that are what the checkpoint has, plus one
 
     @torch.inference_mode()
     def forward(
@@ -187,8 +255,8 @@ class DecoderModel:
             Hidden states after the last normalisation, `[T, hidden]`.
         """
         hidden = F.embedding(batch.input_ids, self.embed_tokens)
-        if self._embedding_multiplier != 1.0:
-            hidden.mul_(self._embedding_multiplier)
+        if self._scaling.embedding != 1.0:
+            hidden.mul_(self._scaling.embedding)
         residual: torch.Tensor | None = None
         groups = batch.groups
         for index, (layer, (group, cache)) in enumerate(zip(self.layers, kv, strict=True)):
@@ -206,9 +274,10 @@ class DecoderModel:
             out: [N, vocab] to write them to, if they are to be there.
         """
         logits = self._linear(hidden, self.lm_head, out=out)
-        if self._logits_divisor != 1.0:
-            logits.div_(self._logits_divisor)
-        return logits
+        if self._scaling.logits_divisor != 1.0:
+            logits.div_(self._scaling.logits_divisor)
+        cap = self._scaling.logits_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield every checkpoint tensor's name and the part of a parameter that it fills."""
@@ -218,3 +287,8 @@ class DecoderModel:
         yield from self.norm.targets("model.norm")
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self.lm_head
+
+    def finish_loading(self) -> None:
+        """Make parameters of what `targets()` was filled with from a checkpoint; call it once."""
+        for weight in self._plus_one:
+            weight.add_(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,14 +17,17 @@ from pagewire.shared.model.layers.decoder import (
     DecoderModel,
     PostNormLayer,
     PreNormLayer,
+    SandwichLayer,
+    Scaling,
     TokenPart,
 )
 from pagewire.shared.model.layers.experts import ExpertNames, Experts, WithSharedExpert
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
-from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.norm import RmsNorm
+from pagewire.shared.model.layers.mlp import Activation, Mlp
+from pagewire.shared.model.layers.norm import NormStyle, RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope import cos_sin_table
+from pagewire.shared.model.rope_config import RopeConfig
 
 EACH = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
 
@@ -55,6 +59,19 @@ class LayerFactory:
         self._dtype = dtype
         self._ops = ops
         self._max_positions = max_positions
+        self._norm_style: NormStyle = "rounded"
+        self._plus_one: list[torch.Tensor] = []
+
+    def with_norms(self, style: NormStyle) -> LayerFactory:
+        """Return a factory for the layers of a model whose normalisations have this style."""
+        other = copy.copy(self)
+        other._norm_style = style
+        other._plus_one = []
+        return other
+
+    def rounded(self, value: float) -> float:
+        """Return a number as the activations' dtype has it."""
+        return torch.tensor(value, dtype=self._dtype).item()
 
     def linear(self, in_features: int, parts: Mapping[str, int], bias: bool) -> Linear:
         """Return projections of one input; see `LinearShape`."""
@@ -66,11 +83,19 @@ class LayerFactory:
 
     def norm(self, size: int, eps: float) -> RmsNorm:
         """Return a normalisation of rows of `size` numbers."""
-        return RmsNorm(size, eps, self._ops, self._device, self._dtype)
+        norm = RmsNorm(size, eps, self._ops, self._device, self._dtype, self._norm_style)
+        if self._norm_style == "plus one":
+            self._plus_one.append(norm.weight)
+        return norm
 
-    def cos_sin(self, config: ModelConfig) -> torch.Tensor:
-        """Return the table of rotary angles, for all attention layers that use it."""
-        table = cos_sin_table(config.rope, config.head_dim, self._max_positions)
+    def cos_sin(self, config: ModelConfig, rope: RopeConfig | None = None) -> torch.Tensor:
+        """Return the table of rotary angles, for all attention layers that use it.
+
+        Args:
+            config: the size of a head.
+            rope: None: the configuration's.
+        """
+        table = cos_sin_table(rope or config.rope, config.head_dim, self._max_positions)
         return table.to(self._device)
 
     def attention(
@@ -120,13 +145,21 @@ class LayerFactory:
             self._empty(config.num_heads) if sinks else None,
         )
 
-    def mlp(self, config: ModelConfig, *, fused: bool = False, inner: int | None = None) -> Mlp:
+    def mlp(
+        self,
+        config: ModelConfig,
+        *,
+        fused: bool = False,
+        inner: int | None = None,
+        activation: Activation = "silu",
+    ) -> Mlp:
         """Return a gated feed-forward layer.
 
         Args:
             config: sizes and biases.
             fused: whether the checkpoint has one tensor `gate_up_proj`.
             inner: its intermediate size; None: the configuration's.
+            activation: of the gate.
         """
         hidden, bias = config.hidden_size, config.mlp_bias
         inner = config.intermediate_size if inner is None else inner
@@ -135,6 +168,7 @@ class LayerFactory:
             self.linear(hidden, parts, bias),
             self.linear(inner, {"down_proj": hidden}, bias),
             self._ops,
+            activation,
         )
 
     def experts(
@@ -219,6 +253,14 @@ class LayerFactory:
         size, eps = config.hidden_size, config.rms_norm_eps
         return PostNormLayer(attention, self.norm(size, eps), mlp, self.norm(size, eps))
 
+    def sandwich_layer(
+        self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
+    ) -> SandwichLayer:
+        """Return a layer that normalises before and after attention and feed-forward layer."""
+        size, eps = config.hidden_size, config.rms_norm_eps
+        norms = [self.norm(size, eps) for _ in range(4)]
+        return SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3])
+
     def model(
         self,
         config: ModelConfig,
@@ -226,8 +268,17 @@ class LayerFactory:
         *,
         embedding_multiplier: float = 1.0,
         logits_divisor: float = 1.0,
+        logits_cap: float | None = None,
     ) -> DecoderModel:
-        """Return a model of these layers, with embedding, last normalisation and output head."""
+        """Return a model of these layers, with embedding, last normalisation and output head.
+
+        Args:
+            config: sizes, and whether the head is the embedding.
+            layers: made by this factory.
+            embedding_multiplier: see `Scaling`, as for the other two.
+            logits_divisor: of all logits.
+            logits_cap: of all logits, or None.
+        """
         vocabulary = (config.vocab_size, config.hidden_size)
         embed_tokens = torch.empty(vocabulary, device=self._device, dtype=self._dtype)
         lm_head = embed_tokens
@@ -240,6 +291,6 @@ class LayerFactory:
             layers,
             self.norm(config.hidden_size, config.rms_norm_eps),
             lm_head,
-            embedding_multiplier,
-            logits_divisor,
+            Scaling(embedding_multiplier, logits_divisor, logits_cap),
+            self._plus_one,
         )

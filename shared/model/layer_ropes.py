@@ -1,0 +1,72 @@
+"""Rotary parameters of families whose sliding layers have angles of their own.
+
+transformers 5 writes `rope_parameters` with a set for each kind of layer. Older files have
+`rope_scaling` and `rope_theta`, which mean the layers of full attention; sliding ones have no
+scaling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.rope_config import RopeConfig
+from pagewire.shared.model.windows import FULL, SLIDING
+
+
+@dataclass(frozen=True, slots=True)
+class TwoRopesConfig(ModelConfig):
+    """A decoder with other angles in layers of a window; `rope` is that of the others.
+
+    Attributes:
+        local_rope: of sliding layers.
+        sliding: whether each layer is one of these, also where its window hides nothing.
+    """
+
+    local_rope: RopeConfig
+    sliding: tuple[bool, ...]
+
+
+def full_fields(fields: Fields) -> Fields:
+    """Return the fields with rotary parameters of full attention alone, as `read_config` has them.
+
+    Raises:
+        ModelLoadError: they are not given by kind of layer; one line.
+    """
+    scaling = fields.raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise fields.error(f"rope_scaling must be an object, not {scaling!r}")
+    rope = {**_set(fields, FULL), **scaling}
+    return Fields({**fields.raw, "rope_scaling": None, "rope_parameters": rope}, fields.source)
+
+
+def sliding_rope(fields: Fields, default_theta: float, older_field: str) -> RopeConfig:
+    """Return the rotary parameters of sliding layers.
+
+    Args:
+        fields: of config.json, as they are there.
+        default_theta: of the family.
+        older_field: what older files call the base of these layers.
+
+    Raises:
+        ModelLoadError: a value is wrong, or these layers scale their angles; one line.
+    """
+    own = Fields(_set(fields, SLIDING), fields.source)
+    rope_type = own.raw.get("rope_type", own.raw.get("type", "default"))
+    if rope_type != "default":
+        raise fields.error(f"rope type {rope_type!r} of {SLIDING} is not supported; only 'default'")
+    older = fields.positive_float(older_field, default_theta)
+    return RopeConfig(theta=own.positive_float("rope_theta", older))
+
+
+def _set(fields: Fields, kind: str) -> dict[str, Any]:
+    """Return the rotary parameters of a kind of layer; empty if the file has none."""
+    sets = fields.raw.get("rope_parameters") or {}
+    if not isinstance(sets, dict) or not sets.keys() <= {FULL, SLIDING}:
+        raise fields.error(f"rope_parameters must have a set for each of {SLIDING} and {FULL}")
+    own = sets.get(kind) or {}
+    if not isinstance(own, dict):
+        raise fields.error(f"rope_parameters of {kind} must be an object, not {own!r}")
+    return own
