@@ -178,12 +178,18 @@ def test_named_none_and_one_at_once(ask: Callable[..., Any]) -> None:
         named = {"type": "function", "function": {"name": "clock"}}
         answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=named)
         assert read(answer.choices[0].message.tool_calls) == CALLS[1:]
+        assert answer.choices[0].finish_reason == "stop"  # as OpenAI's, since none was chosen
+        asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+        chunks = [chunk.choices[0] for chunk in create(**asked, tool_choice=named, stream=True)]
+        assert any(chunk.delta.tool_calls for chunk in chunks)
+        assert [each.finish_reason for each in chunks] == [*[None] * (len(chunks) - 1), "stop"]
         answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none")
         assert answer.choices[0].message.tool_calls is None
         assert answer.choices[0].message.content == calls_in()
         assert answer.choices[0].finish_reason == "stop"
         answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, parallel_tool_calls=False)
         assert read(answer.choices[0].message.tool_calls) == CALLS[:1]
+        assert answer.choices[0].finish_reason == "tool_calls"
 
     ask(calls_in(), scenario)
 
