@@ -238,6 +238,41 @@ def test_reasoning_is_split_off_and_counted(ask: Callable[..., Any], stream: boo
     ask(THINKS + calls_in(), scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_comes_after_the_reasoning(
+    ask: Callable[..., Any], models: dict[str, Path], stream: bool
+) -> None:
+    close = f"<[{Tokenizer.from_dir(models['hermes']).marker_token_id('</think>')}]>"
+
+    class Answer(BaseModel):
+        size: int
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "messages": QUESTION,
+            "response_format": Answer,
+        }
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                kinds = {event.type for event in events}
+                answer = events.get_final_completion()
+            assert "content.delta" in kinds
+        else:
+            answer = client.chat.completions.parse(**asked)
+        (choice,) = answer.choices
+        assert choice.message.parsed == Answer(size=12)
+        assert choice.message.model_extra["reasoning"] == "Two calls."
+        assert choice.finish_reason == "stop"
+        grammar = worker.generated[0].spec.grammar or ""
+        assert close in grammar and "size" in grammar
+        none = {"chat_template_kwargs": {"enable_thinking": False}}
+        client.chat.completions.parse(**asked, extra_body=none)
+        assert close not in (worker.generated[1].spec.grammar or "")
+
+    ask(THINKS + '{"size": 12}', scenario)
+
+
 def test_reasoning_may_be_left_out(ask: Callable[..., Any]) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         answer = client.chat.completions.create(
