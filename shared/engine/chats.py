@@ -33,6 +33,8 @@ class ChatArguments(TypedDict, total=False):
         chat_template_kwargs: further variables of the template.
         add_generation_prompt: the prompt ends where an answer begins; by default it does.
         continue_final_message: the answer goes on with the last message.
+        add_special_tokens: begin and end the prompt as the model wants a text, besides the special
+            tokens of the template; by default the template alone places them.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -41,6 +43,7 @@ class ChatArguments(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+    add_special_tokens: bool | None
 
 
 class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +55,7 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def read_chats(
     for conversation in conversations:
         messages = read_conversation(conversation)
         text = tokenizer.render_chat(messages, options)
-        ids = tokenizer.encode_chat(messages, options)
+        ids = tokenizer.encode_chat(messages, options, bool(asked.add_special_tokens))
         continued = messages[-1]["content"] if options.continue_final_message else None
         reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
         grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)

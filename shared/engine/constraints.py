@@ -1,5 +1,7 @@
 """The rows of a step that follow a grammar: their masks, and what becomes of those without one.
 
+Also the rows whose limits, such as allowed tokens and bad words, may leave no token to sample.
+
     step n + 1 launched --> tokens of step n read --> masks filled in threads --> supply of n + 1
     |<------------ the forward of step n + 1 runs on the device ------------->|
 
@@ -15,8 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.launched import Launched
+from pagewire.shared.engine.limits import NOTHING_LEFT, is_permitted, may_run_out
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar import compiler
 from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
 
 # The shortest and the longest wait for a step's masks. The longest also applies where no row could
@@ -48,11 +52,14 @@ class Constraints:
     Attributes:
         filler: None where grammars cannot be followed.
         mask_wait_s: the shortest and the longest wait for a step's masks, in seconds.
+        limited: sequences whose tokens are checked once they are sampled, and their
+            `allowed_token_ids`: they may have had no token to sample.
     """
 
     filler: MaskFiller | None = None
     mask_wait_s: tuple[float, float] = MASK_WAIT_S
     clock: Callable[[], float] = time.monotonic
+    limited: dict[Sequence, frozenset[int] | None] = field(default_factory=dict)
     _followers: dict[Sequence, Follower] = field(default_factory=dict)
     _due_s: float | None = None  # when masks are late, for the step that waits for them
     _result_s: float = 0.0
@@ -82,15 +89,35 @@ class Constraints:
             self.filler.check(text, field)
 
     def open(self, sequence: Sequence) -> None:
-        """Begin to follow a sequence's grammar, if it has one."""
+        """Begin to follow a sequence's grammar, and to check its limits, if it has them."""
+        if may_run_out(sequence.spec):
+            allowed = sequence.spec.allowed_token_ids
+            self.limited[sequence] = None if allowed is None else frozenset(allowed)
         if sequence.spec.grammar is not None and self.filler is not None:
             output = sequence.token_ids[sequence.output_start :]
             self._followers[sequence] = self.filler.open(sequence.spec.grammar, output)
 
     def close(self, sequence: Sequence) -> None:
-        """Stop following a sequence's grammar, if it has one."""
+        """Stop following a sequence's grammar and checking its limits, if it has them."""
+        self.limited.pop(sequence, None)
         if (follower := self._followers.pop(sequence, None)) is not None:
             follower.closed.set()
+
+    def problem_of(self, sequence: Sequence, token: int) -> tuple[str, str] | None:
+        """Return why a sequence cannot go on with a token that was sampled, and the field.
+
+        A token that is not permitted is drawn only where none is.
+        """
+        if sequence not in self.limited:
+            return None
+        follower = self._followers.get(sequence)
+        permitted = is_permitted(sequence, self.limited[sequence], token)
+        if follower is None:
+            return None if permitted else (NOTHING_LEFT, "allowed_token_ids")
+        num_output = len(sequence.token_ids) - sequence.output_start
+        if permitted and follower.mask is not None and follower.position == num_output:
+            permitted = bool(follower.mask[token // 8] >> token % 8 & 1)
+        return None if permitted else (compiler.cannot_follow(compiler.NOTHING_LEFT), "grammar")
 
     def note_result(self) -> None:
         """Note that a step's result is here, to measure how long steps usually take."""

@@ -216,8 +216,7 @@ class EngineCore:
         if len(self._in_flight) != 1 or not self._in_flight[0].awaits_supply:
             return False
         launched = self._in_flight[0]
-        masked = self.constraints.fill(launched, wait)
-        if masked is None:
+        if (masked := self.constraints.fill(launched, wait)) is None:
             return False
         for sequence, problem in masked.failed:
             self._fail(sequence, problem, "grammar")
@@ -245,12 +244,11 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def _postprocess(self, launched: Launched) -> None:
-        schedule = launched.schedule
         try:
             result = launched.pending.wait()
         except Exception as exc:
             logger.exception("a step failed, and with it its requests")
-            self._fail_step(schedule, exc)
+            self._fail_step(launched.schedule, exc)
             return
         self._failed_steps = 0
         self.constraints.note_result()
@@ -258,7 +256,7 @@ class EngineCore:
             self._accept(launched, result)
         except Exception:
             logger.exception("postprocessing failed, and with it the requests of this step")
-            self._contain(schedule.sequences)
+            self._contain(launched.schedule.sequences)
 
     def _accept(self, launched: Launched, result: StepResult) -> None:
         """Append a step's tokens to their sequences."""
@@ -275,7 +273,7 @@ class EngineCore:
         self.stats.tokens_generated += len(tokens)
         rows = schedule.rows
         row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
-        special = launched.special(row_tokens)
+        special = launched.special(row_tokens) | self.constraints.limited.keys()
         of_tokens = {} if scores is None else scores.tokens
         if of_tokens:
             sampled = schedule.sampled
@@ -308,6 +306,10 @@ class EngineCore:
                 # What a prefill job is for is its blocks: without them it runs again.
                 self.stats.tokens_generated -= 1
                 return
+        if (problem := self.constraints.problem_of(sequence, token)) is not None:
+            self.stats.tokens_generated -= 1
+            self._fail(sequence, *problem)
+            return
         sequence.token_ids.append(token)
         first = sequence.num_prompt_tokens + sequence.num_replayed_tokens + 1
         is_first = len(sequence.token_ids) == first
@@ -393,7 +395,6 @@ class EngineCore:
         self, sequence: Sequence, error: str = "the model step failed", param: str | None = None
     ) -> None:
         """End a sequence with an error, unless it has ended."""
-        name = sequence.request_id
-        if self._sequences.get(name) is sequence:
+        if self._sequences.get(name := sequence.request_id) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
             self._others.append(StepOutput(name, [], "error", error=error, param=param))

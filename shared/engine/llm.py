@@ -86,6 +86,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts, all in one batch as far as they fit.
 
@@ -95,12 +96,14 @@ class LLM:
             sampling_params: one for all, or one each. Without `max_tokens` an answer has the
                 model's `max_new_tokens`, or 16.
             use_tqdm: show a progress bar if stderr is a terminal.
+            add_special_tokens: begin and end texts as the model wants it.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is out of range.
             RequestFailedError: the engine failed in the middle of a request.
         """
-        tokenized = read_prompts(prompts, self.tokenizer, self.engine.config.vocab_size)
+        vocab_size = self.engine.config.vocab_size
+        tokenized = read_prompts(prompts, self.tokenizer, vocab_size, add_special_tokens)
         return self._answer(tokenized, sampling_params, DEFAULT_TOKENS, use_tqdm)
 
     def chat(

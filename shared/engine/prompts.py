@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict
 
@@ -39,7 +40,10 @@ class TokenizedPrompt:
 
 
 def read_prompts(
-    prompts: object, tokenizer: Tokenizer | None, vocab_size: int
+    prompts: object,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    add_special_tokens: bool = True,
 ) -> list[TokenizedPrompt]:
     """Check and tokenize one or several prompts.
 
@@ -47,27 +51,31 @@ def read_prompts(
         prompts: see `Prompt`; several in any iterable.
         tokenizer: of the model, if it has one.
         vocab_size: token ids lie below it.
+        add_special_tokens: begin and end texts as the model wants it.
 
     Raises:
         InvalidRequestError: they are something else; names the prompt.
     """
+    read = partial(_read, tokenizer, vocab_size, add_special_tokens)
     if isinstance(prompts, str | Mapping):
-        return [_read("prompts", prompts, tokenizer, vocab_size)]
+        return [read("prompts", prompts)]
     items = _as_list(prompts)
     if items is None:
         raise InvalidRequestError(f"prompts must be {_EXPECTED}, not {_kind(prompts)}", "prompts")
     are_tokens = [isinstance(item, int) for item in items]
     if items and all(are_tokens):
-        return [_read("prompts", items, tokenizer, vocab_size)]
+        return [read("prompts", items)]
     if any(are_tokens):
         raise InvalidRequestError("prompts must be token ids or prompts, not both", "prompts")
-    return [
-        _read(f"prompts[{index}]", item, tokenizer, vocab_size) for index, item in enumerate(items)
-    ]
+    return [read(f"prompts[{index}]", item) for index, item in enumerate(items)]
 
 
 def _read(
-    name: str, prompt: object, tokenizer: Tokenizer | None, vocab_size: int
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    add_special_tokens: bool,
+    name: str,
+    prompt: object,
 ) -> TokenizedPrompt:
     text, token_ids = (
         _parts_of(name, prompt) if isinstance(prompt, Mapping) else _text_or_ids(prompt)
@@ -80,7 +88,7 @@ def _read(
         raise InvalidRequestError(
             "the model has no tokenizer.json: pass lists of token ids", "prompts"
         )
-    return TokenizedPrompt(text, tokenizer.encode(text))
+    return TokenizedPrompt(text, tokenizer.encode(text, add_special_tokens))
 
 
 def _text_or_ids(prompt: object) -> tuple[str | None, list[Any] | None]:

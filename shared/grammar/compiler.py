@@ -25,6 +25,7 @@ _BYTES_PER_CHAR = 64
 
 _ALLOWS_NOTHING = "NoExtensionBias"
 # Of a token that the mask forbids: sampling had nothing left to choose from.
+NOTHING_LEFT = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
 _NOT_ALLOWED = ("doesn't satisfy the grammar", "parser stopped in consume_token")
 
 Vocabulary = Callable[[], LLTokenizer]
@@ -54,8 +55,13 @@ def problem_of(matcher: LLMatcher) -> str:
     if reason == _ALLOWS_NOTHING:
         reason = "it allows no answer"
     elif any(part in reason for part in _NOT_ALLOWED):
-        reason = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
-    return f"the grammar cannot be followed: {reason[:400] or 'the reason is unknown'}"
+        reason = NOTHING_LEFT
+    return cannot_follow(reason[:400] or "the reason is unknown")
+
+
+def cannot_follow(reason: str) -> str:
+    """Return what a client is given to read where a grammar cannot be followed."""
+    return f"the grammar cannot be followed: {reason}"
 
 
 class GrammarCompiler:

@@ -133,6 +133,15 @@ class Tokenizer:
         """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
         return encode_text(self._backend, text, add_special_tokens)
 
+    @cached_property
+    def special_ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that begin and end a text, as `encode` adds them."""
+        sample = "a"
+        plain, whole = self.encode_word(sample), self.encode(sample)
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at], whole[at + len(plain) :]
+
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a text that stands alone, without special tokens."""
         return self.encode(text, add_special_tokens=False)
@@ -155,14 +164,26 @@ class Tokenizer:
         return self._chat_template.render(messages, options)
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS
+        self,
+        messages: list[dict[str, Any]],
+        options: ChatOptions = NO_OPTIONS,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation; the template alone places the special tokens.
+        """Token ids of a conversation.
+
+        Args:
+            messages: the conversation.
+            options: what else the template is given.
+            add_special_tokens: begin and end the prompt as the model wants a text, besides the
+                special tokens of the template.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses, or a
                 special token that a message or a tool spells out cannot be kept as text.
         """
+        if add_special_tokens:
+            begin, end = self.special_ends
+            return [*begin, *self.encode_chat(messages, options), *end]
         given = {"messages": messages, "tools": options.tools, "variables": options.variables}
         if self._literals is None or not self._literals.are_in(given):
             text = self.render_chat(messages, options)

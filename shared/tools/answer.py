@@ -26,6 +26,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
     Attributes:
         names: of the functions whose calls are looked for; none: calls are text.
         only_one: calls after the first are left out.
+        is_named: the request names the function that is called.
         reasoning: where an answer begins; None: reasoning is not split off.
         include_reasoning: the client is to have it.
         shown: special tokens that the text must have to be read.
@@ -33,6 +34,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
 
     names: tuple[str, ...] = ()
     only_one: bool = False
+    is_named: bool = False
     reasoning: Begins | None = None
     include_reasoning: bool = True
     shown: tuple[int, ...] = ()

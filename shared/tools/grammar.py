@@ -35,11 +35,13 @@ class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
         functions: that may be called.
         must_call: nothing but calls; otherwise the model chooses.
         only_one: at most one call.
+        is_named: the request names the function.
     """
 
     functions: tuple[Function, ...]
     must_call: bool
     only_one: bool
+    is_named: bool = False
 
 
 def tools_grammar(

@@ -92,7 +92,7 @@ class ChatSyntax:
         functions = tuple(tool.function for tool in tools)
         if isinstance(choice, NamedTool):
             named = tuple(each for each in functions if each.name == choice.function.name)
-            return CallsWanted(functions=named, must_call=True, only_one=True)
+            return CallsWanted(functions=named, must_call=True, only_one=True, is_named=True)
         return CallsWanted(
             functions=functions, must_call=choice == "required", only_one=parallel is False
         )

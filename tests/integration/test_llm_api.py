@@ -282,6 +282,15 @@ def test_prompt_of_n_answers_is_computed_once(llm: LLM) -> None:
     assert llm.block_counts().used == 0
 
 
+def test_a_prompt_may_go_without_the_special_tokens_of_a_text(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    asked = SamplingParams(max_tokens=1)
+    prompts = [TEXT, {"prompt": TEXT}]
+    for output in llm.generate(prompts, asked, add_special_tokens=False):
+        assert output.prompt_token_ids == llm.tokenizer.encode_word(TEXT)
+        assert output.prompt_token_ids != llm.tokenizer.encode(TEXT)
+
+
 # Chats
 
 
@@ -292,6 +301,8 @@ def test_chat_answers_by_the_template(llm: LLM) -> None:
     assert alone.prompt_token_ids == llm.tokenizer.encode_chat(QUESTION)
     assert alone.text.startswith("Lambda expressions" + ANSWER[:20])
     assert alone.finish_reason == "stop"  # 16 tokens would not have been enough
+    begun = llm.chat(QUESTION, SamplingParams(max_tokens=1), add_special_tokens=True)[0]
+    assert begun.prompt_token_ids == [llm.tokenizer.bos_token_id, *alone.prompt_token_ids]
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is a lambda?"}]}]
     assert [o.text for o in llm.chat([QUESTION, parts])] == [alone.text] * 2
     assert llm.chat(QUESTION, SamplingParams(max_tokens=2))[0].finish_reason == "length"

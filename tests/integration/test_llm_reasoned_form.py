@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
+from pagewire.shared.engine.chats import read_chats
 from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import SamplingDefaults
+from pagewire.shared.tools.syntax import ChatSyntax
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,31 +51,60 @@ def test_an_answer_without_reasoning_has_the_form() -> None:
 def test_reasoning_is_free_and_the_form_comes_after_it() -> None:
     """Also where the answer is replayed from the middle of its reasoning, as after a migration."""
     llm = make_llm()
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None
-    (prompt,) = llm.chat(
-        CHAT, msgspec.structs.replace(ASKED, max_tokens=40, n=1), use_tqdm=False,
-        continue_final_message=True, add_generation_prompt=False,
-    )  # fmt: skip
-    free = prompt.outputs[0].token_ids
+    prompt, free = _free_reasoning(llm)
     assert len(free) == 40  # no grammar ends the reasoning
-    grammar = _grammar_of(llm)
-    known = [*free[:20], *tokenizer.encode_word("</think>\n")]
+    (answer,) = _replayed(llm, prompt, free[:20], 1)
+    assert 10 <= json.loads(answer)["size"] <= 99
+
+
+def test_after_a_preemption() -> None:
+    """Reasoning and form are followed again from the answer's tokens alone."""
+    llm = make_llm(enable_prefix_caching=False)
+    prompt, free = _free_reasoning(llm)
+    alone = _replayed(llm, prompt, free[:24], 8)
+    assert len(set(alone)) > 2
+    assert llm.engine.core.scheduler.num_preemptions == 0
+    small = make_llm(enable_prefix_caching=False, num_blocks=24, max_model_len=128)
+    assert _replayed(small, prompt, free[:24], 8) == alone
+    assert small.engine.core.scheduler.num_preemptions > 0
+    assert all(10 <= json.loads(answer)["size"] <= 99 for answer in alone)
+
+
+def _free_reasoning(llm: LLM) -> tuple[list[int], list[int]]:
+    """Return a prompt, and reasoning of the model that has not ended."""
+    asked = msgspec.structs.replace(ASKED, max_tokens=40, n=1)
+    (output,) = llm.chat(CHAT, asked, use_tqdm=False, continue_final_message=True)
+    return output.prompt_token_ids, output.token_ids
+
+
+def _replayed(llm: LLM, prompt: list[int], reasoning: list[int], count: int) -> list[str]:
+    """Return what comes after reasoning that ends; each of the answers has its own seed."""
+    tokenizer, core = llm.tokenizer, llm.engine.core
+    assert tokenizer is not None
+    known = [*reasoning, *tokenizer.encode_word("</think>\n")]
     spec = msgspec.structs.replace(
-        ASKED.resolve(SamplingDefaults(), 400), grammar=grammar, max_tokens=60
+        ASKED.resolve(SamplingDefaults(), 60), grammar=_grammar_of(llm), max_tokens=60
     )
     eos = llm.engine.config.eos_token_ids
-    sequence = new_sequence("again", prompt.prompt_token_ids, spec, eos, known)
-    core = llm.engine.core
-    core.add(sequence)
+    specs = [msgspec.structs.replace(spec, seed=seed) for seed in range(count)]
+    sequences = [
+        new_sequence(f"again {index}", prompt, each, eos, known) for index, each in enumerate(specs)
+    ]
+    for sequence in sequences:
+        core.add(sequence)
     while core.has_work:
         core.step()
-    answer = sequence.token_ids[len(prompt.prompt_token_ids) + len(known) :]
-    assert 10 <= json.loads(tokenizer.decode(answer))["size"] <= 99
+    return [tokenizer.decode(each.token_ids[len(prompt) + len(known) :]) for each in sequences]
 
 
 def _grammar_of(llm: LLM) -> str:
-    """The grammar that the engine has compiled for such an answer."""
-    filler = llm.engine.core.constraints.filler
-    assert filler is not None
-    return next(text for text in filler._compiler._cached if "reasoning_end" in text)
+    """The grammar of such an answer, as `LLM.chat` makes it."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None and ASKED.structured_outputs is not None
+    syntax = ChatSyntax.choose(
+        tokenizer.template_source, "auto", "think", tokenizer.marker_token_id
+    )
+    (chat,) = read_chats([CHAT], tokenizer, syntax, {"continue_final_message": True})
+    form = grammar_text(ASKED.structured_outputs)
+    assert form is not None and "reasoning_end" in chat.form(form)
+    return chat.form(form)

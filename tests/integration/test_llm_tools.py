@@ -54,6 +54,7 @@ def test_required_calls_follow_their_schemas(llm: LLM) -> None:
 def test_a_named_function_is_called_once(llm: LLM, name: str) -> None:
     named = {"type": "function", "function": {"name": name}}
     (output,) = llm.chat(QUESTION, PARAMS, use_tqdm=False, tools=TOOLS, tool_choice=named)
+    assert output.finish_reason == "stop"
     message = output.outputs[0].message
     assert message is not None
     assert [call.name for call in message.tool_calls] == [name]

@@ -178,12 +178,18 @@ def test_named_none_and_one_at_once(ask: Callable[..., Any]) -> None:
         named = {"type": "function", "function": {"name": "clock"}}
         answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=named)
         assert read(answer.choices[0].message.tool_calls) == CALLS[1:]
+        assert answer.choices[0].finish_reason == "stop"  # as OpenAI's, since none was chosen
+        asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+        chunks = [chunk.choices[0] for chunk in create(**asked, tool_choice=named, stream=True)]
+        assert any(chunk.delta.tool_calls for chunk in chunks)
+        assert [each.finish_reason for each in chunks] == [*[None] * (len(chunks) - 1), "stop"]
         answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none")
         assert answer.choices[0].message.tool_calls is None
         assert answer.choices[0].message.content == calls_in()
         assert answer.choices[0].finish_reason == "stop"
         answer = create(model=MODEL, messages=QUESTION, tools=TOOLS, parallel_tool_calls=False)
         assert read(answer.choices[0].message.tool_calls) == CALLS[:1]
+        assert answer.choices[0].finish_reason == "tool_calls"
 
     ask(calls_in(), scenario)
 
@@ -230,6 +236,41 @@ def test_reasoning_is_split_off_and_counted(ask: Callable[..., Any], stream: boo
         assert 4 < counted < usage.completion_tokens - 20
 
     ask(THINKS + calls_in(), scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_comes_after_the_reasoning(
+    ask: Callable[..., Any], models: dict[str, Path], stream: bool
+) -> None:
+    close = f"<[{Tokenizer.from_dir(models['hermes']).marker_token_id('</think>')}]>"
+
+    class Answer(BaseModel):
+        size: int
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "messages": QUESTION,
+            "response_format": Answer,
+        }
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                kinds = {event.type for event in events}
+                answer = events.get_final_completion()
+            assert "content.delta" in kinds
+        else:
+            answer = client.chat.completions.parse(**asked)
+        (choice,) = answer.choices
+        assert choice.message.parsed == Answer(size=12)
+        assert choice.message.model_extra["reasoning"] == "Two calls."
+        assert choice.finish_reason == "stop"
+        grammar = worker.generated[0].spec.grammar or ""
+        assert close in grammar and "size" in grammar
+        none = {"chat_template_kwargs": {"enable_thinking": False}}
+        client.chat.completions.parse(**asked, extra_body=none)
+        assert close not in (worker.generated[1].spec.grammar or "")
+
+    ask(THINKS + '{"size": 12}', scenario)
 
 
 def test_reasoning_may_be_left_out(ask: Callable[..., Any]) -> None:

@@ -367,6 +367,22 @@ def test_echo_repeats_the_text_or_the_text_of_the_ids():
     assert completion(prompt=ids[:-1], echo=True).prompts[0].echo == "Hi "
 
 
+def test_special_tokens_are_added_to_texts_and_on_request_to_chats():
+    begin, ends = MODEL.tokenizer.special_ends
+    assert (begin, ends) == ([MODEL.tokenizer.bos_token_id], [])
+    plain = MODEL.tokenizer.encode("Hi", add_special_tokens=False)
+    for value, added in ((None, begin), (True, begin), (False, [])):
+        body = {"prompt": ["Hi", "Hi"], "add_special_tokens": value}
+        assert [each.token_ids for each in completion(**body).prompts] == [added + plain] * 2
+        assert completion(prompt=plain, add_special_tokens=value).prompts[0].token_ids == plain
+    usual = chat().prompts[0].token_ids
+    for value, added in ((None, []), (True, begin), (False, [])):
+        assert chat(add_special_tokens=value).prompts[0].token_ids == added + usual
+    for call in (completion, chat):
+        assert refusal(call, add_special_tokens="yes").param == "add_special_tokens"
+        assert refusal(call, add_special_tokens=1).param == "add_special_tokens"
+
+
 def test_usage_in_streams_is_asked_for_with_a_stream():
     options = {"include_usage": True}
     assert chat(stream=True, stream_options=options).include_usage

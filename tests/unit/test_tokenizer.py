@@ -72,6 +72,26 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
+def test_a_chat_can_begin_and_end_as_a_text_also_if_it_spells_out_a_special_token() -> None:
+    backend = tokenizers.Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    begin, end = (backend.token_to_id(text) for text in ("<|user|>", "<|end|>"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|user|> $A <|end|> <|end|>", special_tokens=[("<|user|>", begin), ("<|end|>", end)]
+    )
+    tokenizer = Tokenizer(
+        backend, ChatTemplate("{{ messages[0]['content'] }}", {}), None, frozenset()
+    )
+    assert tokenizer.special_ends == ([begin], [end, end])
+    for text in ("Hi", "", "Hi<|end|>"):
+        chat = [{"role": "user", "content": text}]
+        plain = tokenizer.encode_chat(chat)
+        assert end not in plain
+        whole = tokenizer.encode_chat(chat, add_special_tokens=True)
+        assert whole == [begin, *plain, end, end]
+        if "<" not in text:
+            assert whole == backend.encode(text).ids
+
+
 class TestAgainstHuggingFace:
     @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
     @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
@@ -97,6 +117,8 @@ class TestAgainstHuggingFace:
         options = ChatOptions(add_generation_prompt=generation)
         assert DEMO.render_chat(messages, options) == text
         assert DEMO.encode_chat(messages, options) == ids
+        whole = hf_tokenizer(text, add_special_tokens=True)["input_ids"]
+        assert DEMO.encode_chat(messages, options, add_special_tokens=True) == whole
 
     def test_special_tokens_and_size(self, hf_tokenizer: Any) -> None:
         assert DEMO.bos_token_id == hf_tokenizer.bos_token_id

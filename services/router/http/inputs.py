@@ -121,8 +121,9 @@ def read_completion(
     model.check_name(body.model)
     prompts = []
     sampling = sampling_of(body, body.logprobs)
+    adds_special = body.add_special_tokens is not False
     for prompt in _split_prompts(body.prompt):
-        ids = sampling.truncate(_prompt_ids(prompt, model, max_model_len))
+        ids = sampling.truncate(_prompt_ids(prompt, model, max_model_len, adds_special))
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
         max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
         if body.max_tokens is not None:
@@ -149,7 +150,8 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     _check_chars(num_chars(messages, options), max_model_len, "messages")
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
-    ids = sampling.truncate(model.tokenizer.encode_chat(messages, options))
+    adds_special = body.add_special_tokens is True
+    ids = sampling.truncate(model.tokenizer.encode_chat(messages, options, adds_special))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
@@ -264,10 +266,12 @@ def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
     return all(isinstance(item, list) and item and _are_ints(item) for item in value)
 
 
-def _prompt_ids(prompt: str | list[int], model: ServedModel, max_model_len: int) -> list[int]:
+def _prompt_ids(
+    prompt: str | list[int], model: ServedModel, max_model_len: int, adds_special: bool
+) -> list[int]:
     if isinstance(prompt, str):
         _check_chars(len(prompt), max_model_len, "prompt")
-        return model.tokenizer.encode(prompt)
+        return model.tokenizer.encode(prompt, adds_special)
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         raise InvalidRequestError(
             f"prompt: token ids must lie between 0 and {model.vocab_size - 1}", "prompt"

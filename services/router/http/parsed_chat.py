@@ -41,6 +41,7 @@ class ParsedChatFormat(ChatFormat):
     def __init__(self, model: ServedModel, asked: GenerationInput, extras: Extras) -> None:
         super().__init__(model.name, asked.n, extras)
         reading = asked.reading or AnswerReading()
+        self._is_named = reading.is_named
         self._answers = [_Answer(model, asked, reading) for _ in range(asked.n)]
 
     def message(self, index: int, answer: TextDelta) -> dict[str, Any]:
@@ -77,9 +78,13 @@ class ParsedChatFormat(ChatFormat):
         return self.chunk(index, content, delta)
 
     def finish_reason(self, index: int, delta: TextDelta) -> str | None:
-        """Return why an answer ends: an answer with calls that was not cut ends with them."""
-        reason = delta.finish_reason
-        return "tool_calls" if reason == "stop" and self._answers[index].has_calls else reason
+        """Return why an answer ends: one that was not cut ends with its calls, if it has any.
+
+        As OpenAI has it, the call of a function that the request names ends as a text does.
+        """
+        reason, has_chosen = delta.finish_reason, not self._is_named
+        is_calls = has_chosen and reason == "stop" and self._answers[index].has_calls
+        return "tool_calls" if is_calls else reason
 
     def usage(self, usage: Usage) -> Usage:
         """Return the tokens of the request, those of reasoning included."""

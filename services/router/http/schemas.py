@@ -76,6 +76,8 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     """What completion and chat requests have in common; null means the default.
 
     Attributes:
+        add_special_tokens: begin and end the prompt's text as the model wants it; by default the
+            text of a completion does, and the chat template alone decides for a chat.
         user: changes no answer, nor do the fields after it.
     """
 
@@ -86,6 +88,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
     user: str | None = None
     metadata: Metadata | None = None
     request_id: str | None = None

@@ -33,13 +33,11 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "use_beam_search": _OFF,
 }
 REFUSED_IN_COMPLETIONS = _COMMON | {
-    "add_special_tokens": (None, True),
     "best_of": (None, 1),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
 }
 REFUSED_IN_CHATS = _COMMON | {
-    "add_special_tokens": _OFF,
     "audio": (None,),
     "chat_template": (None,),
     "documents": (None, []),
