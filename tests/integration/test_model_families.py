@@ -97,6 +97,7 @@ def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
         ("qwen2moe", "some-dense-layers", {"hidden_size": 64, "mlp_only_layers": []}),
         ("mistral", "window-groups-of-2", {"hidden_size": 64}),
         ("olmo3", "yarn", {"hidden_size": 64, "layer_types": ["sliding_attention"]}),
+        ("gptoss", "windows-by-layer", {"hidden_size": 64, "layer_types": ["sliding_attention"]}),
         ("gemma2", "groups-of-2-odd-vocabulary", {"head_dim": 16}),
         ("gemma3", "linear", {"head_dim": 16, "layer_types": ["sliding_attention"]}),
     ],

@@ -281,6 +281,29 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "gptoss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "head_dim": 16,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+        {
+            "without-biases-own-gate": {
+                "num_key_value_heads": 2,
+                "attention_bias": False,
+                "swiglu_alpha": 1.1,
+            },
+            "windows-by-layer": {
+                "num_key_value_heads": 1,
+                "sliding_window": 21,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+        },
+    ),
     "qwen2moe": (
         "Qwen2Moe",
         {

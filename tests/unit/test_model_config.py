@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -49,6 +50,7 @@ CONFIG_CLASSES = {
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
     "Gemma3ForConditionalGeneration": Gemma3Config,
+    "GptOssForCausalLM": GptOssConfig,
     "GraniteForCausalLM": GraniteConfig,
     "SmolLM3ForCausalLM": SmolLM3Config,
     "Phi3ForCausalLM": Phi3Config,
@@ -63,6 +65,7 @@ WINDOWED = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
+    "GptOssForCausalLM",
 )
 FULL_ATTENTION: dict[str, dict[str, Any]] = {
     name: {} if name in WINDOWED else {"sliding_window": None} for name in CONFIG_CLASSES
@@ -159,7 +162,7 @@ def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: st
         num_key_value_heads=3,
         head_dim=8,
         rms_norm_eps=1e-4,
-        max_position_embeddings=77,
+        max_position_embeddings=131_077,  # more than what YaRN would make of it
         tie_word_embeddings=True,
         bos_token_id=3,
         eos_token_id=[4, 5],

@@ -12,6 +12,7 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families.gemma2 import Gemma2Config
 from pagewire.shared.model.families.gemma3 import Gemma3Config
+from pagewire.shared.model.families.gpt_oss import GptOssConfig
 from pagewire.shared.model.layer_ropes import TwoRopesConfig
 from pagewire.shared.model.rope_config import RopeConfig
 
@@ -133,7 +134,52 @@ def test_angles_of_an_older_gemma_3(tmp_path: Path) -> None:
     assert (config.rope.theta, config.local_rope.theta) == (5000.0, 300.0)
 
 
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "experts_per_token": 4,
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "initial_context_length": 4096,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "swiglu_limit": 7.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Its rotary parameters are also those of a file without them."""
+    config = load_config(_write(tmp_path, GPT_OSS_20B))
+    assert isinstance(config, GptOssConfig)
+    assert config.windows == (128, None) * 12
+    assert (config.experts.count, config.experts.routing.top_k) == (32, 4)
+    assert (config.gate_alpha, config.gate_limit) == (1.702, 7.0)
+    assert (config.rope.rope_type, config.rope.factor, config.rope.truncate) == (
+        "yarn",
+        32.0,
+        False,
+    )
+    assert config.max_position_embeddings == 131072
+    without = {name: value for name, value in GPT_OSS_20B.items() if not name.startswith("rope_")}
+    assert load_config(_write(tmp_path, without)).rope == config.rope
+
+
 REFUSED = {
+    "gpt-oss-as-published": (
+        {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}},
+        "quantised checkpoints are not supported; pass an unquantised one",
+    ),
+    "gpt-oss-more-experts-than-there-are": (
+        {**GPT_OSS_20B, "num_experts_per_tok": 33},
+        "num_experts_per_tok (33) is more than the 32 experts",
+    ),
     "gemma2-without-length": (
         {"architectures": ["Gemma2ForCausalLM"], "sliding_window": None},
         "layer_types has sliding_attention, but no sliding_window is in use",

@@ -6,7 +6,7 @@ files import no torch: the router reads configurations, too.
 Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
 
 May import: `experts_config`, `fields`, `layer_ropes`, `model_config` and `windows` of
-`shared.model`.
+`shared.model`, and `kernels.gated_silu`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.shared.model.families import (
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     ministral,
@@ -76,6 +77,7 @@ ARCHITECTURES = {
         ignored_prefixes=gemma3.VISION_PREFIXES,
         renamed_prefixes=gemma3.RENAMED_PREFIXES,
     ),
+    "GptOssForCausalLM": Architecture(gpt_oss.parse_config, gpt_oss.build),
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
@@ -90,7 +92,6 @@ _LATENT = "it caches latent vectors in place of keys and values"
 # Why some that are often asked for are not.
 REFUSED = {
     "GraniteMoeForCausalLM": _EXPERTS,
-    "GptOssForCausalLM": _EXPERTS,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
 }

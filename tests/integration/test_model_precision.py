@@ -1,0 +1,72 @@
+"""Families whose norms are computed in float32: bfloat16 logits, and the engine's greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire import LLM, SamplingParams
+from pagewire.kernels import load_ops
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.loader import load_model
+from pagewire.tests.support.float32_reference import random_prompts
+from pagewire.tests.support.paged_model import PagedModel
+from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPES = {
+    "gemma2": "windows-by-layer",
+    "gemma3": "linear",
+    "gemma3images": "groups-of-2-odd-vocabulary",
+    "olmo3": "yarn",
+    "gptoss": "groups-of-2-odd-vocabulary",
+}
+EACH_FAMILY = pytest.mark.parametrize(("family", "shape"), SHAPES.items(), ids=SHAPES)
+CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def _theirs(kind: Any, path: Path, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Logits of Hugging Face's code with weights that bfloat16 has rounded."""
+    model = kind.from_pretrained(path, dtype=torch.bfloat16).eval().to(dtype)
+    logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0].float()
+    return logits
+
+
+@EACH_FAMILY
+def test_bfloat16_is_as_exact_as_hugging_faces(tmp_path: Path, family: str, shape: str) -> None:
+    kind = type(write_tiny_model(tmp_path, family, shape))
+    ops, config = load_ops("torch", "cpu"), load_config(tmp_path)
+    model = load_model(tmp_path, config, CPU, torch.bfloat16, ops)
+    paged = PagedModel(model, num_blocks=64, block_size=8, seed=3)
+    token_ids = random_prompts((120,), VOCAB)[0]
+    sequence = paged.add(list(token_ids))
+    paged.run_mixed([sequence], max_chunk=23)
+    exact = _theirs(kind, tmp_path, token_ids, torch.float32)
+    coarse = _theirs(kind, tmp_path, token_ids, torch.bfloat16)
+    error = (torch.stack(sequence.logits).float() - exact).square().mean().sqrt()
+    assert error < 1.5 * (coarse - exact).square().mean().sqrt()
+
+
+@EACH_FAMILY
+def test_greedy_tokens_of_the_engine(tmp_path: Path, family: str, shape: str) -> None:
+    """Windows are shorter than the prompts, whose first blocks are given back meanwhile."""
+    theirs = write_tiny_model(tmp_path, family, shape)
+    llm = LLM(
+        str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=48, block_size=16
+    )
+    prompts = random_prompts((1, 50, 100, 120), VOCAB)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True):
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([[*prompt, *output.token_ids]])).logits[0]
+        best = logits[len(prompt) - 1 : -1].topk(2, dim=-1)
+        differs = best.indices[:, 0] != torch.tensor(output.token_ids)
+        is_clear = best.values[:, 0] - best.values[:, 1] > 2e-4 * logits.abs().max()
+        assert is_clear.float().mean() > 0.8
+        assert not (differs & is_clear).any()
+    assert llm.block_counts().used == 0
