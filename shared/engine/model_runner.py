@@ -222,16 +222,16 @@ class ModelRunner:
         is_real = slots != state.padding_slot
         index = (position // self.block_size)[:, None, None].expand(-1, state.num_groups, 1)
         blocks = tables.gather(2, index).squeeze(2)
-        slot_mapping = blocks.to(torch.int64) * self.block_size
-        slot_mapping += (position % self.block_size)[:, None]
-        slot_mapping = torch.where(is_real[:, None], slot_mapping, -1)
+        blocks = blocks.t().to(torch.int64, memory_format=torch.contiguous_format)  # [G, B]
+        slot_mapping = blocks * self.block_size + position % self.block_size
+        slot_mapping = torch.where(is_real, slot_mapping, -1)
         input_ids = state.last_token[slots]
         seq_lens = torch.where(is_real, position + 1, 0).to(torch.int32)
         first, *others = [
             ForwardBatch(
                 input_ids=input_ids,
                 positions=position,
-                slot_mapping=slot_mapping[:, group],
+                slot_mapping=slot_mapping[group],
                 num_decodes=slots.shape[0],
                 decode_block_tables=tables[:, group],
                 decode_seq_lens=seq_lens,

@@ -18,6 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+BAR_S = 1.0  # of loading, before there is a bar
 LINE_S = 5.0  # between lines
 GB = 1e9
 
@@ -65,8 +66,6 @@ class LoadProgress:
             self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> LoadProgress:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(
@@ -76,17 +75,19 @@ class LoadProgress:
         traceback: TracebackType | None,
     ) -> None:
         self.seconds = self._clock() - self._start
-        if self._bar is not None:
+        if self._bar is not None and self._bar.live.is_started:
             self._bar.stop()
 
     def add(self, num_bytes: int) -> None:
         """Count bytes more; any thread may."""
         with self._lock:
             self._done += num_bytes
+            now = self._clock()
             if self._bar is not None:
+                if not self._bar.live.is_started and now - self._start >= BAR_S:
+                    self._bar.start()
                 self._bar.update(self._task, completed=self._done)
                 return
-            now = self._clock()
             if now - self._said >= LINE_S:
                 self._said = now
                 self._say(self._line(now))

@@ -25,7 +25,7 @@ LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_a
 # A window in some layers, and in all of them.
 SHAPES = {
     "some": ("qwen3", {"num_hidden_layers": 4, "layer_types": LAYERS, "sliding_window": 21}),
-    "all": ("mistral", {"sliding_window": 24}),
+    "all": ("mistral", {"sliding_window": 24, "head_dim": 24}),
 }
 
 
@@ -87,6 +87,12 @@ def test_padded_steps_have_the_same_tokens(tried: Tried) -> None:
     llm = tried.llm(max_num_seqs=8)
     run_padded(llm.engine.runner)
     assert tokens_of(llm, PROMPTS, GREEDY) == tried.expected
+
+
+def test_tritons_kernels_have_the_same_tokens(tried: Tried) -> None:
+    llm = tried.llm(kernels="triton", max_num_seqs=2)
+    few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    assert tokens_of(llm, PROMPTS[:2], few) == [tokens[:3] for tokens in tried.expected[:2]]
 
 
 def test_a_prefix_is_taken_up_again_where_its_window_is_cached(tried: Tried) -> None:
