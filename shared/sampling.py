@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -48,6 +48,7 @@ _GRAMMAR = Meta(
     max_length=MAX_GRAMMAR_CHARS,
     description=f"the text of a grammar, at most {MAX_GRAMMAR_CHARS} characters",
 )
+LogprobsMode = Literal["raw", "processed"]
 _StopString = Annotated[str, Meta(min_length=1)]
 MinP = Annotated[float, Meta(ge=0, le=1, description="a number between 0 and 1")]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number between -2 and 2")]
@@ -120,6 +121,8 @@ class RequestSpec(
         logprobs: report each token's log probability and those of this many most likely tokens.
         prompt_logprobs: likewise of the prompt's tokens but the first; the prompt is then computed
             without the prefix cache.
+        logprobs_mode: "raw": log probabilities of sampled tokens by the model's logits alone;
+            "processed": of the distribution that is sampled from.
         grammar: text of the grammar that the answer follows (shared/grammar); None: any answer.
     """
 
@@ -140,6 +143,7 @@ class RequestSpec(
     ignore_eos: bool = False
     logprobs: NumTop | None = None
     prompt_logprobs: NumTop | None = None
+    logprobs_mode: LogprobsMode = "raw"
     grammar: Annotated[str, _GRAMMAR] | None = None
 
     def validate(self) -> None:
@@ -297,6 +301,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         ignore_eos: generate on past the end of the sequence.
         prompt_logprobs: report the log probability of each of the prompt's tokens but the first,
             and those of this many most likely tokens.
+        logprobs_mode: "processed": log probabilities of the answer's tokens are of the distribution
+            that is sampled from: after masks, penalties, temperature and limits. "raw": before.
         include_stop_str_in_output: the stop string that ends an answer is part of its text.
         skip_special_tokens: the text has no special tokens; so it is if unset.
         truncate_prompt_tokens: keep no more than the prompt's last tokens.
@@ -317,6 +323,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: Annotated[Sequence[TokenId], _StopTokenIds] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: NumTop | None = None
+    logprobs_mode: LogprobsMode | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: PromptLength | None = None

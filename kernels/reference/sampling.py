@@ -9,7 +9,7 @@ from pagewire.kernels.reference.philox import gumbel_noise
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _thresholds(
+def thresholds(
     scores: torch.Tensor,  # [N, V] float32
     temperature: torch.Tensor,  # [N]
     top_k: torch.Tensor,  # [N]
@@ -50,7 +50,7 @@ def _draw(
     if limited.numel():
         rows = scores[limited]
         limits = [each[limited] for each in (temperature, top_k, top_p, min_p)]
-        threshold = _thresholds(rows, *limits)
+        threshold = thresholds(rows, *limits)
         perturbed[limited] = perturbed[limited].masked_fill(rows < threshold, -torch.inf)
     return perturbed.argmax(-1)
 

@@ -85,7 +85,7 @@ class ModelRunner:
         self.mover = BlockMover(self.ops, self.kv_pool)
         self._layers = [LayerKv(group, self.kv_pool[:, row]) for group, row in self.groups.rows]
         self.sampling = SamplingStage(self.ops, self.state, self.vocab_size)
-        self.scoring = Scoring(self.ops, self.state.upload)
+        self.scoring = Scoring(self.ops, self.state)
 
     @property
     def block_size(self) -> int:
@@ -186,7 +186,8 @@ class ModelRunner:
             sampled = part.sample(shaped)
             tokens.append(sampled.tokens)
             if self.scoring.of_tokens:
-                self.scoring.score_tokens(sampled.logits, sampled.tokens, part.slots, first)
+                logits = self.sampling.drawn_from(sampled, part.first_row, shaped)
+                self.scoring.score_tokens(sampled, logits, part.slots, first)
             first += len(part.slots)
         joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         return PendingTokens(number, joined, self.scoring.take())

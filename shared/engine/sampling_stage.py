@@ -105,6 +105,15 @@ class SamplingStage:
         """Whether a batch of these device slots takes the shaped variant."""
         return self._has_masks or self.shaping.is_shaped(slots)
 
+    def drawn_from(self, sampled: Sampled, first_row: int, shaped: bool) -> torch.Tensor:
+        """Return the logits `[B, vocab]` from which rows have just been drawn.
+
+        They are overwritten when these static rows are sampled again.
+        """
+        if not shaped:
+            return sampled.logits
+        return self._shaped[first_row : first_row + len(sampled.tokens)]
+
     def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
         """Upload what is allowed in static rows: a bit a token, the lowest first, in whole bytes.
 

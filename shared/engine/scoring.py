@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.processed_logits import processed_logits
+from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.sampling_stage import Sampled
 from pagewire.shared.engine.step import PrefillChunk, StepPlan, StepScores
 from pagewire.shared.logprobs import Logprobs
 
@@ -61,14 +64,16 @@ class Scoring:
     """Knows which device slots ask for log probabilities, and launches their computation.
 
     Attributes:
+        state: of the device slots.
         of_tokens, of_prompts: device slot -> how many most likely tokens it asks for.
-        upload: copies equally long rows of integers to the device.
+        processed: device slots that ask for those of the distribution that is sampled from.
     """
 
     ops: Ops
-    upload: Callable[[list[list[int]]], torch.Tensor]
+    state: DeviceState
     of_tokens: dict[int, int] = field(default_factory=dict)
     of_prompts: dict[int, int] = field(default_factory=dict)
+    processed: set[int] = field(default_factory=set)
     _scores: list[DeviceScores] = field(default_factory=list)  # of the present step
 
     def apply(self, plan: StepPlan) -> None:
@@ -77,9 +82,12 @@ class Scoring:
         for slot in plan.freed if self.of_tokens or self.of_prompts else ():
             self.of_tokens.pop(slot, None)
             self.of_prompts.pop(slot, None)
+            self.processed.discard(slot)
         for new in plan.new_slots:
             if new.spec.logprobs is not None:
                 self.of_tokens[new.slot] = new.spec.logprobs
+                if new.spec.logprobs_mode == "processed":
+                    self.processed.add(new.slot)
             if new.spec.prompt_logprobs is not None:
                 self.of_prompts[new.slot] = new.spec.prompt_logprobs
 
@@ -89,24 +97,45 @@ class Scoring:
         return scores
 
     def score_tokens(
-        self, logits: torch.Tensor, tokens: torch.Tensor, slots: list[int], first: int
+        self, sampled: Sampled, shaped: torch.Tensor, slots: list[int], first: int
     ) -> None:
         """Score sampled tokens.
 
         Args:
-            logits: [B, vocab] as they were before sampling.
-            tokens: [B] int64.
+            sampled: the tokens, and logits as they were before sampling.
+            shaped: [B, vocab] logits that they were drawn from, before temperature and limits.
             slots: device slots of the B rows.
             first: index in the step's tokens of the first row.
         """
-        rows = [row for row, slot in enumerate(slots) if slot in self.of_tokens]
-        if not rows:
-            return
-        tops = [self.of_tokens[slots[row]] for row in rows]
-        top = min(max(tops), logits.shape[1])
-        scores = self.ops.token_logprobs(logits, self.upload([rows])[0], tokens, top)
-        indices = tuple(first + row for row in rows)
-        self._scores.append(DeviceScores(*scores, rows=indices, tops=tuple(tops)))
+        wanted = [row for row, slot in enumerate(slots) if slot in self.of_tokens]
+        for is_processed in (False, True) if self.processed else (False,):
+            rows = [row for row in wanted if (slots[row] in self.processed) == is_processed]
+            if not rows:
+                continue
+            tops = [self.of_tokens[slots[row]] for row in rows]
+            top = min(max(tops), shaped.shape[1])
+            scores = self._score(sampled, shaped if is_processed else None, slots, rows, top)
+            indices = tuple(first + row for row in rows)
+            self._scores.append(DeviceScores(*scores, rows=indices, tops=tuple(tops)))
+
+    def _score(
+        self,
+        sampled: Sampled,
+        shaped: torch.Tensor | None,
+        slots: list[int],
+        rows: list[int],
+        top: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Score the tokens of some rows, by the raw logits unless there are shaped ones."""
+        if shaped is None:
+            index = self.state.upload([rows])[0]
+            return self.ops.token_logprobs(sampled.logits, index, sampled.tokens, top)
+        index, of_rows = self.state.upload([rows, [slots[row] for row in rows]])
+        tokens, parameters = sampled.tokens[index], self.state.sampling(of_rows)
+        limits = {name: parameters[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        logits = processed_logits(shaped[index], tokens, **limits)
+        own = torch.arange(len(rows), device=tokens.device)
+        return self.ops.token_logprobs(logits, own, tokens, top)
 
     def score_prompt(
         self,
@@ -123,7 +152,7 @@ class Scoring:
             hidden: [T, hidden] of the chunk's tokens.
             compute_logits: of up to `TILE_ROWS` rows.
         """
-        tokens = self.upload([chunk.scored])[0]
+        tokens = self.state.upload([chunk.scored])[0]
         tiles = []
         for start in range(0, len(chunk.scored), TILE_ROWS):
             targets = tokens[start : start + TILE_ROWS]

@@ -383,6 +383,14 @@ def test_special_tokens_are_added_to_texts_and_on_request_to_chats():
         assert refusal(call, add_special_tokens=1).param == "add_special_tokens"
 
 
+def test_log_probabilities_are_raw_unless_the_request_says_otherwise():
+    for call in (completion, chat):
+        assert call().prompts[0].spec.logprobs_mode == "raw"
+        found = call(logprobs_mode="processed", logprobs=call is chat or 1)
+        assert found.prompts[0].spec.logprobs_mode == "processed"
+        assert refusal(call, logprobs_mode="processed_logits").param == "logprobs_mode"
+
+
 def test_usage_in_streams_is_asked_for_with_a_stream():
     options = {"include_usage": True}
     assert chat(stream=True, stream_options=options).include_usage

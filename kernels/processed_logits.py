@@ -1,0 +1,47 @@
+"""Logits of the distribution that a token was drawn from, in plain torch on any device.
+
+Few requests ask for them, and not to draw a token: so no kernel is worth its while, and a sort of
+their rows is good enough.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.kernels.reference.sampling import thresholds
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def processed_logits(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """Return logits divided by their temperature, -inf for tokens that were not candidates.
+
+    A greedy row keeps its logits: its temperature counts as 1, and it has no limits. The token
+    that was drawn is always a candidate, however another backend rounds.
+
+    Args:
+        logits: [N, V], as `ShapeLogits` returns them, or of a row that asks for nothing.
+        tokens: [N] int64, drawn.
+        temperature: [N], and so are the others, as `pagewire.kernels.Sample` takes them.
+        top_k: no more tokens than that are candidates; 0 stands for all.
+        top_p: only the most likely tokens whose probability reaches it are.
+        min_p: only tokens that are so probable, by the most probable one, are.
+
+    Returns:
+        [N, V] float32; the largest of a row is 0.
+    """
+    scores = logits.float().nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+    is_greedy = temperature <= 0
+    temperature = torch.where(is_greedy, 1.0, temperature)
+    lowest = thresholds(scores, temperature, top_k, top_p, min_p)
+    lowest = torch.minimum(lowest, scores.gather(1, tokens[:, None]))
+    lowest = torch.where(is_greedy[:, None], -torch.inf, lowest)
+    scaled = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
+    return scaled.masked_fill(scores < lowest, -torch.inf)
