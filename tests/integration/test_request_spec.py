@@ -37,6 +37,8 @@ def changed(default: Any) -> Any:
             return 1
         case tuple():
             return (1,)
+        case "raw":
+            return "processed"
     raise AssertionError(f"no other value for {default!r}: add a case")
 
 
