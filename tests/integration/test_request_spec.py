@@ -74,8 +74,9 @@ def test_the_router_sends_each_field_that_a_body_has() -> None:
         with_worker(redis.url, scenario)
 
 
-# The fake engines have no vocabulary. tests/e2e/test_cluster_structured.py has such that do.
-UNFORMED = msgspec.structs.replace(SPEC, grammar=None)
+# The fake engines have no vocabulary, and draw any token. tests/e2e/test_cluster_structured.py has
+# such that follow grammars.
+UNFORMED = msgspec.structs.replace(SPEC, grammar=None, bad_words=((2,),))
 
 
 @pytest.mark.parametrize("workers", [["prefill-0"], []], ids=["prefilled there", "here"])
