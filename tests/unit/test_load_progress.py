@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pagewire.shared.model.load_progress import LINE_S, LoadProgress
 
 BAR = """
-from pagewire.shared.model.load_progress import LoadProgress
-with LoadProgress("loading weights", 4_000_000_000, lines.append) as progress:
+from pagewire.shared.model.load_progress import BAR_S, LoadProgress
+clock = iter((0.0, BAR_S, 2 * BAR_S)).__next__
+with LoadProgress("loading weights", 4_000_000_000, lines.append, clock) as progress:
     progress.add(1_000_000_000)
-    progress._bar.refresh()
 """
 
 
