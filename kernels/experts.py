@@ -4,7 +4,7 @@
 Pairs are sorted by expert into tiles (`expert_tiles.py`). A program of either product takes one
 tile and some of the outputs, so that each expert's weights are read once a tile. The first product
 gates its outputs. The second writes a row for each pair, and the sum adds a token's rows in the
-order of its choices: no atomics, and the same bits whatever else is in the batch.
+order of its choices: there are no atomics, and a step that runs again gives the same bits.
 """
 
 from __future__ import annotations
