@@ -158,7 +158,7 @@ def _copy_parts(
     on_bytes: Callable[[int], None],
     stop_all: Callable[[], None],
 ) -> None:
-    """Copy until there is no more to do; the work of one thread. An error stops the others."""
+    """Copy parts until none is left, in one thread. An error stops the others."""
     copier = _GpuCopier(device) if device.type == "cuda" else _CpuCopier()
     try:
         for part in parts:
@@ -195,6 +195,8 @@ class _GpuCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        # Kernels that are still to run may use memory that has become a target's.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._buffers = [
             (torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
             for _ in range(BUFFERS)
