@@ -22,6 +22,7 @@ SHAPES = {
     "gemma2": "windows-by-layer",
     "gemma3": "linear",
     "gemma3images": "groups-of-2-odd-vocabulary",
+    "olmo2": "groups-of-2-odd-vocabulary",
     "olmo3": "yarn",
     "gptoss": "groups-of-2-odd-vocabulary",
 }

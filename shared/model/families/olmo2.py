@@ -43,6 +43,7 @@ def parse_config(fields: Fields) -> ModelConfig:
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     """Compose layers whose outputs are normalised before they are added."""
+    make = make.with_norms("wide")
     cos_sin = make.cos_sin(config)
     layers = [
         make.post_norm_layer(
