@@ -65,6 +65,29 @@ class MoeConfig(ModelConfig):
     sparse: tuple[bool, ...]
 
 
+def read_experts(
+    fields: Fields, *, count: int, top_k: int, size: int, shared_size: int = 0
+) -> ExpertsConfig:
+    """Read a mixture as Qwen's and OLMoE's files have it.
+
+    Args:
+        fields: of config.json.
+        count: experts by default.
+        top_k: experts of a token, by default.
+        size: intermediate size of an expert.
+        shared_size: of the one that all tokens have.
+
+    Raises:
+        ModelLoadError: a field is wrong; one line.
+    """
+    count = expert_count(fields, ("num_experts", "num_local_experts"), count)
+    routing = Routing(
+        top_k=chosen_count(fields, count, top_k),
+        renormalise=fields.flag("norm_topk_prob", False),
+    )
+    return ExpertsConfig(count, size, routing, shared_size)
+
+
 def expert_count(fields: Fields, names: tuple[str, str], default: int) -> int:
     """Return the number of experts, which a file has under either name.
 

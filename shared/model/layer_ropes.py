@@ -7,13 +7,14 @@ scaling.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope_config import RopeConfig
-from pagewire.shared.model.windows import FULL, SLIDING
+from pagewire.shared.model.windows import FULL, SLIDING, read_window, sliding_layers, with_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class TwoRopesConfig(ModelConfig):
 
     local_rope: RopeConfig
     sliding: tuple[bool, ...]
+
+
+TwoRopes = TypeVar("TwoRopes", bound=TwoRopesConfig)
 
 
 def full_fields(fields: Fields) -> Fields:
@@ -59,6 +63,23 @@ def sliding_rope(fields: Fields, default_theta: float, older_field: str) -> Rope
         raise fields.error(f"rope type {rope_type!r} of {SLIDING} is not supported; only 'default'")
     older = fields.positive_float(older_field, default_theta)
     return RopeConfig(theta=own.positive_float("rope_theta", older))
+
+
+def with_sliding(fields: Fields, config: TwoRopes, pattern: int, window: int) -> TwoRopes:
+    """Return the configuration with a window in all but each `pattern`-th layer.
+
+    Args:
+        fields: of config.json, which may say which layers have it, and its length.
+        config: what else they say.
+        pattern: of the family.
+        window: its length by default.
+
+    Raises:
+        ModelLoadError: a field is wrong; one line.
+    """
+    sliding = sliding_layers(fields, config.num_layers, lambda index: (index + 1) % pattern != 0)
+    config = dataclasses.replace(config, sliding=sliding)
+    return with_windows(fields, config, read_window(fields, window), sliding)
 
 
 def _set(fields: Fields, kind: str) -> dict[str, Any]:

@@ -5,15 +5,18 @@ Of the models that see images, the text model is served.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagewire.shared.model.families.gemma2 import read_cap, refuse_bidirectional
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.layer_ropes import TwoRopesConfig, full_fields, sliding_rope
+from pagewire.shared.model.layer_ropes import (
+    TwoRopesConfig,
+    full_fields,
+    sliding_rope,
+    with_sliding,
+)
 from pagewire.shared.model.model_config import Defaults, read_config
-from pagewire.shared.model.windows import read_window, sliding_layers, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -110,9 +113,7 @@ def _parse(architecture: str, fields: Fields) -> Gemma3Config:
         sliding=(),
     )
     pattern = fields.positive_int("sliding_window_pattern", _PATTERN)
-    sliding = sliding_layers(fields, config.num_layers, lambda index: (index + 1) % pattern != 0)
-    config = dataclasses.replace(config, sliding=sliding)
-    return with_windows(fields, config, read_window(fields, _WINDOW), sliding)
+    return with_sliding(fields, config, pattern, _WINDOW)
 
 
 def build(config: Gemma3Config, make: LayerFactory) -> DecoderModel:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.layer_ropes import TwoRopesConfig, full_fields, sliding_rope
+from pagewire.shared.model.layer_ropes import (
+    TwoRopesConfig,
+    full_fields,
+    sliding_rope,
+    with_sliding,
+)
 from pagewire.shared.model.model_config import Defaults, read_config
-from pagewire.shared.model.windows import read_window, sliding_layers, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -44,9 +47,7 @@ def parse_config(fields: Fields) -> TwoRopesConfig:
         local_rope=sliding_rope(fields, _DEFAULTS.rope_theta, "rope_theta"),
         sliding=(),
     )
-    sliding = sliding_layers(fields, config.num_layers, lambda index: (index + 1) % _PATTERN != 0)
-    config = dataclasses.replace(config, sliding=sliding)
-    return with_windows(fields, config, read_window(fields, _WINDOW), sliding)
+    return with_sliding(fields, config, _PATTERN, _WINDOW)
 
 
 def build(config: TwoRopesConfig, make: LayerFactory) -> DecoderModel:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagewire.shared.model.experts_config import (
-    ExpertsConfig,
-    MoeConfig,
-    Routing,
-    chosen_count,
-    expert_count,
-)
+from pagewire.shared.model.experts_config import MoeConfig, read_experts
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, read_config
 from pagewire.shared.model.windows import refuse_window
@@ -39,13 +33,11 @@ def parse_config(fields: Fields) -> MoeConfig:
     """
     if fields.raw.get("clip_qkv") is not None:
         raise fields.error("clip_qkv is not supported; queries, keys and values are not clipped")
-    count = expert_count(fields, ("num_experts", "num_local_experts"), 64)
-    experts = ExpertsConfig(
-        count,
-        fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size),
-        Routing(
-            top_k=chosen_count(fields, count, 8), renormalise=fields.flag("norm_topk_prob", False)
-        ),
+    experts = read_experts(
+        fields,
+        count=64,
+        top_k=8,
+        size=fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size),
     )
     bias = fields.flag("attention_bias", False)
     config = read_config(

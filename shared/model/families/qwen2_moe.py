@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagewire.shared.model.experts_config import (
-    ExpertsConfig,
-    MoeConfig,
-    Routing,
-    chosen_count,
-    expert_count,
-    sparse_layers,
-)
+from pagewire.shared.model.experts_config import MoeConfig, read_experts, sparse_layers
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import (
-    Defaults,
-    read_config,
-)
+from pagewire.shared.model.model_config import Defaults, read_config
 from pagewire.shared.model.windows import refuse_length, switched_window
 
 if TYPE_CHECKING:
@@ -43,14 +33,12 @@ def parse_config(fields: Fields) -> MoeConfig:
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    count = expert_count(fields, ("num_experts", "num_local_experts"), 60)
-    experts = ExpertsConfig(
-        count,
-        fields.positive_int("moe_intermediate_size", 1408),
-        Routing(
-            top_k=chosen_count(fields, count, 4), renormalise=fields.flag("norm_topk_prob", False)
-        ),
-        fields.positive_int("shared_expert_intermediate_size", 5632),
+    experts = read_experts(
+        fields,
+        count=60,
+        top_k=4,
+        size=fields.positive_int("moe_intermediate_size", 1408),
+        shared_size=fields.positive_int("shared_expert_intermediate_size", 5632),
     )
     layers = fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers)
     config = read_config(
