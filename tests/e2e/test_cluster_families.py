@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.hf_greedy import greedy
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.tiny_models import write_tiny_model
 
@@ -47,17 +47,6 @@ class Served:
         return answer
 
 
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """Return Hugging Face's tokens, each chosen clearly."""
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(TOKENS):
-            best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
-            assert best.values[0] - best.values[1] > 1e-3
-            tokens.append(int(best.indices[0]))
-    return tokens[len(prompt) :]
-
-
 @contextmanager
 def serving(path: Path, family: str, shape: str) -> Iterator[Served]:
     """Serve a tiny model that ends its answers with a token of its own."""
@@ -67,7 +56,7 @@ def serving(path: Path, family: str, shape: str) -> Iterator[Served]:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    eos = greedy(theirs, PROMPT)[9]
+    eos = greedy(theirs, PROMPT, TOKENS)[9]
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, eos]}))
     options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
     with local_cluster("--model", str(path), *options) as cluster:
@@ -91,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 )
 def test_other_cache_groups_and_experts(tmp_path: Path, family: str, shape: str) -> None:
     with serving(tmp_path / "tiny", family, shape) as served:
-        expected = greedy(served.theirs, PROMPT)
+        expected = greedy(served.theirs, PROMPT, TOKENS)
         body = {"ignore_eos": True, "return_token_ids": True}
         begin, rest = expected[:30], expected[30:]
         for prompt, tokens in ((PROMPT, begin), (PROMPT + begin, rest)):
@@ -105,12 +94,12 @@ def test_other_cache_groups_and_experts(tmp_path: Path, family: str, shape: str)
 def test_tokens_are_hugging_faces_over_both_workers(served: Served) -> None:
     body = {"prompt": PROMPT, "ignore_eos": True, "return_token_ids": True}
     answer = served.post("completions", **body)
-    assert answer["choices"][0]["token_ids"] == greedy(served.theirs, PROMPT)
+    assert answer["choices"][0]["token_ids"] == greedy(served.theirs, PROMPT, TOKENS)
     assert served.cluster.total("pagewire_kv_transfer_segments_total") > 0
 
 
 def test_an_end_token_of_the_generation_config_ends_the_answer(served: Served) -> None:
-    expected = greedy(served.theirs, PROMPT)
+    expected = greedy(served.theirs, PROMPT, TOKENS)
     choice = served.post("completions", prompt=PROMPT, return_token_ids=True)["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["token_ids"] == expected[: expected.index(served.eos) + 1]
@@ -121,5 +110,5 @@ def test_chat_goes_through_the_models_own_template(served: Served) -> None:
     prompt = served.tokenizer.encode(text, add_special_tokens=False)
     answer = served.post("chat/completions", messages=QUESTION, ignore_eos=True)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
-    expected = served.tokenizer.decode(greedy(served.theirs, prompt))
+    expected = served.tokenizer.decode(greedy(served.theirs, prompt, TOKENS))
     assert answer["choices"][0]["message"]["content"] == expected

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.step import StepPlan
+from pagewire.tests.support.hf_greedy import greedy
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
 
@@ -38,17 +38,6 @@ class Tried:
         return LLM(str(self.path), device="cpu", dtype="float32", block_size=BLOCK_SIZE, **settings)
 
 
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """Return Hugging Face's tokens, each chosen clearly."""
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(ANSWER):
-            best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
-            assert best.values[0] - best.values[1] > 1e-4
-            tokens.append(int(best.indices[0]))
-    return tokens[len(prompt) :]
-
-
 @pytest.fixture(scope="module", params=SHAPES)
 def tried(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None
@@ -57,7 +46,7 @@ def tried(
     path = tmp_path_factory.mktemp("model")
     shape = "windows-by-layer" if family == "qwen3" else "window-groups-of-2"
     theirs = write_tiny_model(path, family, shape, **changes)
-    return Tried(path, [greedy(theirs, prompt) for prompt in PROMPTS])
+    return Tried(path, [greedy(theirs, prompt, ANSWER) for prompt in PROMPTS])
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
