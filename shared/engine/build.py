@@ -21,7 +21,7 @@ from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
-from pagewire.shared.engine.model_runner import CausalLM, ModelRunner
+from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduler import Scheduler
 from pagewire.shared.engine.step import (
@@ -41,7 +41,7 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config, model_fingerprint
-from pagewire.shared.model.loaded_model import LoadedModel
+from pagewire.shared.model.loaded_model import CausalLM, LoadedModel
 from pagewire.shared.model.loader import LoadFormat, load_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model

@@ -6,10 +6,9 @@ that the host prepares the next step while the device runs this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -33,20 +32,7 @@ from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, 
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
-
-
-class CausalLM(Protocol):
-    """What the runner needs of a model."""
-
-    def forward(
-        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
-    ) -> torch.Tensor:
-        """Return the final hidden states [T, hidden]; writes the step's KV."""
-        ...
-
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [N, vocab] logits of [N, hidden] states, in `out` if it is given."""
-        ...
+from pagewire.shared.model.loaded_model import CausalLM
 
 
 @dataclass(slots=True)
@@ -228,7 +214,7 @@ class ModelRunner:
         slot_mapping = torch.where(is_real, slot_mapping, -1)
         input_ids = state.last_token[slots]
         seq_lens = torch.where(is_real, position + 1, 0).to(torch.int32)
-        first, *others = [
+        return ForwardBatch.of_groups(
             ForwardBatch(
                 input_ids=input_ids,
                 positions=position,
@@ -242,9 +228,7 @@ class ModelRunner:
                 max_query_len=0,
             )
             for group in range(state.num_groups)
-        ]
-        first.others = tuple(others)
-        return first
+        )
 
     def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
         """Launch the forward of decode rows, if any, and of prefill chunks, if any, in one pass."""
@@ -367,7 +351,7 @@ def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
     """Put decode rows in front of prefill chunks."""
     input_ids = torch.cat([decodes.input_ids, prefills.input_ids])
     positions = torch.cat([decodes.positions, prefills.positions])
-    first, *others = [
+    return ForwardBatch.of_groups(
         ForwardBatch(
             input_ids=input_ids,
             positions=positions,
@@ -381,6 +365,4 @@ def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
             max_query_len=chunks.max_query_len,
         )
         for rows, chunks in zip(decodes.groups, prefills.groups, strict=True)
-    ]
-    first.others = tuple(others)
-    return first
+    )

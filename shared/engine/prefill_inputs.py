@@ -92,7 +92,7 @@ class PrefillInputs:
         ids, positions, mapping, slots, lengths, cumulative = self.buffer[: sum(sizes)].split(sizes)
         tables = block_tables[slots]
         seq_lens, cu_query_lens = lengths.to(torch.int32), cumulative.to(torch.int32)
-        first, *others = [
+        return ForwardBatch.of_groups(
             ForwardBatch(
                 input_ids=ids,
                 positions=positions,
@@ -106,9 +106,7 @@ class PrefillInputs:
                 max_query_len=self.max_query_len,
             )
             for group in range(self.num_groups)
-        ]
-        first.others = tuple(others)
-        return first
+        )
 
     def _sizes(self) -> list[int]:
         return _sizes(self.num_tokens, self.num_chunks, self.num_samples, self.num_groups)

@@ -167,15 +167,18 @@ class SequenceTable:
                 continue  # it has ended
             child.scored_until = max(child.scored_until, parent.scored_until)
             # One that awaits scores needs the logits of all its prompt.
-            has_room = self.pool.num_available >= len(self.pool.groups)
-            has_room = has_room and bool(self._free_device_slots)
-            if has_room and not child.awaits_scores and self._covers(parent, child):
+            can_fork = not child.awaits_scores and self._covers(parent, child)
+            if can_fork and self._free_device_slots and self._has_blocks_to_fork():
                 self._run_fork(parent, child)
             else:
                 queued.append(child)
             self.unforked.remove(child)
         parent.children = ()
         self.waiting.extendleft(reversed(queued))
+
+    def _has_blocks_to_fork(self) -> bool:
+        """Whether a block of each group can be had, for what is copied."""
+        return self.pool.num_available >= len(self.pool.groups)
 
     def _covers(self, parent: Sequence, child: Sequence) -> bool:
         """Whether a parent, which may be longer, still has all blocks that a child reads."""

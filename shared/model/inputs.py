@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,12 @@ class ForwardBatch:
     prefill_seq_lens: torch.Tensor | None
     max_query_len: int
     others: tuple[ForwardBatch, ...] = ()
+
+    @classmethod
+    def of_groups(cls, batches: Iterable[ForwardBatch]) -> ForwardBatch:
+        """Return the batch of the first cache group, which has those of the others."""
+        first, *others = batches
+        return replace(first, others=tuple(others))
 
     @property
     def groups(self) -> tuple[ForwardBatch, ...]:

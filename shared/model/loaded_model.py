@@ -10,13 +10,8 @@ import torch
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 
 
-class LoadedModel(Protocol):
-    """A decoder with its parameters: a `DecoderModel` or a `TransformersModel`."""
-
-    @property
-    def embed_tokens(self) -> torch.Tensor:
-        """The table of embeddings, `[vocab, hidden]`."""
-        ...
+class CausalLM(Protocol):
+    """What a step needs of a model."""
 
     def forward(
         self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
@@ -33,6 +28,15 @@ class LoadedModel(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits `[N, vocab]` of hidden states `[N, hidden]`, in `out` if given."""
+        ...
+
+
+class LoadedModel(CausalLM, Protocol):
+    """A decoder with its parameters: a `DecoderModel` or a `TransformersModel`."""
+
+    @property
+    def embed_tokens(self) -> torch.Tensor:
+        """The table of embeddings, `[vocab, hidden]`."""
         ...
 
     def targets(self) -> Iterator[tuple[str, torch.Tensor]]:

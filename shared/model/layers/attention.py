@@ -12,6 +12,7 @@ from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
 from pagewire.shared.model.layers.norm import RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.paged_attention import attend
 
 # What of queries and keys is normalised before the rotation: nothing, each head, or all heads
 # together.
@@ -102,7 +103,7 @@ class Attention:
         out = torch.empty(
             tokens, self._heads[0], self._head_dim, dtype=hidden.dtype, device=hidden.device
         )
-        self._attend(q, k_cache, v_cache, batch, out)
+        attend(self._ops, q, k_cache, v_cache, batch, self._scale, out, **self._options)
         return self.o_proj.apply(out.view(tokens, -1))
 
     def _normed(
@@ -113,45 +114,6 @@ class Attention:
         return tuple(
             part.unflatten(1, (-1, self._head_dim)) for part in (q_norm(q)[0], k_norm(k)[0], v)
         )
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        """Fill `out` [T, H, D]: decode rows first, then the prefill chunks."""
-        decodes = batch.num_decodes
-        if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
-            self._ops.paged_decode(
-                q[:decodes],
-                k_cache,
-                v_cache,
-                batch.decode_block_tables,
-                batch.decode_seq_lens,
-                self._scale,
-                out=out[:decodes],
-                **self._options,
-            )
-        if (
-            batch.prefill_block_tables is not None
-            and batch.prefill_cu_query_lens is not None
-            and batch.prefill_seq_lens is not None
-        ):
-            self._ops.paged_prefill(
-                q[decodes:],
-                k_cache,
-                v_cache,
-                batch.prefill_block_tables,
-                batch.prefill_cu_query_lens,
-                batch.prefill_seq_lens,
-                batch.max_query_len,
-                self._scale,
-                out=out[decodes:],
-                **self._options,
-            )
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills projections, norms and sinks."""

@@ -11,6 +11,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.errors import IntegrityError, ModelLoadError
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
+from pagewire.shared.model.paged_attention import attend
 from pagewire.shared.model.transformers_model.config import TransformersConfig
 
 # A layer's caches of keys and values, [NB, KH, BS, D] each.
@@ -105,49 +106,11 @@ class PagedAttention:
         )
         out = torch.empty_like(q)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        self._attend(q, k_cache, v_cache, batch, scale, out)
+        attend(self._ops, q, k_cache, v_cache, batch, scale, out)
         self._calls += 1
         if self._on_layer_end is not None:
             self._on_layer_end(layer)
         return out.to(query.dtype)[None], None
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """Fill `out` [T, H, D]: decode rows first, then the prefill chunks."""
-        decodes = batch.num_decodes
-        if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
-            self._ops.paged_decode(
-                q[:decodes],
-                k_cache,
-                v_cache,
-                batch.decode_block_tables,
-                batch.decode_seq_lens,
-                scale,
-                out=out[:decodes],
-            )
-        if (
-            batch.prefill_block_tables is not None
-            and batch.prefill_cu_query_lens is not None
-            and batch.prefill_seq_lens is not None
-        ):
-            self._ops.paged_prefill(
-                q[decodes:],
-                k_cache,
-                v_cache,
-                batch.prefill_block_tables,
-                batch.prefill_cu_query_lens,
-                batch.prefill_seq_lens,
-                batch.max_query_len,
-                scale,
-                out=out[decodes:],
-            )
 
     def _check(
         self,

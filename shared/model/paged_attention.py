@@ -1,0 +1,63 @@
+"""Attention of a step's tokens over the paged KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.model.inputs import ForwardBatch
+
+
+def attend(
+    ops: Ops,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    out: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Fill `out` [T, H, D]: decode rows first, then the prefill chunks.
+
+    Args:
+        ops: kernels that suit the device.
+        q: [T, H, D], rotated.
+        k_cache: [NB, KH, BS, D], with the step's keys.
+        v_cache: likewise.
+        batch: the step, as the layer's cache group sees it.
+        scale: of the scores.
+        out: where the result goes.
+        options: `window`, `soft_cap` and `sinks` of the kernels.
+    """
+    decodes = batch.num_decodes
+    if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
+        ops.paged_decode(
+            q[:decodes],
+            k_cache,
+            v_cache,
+            batch.decode_block_tables,
+            batch.decode_seq_lens,
+            scale,
+            out=out[:decodes],
+            **options,
+        )
+    if (
+        batch.prefill_block_tables is not None
+        and batch.prefill_cu_query_lens is not None
+        and batch.prefill_seq_lens is not None
+    ):
+        ops.paged_prefill(
+            q[decodes:],
+            k_cache,
+            v_cache,
+            batch.prefill_block_tables,
+            batch.prefill_cu_query_lens,
+            batch.prefill_seq_lens,
+            batch.max_query_len,
+            scale,
+            out=out[decodes:],
+            **options,
+        )
