@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagewire.shared.worker.estimate import Estimate
 
 GIB = 1 << 30
-# GiB of memory that a driver reports.
+# About what CUDA reports as the memory of a type, in GiB; --memory takes another value.
 GPUS = {
     "L4": 22.0,
     "RTX 4090": 23.5,

@@ -13,7 +13,9 @@ from pagewire.kernels import BackendName, load_ops
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
-from pagewire.tests.support.paged_model import PagedModel, PagedSequence
+from pagewire.tests.support.float32_reference import random_prompts
+from pagewire.tests.support.hf_greedy import check_greedy_answers
+from pagewire.tests.support.paged_model import PagedModel
 from pagewire.tests.support.tiny_models import CASES, VOCAB, Pair, write_tiny_model
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -34,42 +36,18 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(write_tiny_model(path, *request.param), load(path))
 
 
-def start(model: DecoderModel, lengths: tuple[int, ...]) -> tuple[PagedModel, list[PagedSequence]]:
-    source = random.Random(3)
-    paged = PagedModel(model, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
-    prompts = [[source.randrange(VOCAB) for _ in range(length)] for length in lengths]
-    return paged, [paged.add(prompt + [0] * ANSWER) for prompt in prompts]
-
-
 def test_greedy_answers_and_their_logits(
     pair: Pair, record_property: Callable[[str, object], None]
 ) -> None:
-    """Prompts in chunks of 7, then 64 tokens one by one, all sequences in one batch."""
-    paged, sequences = start(pair.ours, PROMPTS)
-    for sequence, length in zip(sequences, PROMPTS, strict=True):
-        while sequence.done < length:
-            paged.step([], [(sequence, min(7, length - sequence.done))])
-    for _ in range(ANSWER):
-        for sequence in sequences:
-            sequence.token_ids[sequence.done] = int(sequence.logits[-1].argmax())
-        paged.step(sequences, [], padding_rows=1)
-    for sequence, length in zip(sequences, PROMPTS, strict=True):
-        actual, expected = torch.stack(sequence.logits), pair.expected(sequence.token_ids)
-        largest = expected.abs().max()
-        assert (actual - expected).abs().max() <= TOLERANCE * largest
-        assert expected.std() > 0.3  # else the tolerance would accept anything
-        best = expected[length - 1 : -1].topk(2).values
-        differs = expected[length - 1 : -1].argmax(-1) != torch.tensor(sequence.token_ids[length:])
-        is_tie = best[:, 0] - best[:, 1] <= 2 * TOLERANCE * largest
-        record_property("near_ties", int((differs & is_tie).sum()))
-        assert not (differs & ~is_tie).any()
+    paged = PagedModel(pair.ours, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
+    prompts = random_prompts(PROMPTS, VOCAB)
+    ties = check_greedy_answers(paged, prompts, ANSWER, pair.expected, TOLERANCE)
+    record_property("near_ties", ties)
 
 
 def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
-    paged, sequences = start(pair.ours, (13, 2, 57))
-    source = random.Random(4)
-    for sequence in sequences:
-        sequence.token_ids = [source.randrange(VOCAB) for _ in sequence.token_ids]
+    paged = PagedModel(pair.ours, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
+    sequences = [paged.add(prompt) for prompt in random_prompts((77, 66, 121), VOCAB)]
     paged.run_mixed(sequences, max_chunk=23)
     for sequence in sequences:
         expected = pair.expected(sequence.token_ids)

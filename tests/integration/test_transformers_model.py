@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pagewire.shared.model.transformers_model.config import TransformersConfig
 from pagewire.shared.model.transformers_model.load import load_transformers_model
 from pagewire.shared.model.transformers_model.model import TransformersModel
 from pagewire.shared.sampling import SamplingParams
+from pagewire.tests.support.float32_reference import random_prompts
+from pagewire.tests.support.hf_greedy import check_greedy_answers
 from pagewire.tests.support.paged_model import PagedModel
 from pagewire.tests.support.tiny_models import VOCAB
 from pagewire.tests.support.tiny_transformers import SERVED, write_tiny
@@ -50,29 +53,11 @@ def expected_logits(theirs: Any, token_ids: list[int]) -> torch.Tensor:
 def test_greedy_answers_and_their_logits(
     tmp_path: Path, architecture: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Prompts in chunks of 7, then 64 tokens one by one; then a mixture of rows and chunks."""
     theirs, ours = write_tiny(tmp_path, architecture), load(tmp_path)
-    source = random.Random(3)
     paged = PagedModel(ours, num_blocks=64, block_size=8, seed=3)
-    prompts = [[source.randrange(VOCAB) for _ in range(length)] for length in PROMPTS]
-    sequences = [paged.add(prompt + [0] * ANSWER) for prompt in prompts]
-    for sequence, length in zip(sequences, PROMPTS, strict=True):
-        while sequence.done < length:
-            paged.step([], [(sequence, min(7, length - sequence.done))])
-    for _ in range(ANSWER):
-        for sequence in sequences:
-            sequence.token_ids[sequence.done] = int(sequence.logits[-1].argmax())
-        paged.step(sequences, [], padding_rows=1)
-    ties = 0
-    for sequence, length in zip(sequences, PROMPTS, strict=True):
-        actual, expected = torch.stack(sequence.logits), expected_logits(theirs, sequence.token_ids)
-        largest = expected.abs().max()
-        assert (actual - expected).abs().max() <= TOLERANCE * largest
-        best = expected[length - 1 : -1].topk(2).values
-        differs = expected[length - 1 : -1].argmax(-1) != torch.tensor(sequence.token_ids[length:])
-        is_tie = best[:, 0] - best[:, 1] <= 2 * TOLERANCE * largest
-        assert not (differs & ~is_tie).any()
-        ties += int((differs & is_tie).sum())
+    expected = partial(expected_logits, theirs)
+    prompts = random_prompts(PROMPTS, VOCAB)
+    ties = check_greedy_answers(paged, prompts, ANSWER, expected, TOLERANCE)
     record_property("near_ties", ties)
 
 
