@@ -7,9 +7,11 @@ Shapes used throughout:
     B  sequences of a decode batch                 D   head dimension    V   vocabulary
     NB blocks of the KV pool                       BS  tokens a block    L   layers
     E  experts, of which a token has K             I   inner size of one
+    C  numbers of a latent vector                  R   numbers of a head that are rotated
 
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
-`[NB, L, 2, KH, BS, D]`; kernels take their strides and assume nothing but `stride(-1) == 1`.
+`[NB, L, 2, KH, BS, D]`, or one view `[NB, BS, C + R]` where latent vectors are cached; kernels take
+their strides and assume nothing but `stride(-1) == 1`.
 A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are int32
 `[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range; with a window,
 those before it are arbitrary.
@@ -26,6 +28,12 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from pagewire.kernels.attention_signatures import (
+    LatentAttention,
+    LatentRotaryAndCache,
+    PagedDecode,
+    PagedPrefill,
+)
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
 if TYPE_CHECKING:
@@ -38,7 +46,9 @@ BackendName = Literal["auto", "triton", "torch"]
 OP_NAMES = (
     "paged_decode",
     "paged_prefill",
+    "latent_attention",
     "rotary_and_cache",
+    "latent_rotary_and_cache",
     "rms_norm",
     "linear",
     "silu_and_mul",
@@ -52,56 +62,6 @@ OP_NAMES = (
     "pack_blocks",
     "unpack_blocks",
 )
-
-
-class PagedDecode(Protocol):
-    """One query token per sequence against its paged context (split-KV flash decoding).
-
-    With a window, a query at position p sees positions p - window + 1 to p only; blocks that no
-    query of the sequence sees are not read, nor is their entry in the block table. With a soft cap,
-    a score s (after `scale`) becomes `soft_cap * tanh(s / soft_cap)`. A head's sink is a further
-    score, without a value: it is a part of the sum by which the weights are divided.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,  # [B, H, D]
-        k_cache: torch.Tensor,  # [NB, KH, BS, D]
-        v_cache: torch.Tensor,  # [NB, KH, BS, D]
-        block_tables: torch.Tensor,  # [B, max_blocks] int32
-        seq_lens: torch.Tensor,  # [B] int32, the current token included; 0: padding, output zeros
-        scale: float,
-        out: torch.Tensor | None = None,  # [B, H, D]
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,  # [H] float
-    ) -> torch.Tensor: ...
-
-
-class PagedPrefill(Protocol):
-    """Causal attention of packed query chunks over their paged context, cached prefix included.
-
-    Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
-    `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
-    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are. Window,
-    soft cap and sinks are those of `PagedDecode`.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,  # [T, H, D]
-        k_cache: torch.Tensor,  # [NB, KH, BS, D]
-        v_cache: torch.Tensor,  # [NB, KH, BS, D]
-        block_tables: torch.Tensor,  # [B, max_blocks] int32
-        cu_query_lens: torch.Tensor,  # [B + 1] int32, cumulative query lengths from 0
-        seq_lens: torch.Tensor,  # [B] int32
-        max_query_len: int,
-        scale: float,
-        out: torch.Tensor | None = None,  # [T, H, D]
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,  # [H] float
-    ) -> torch.Tensor: ...
 
 
 class RmsNorm(Protocol):
@@ -351,7 +311,9 @@ class Ops:
     backend: Literal["triton", "torch"]
     paged_decode: PagedDecode
     paged_prefill: PagedPrefill
+    latent_attention: LatentAttention
     rotary_and_cache: RotaryAndCache
+    latent_rotary_and_cache: LatentRotaryAndCache
     rms_norm: RmsNorm
     linear: Linear
     silu_and_mul: SiluAndMul

@@ -292,21 +292,39 @@ def paged_decode(
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
     if splits > 1:
-        _combine_splits_kernel[(heads, rows)](
-            partial,
-            lse,
-            seq_lens,
-            out,
-            splits,
-            out.stride(0),
-            out.stride(1),
-            sinks,
-            DIM=dim,
-            DIM_PAD=dim_pad,
-            TILE=tile,
-            SPLITS_PAD=next_power_of_2(splits),
-            WINDOW=window or 0,
-            num_warps=4 if splits * dim <= 4096 else 8,
-            **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
-        )
+        combine_splits(partial, lse, seq_lens, out, tile, window or 0, sinks)
     return out
+
+
+def combine_splits(
+    partial: torch.Tensor,  # [B, H, splits, D] float32
+    lse: torch.Tensor,  # [B, H, splits] float32, base 2
+    seq_lens: torch.Tensor,  # [B] int32
+    out: torch.Tensor,  # [B, H, D]
+    tile: int,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,  # [H]
+) -> None:
+    """Write the attention over a context of what it is over its splits.
+
+    A context is cut as `_paged_decode_kernel` does it: into equal numbers of tiles of `tile`
+    positions, as long as there are any.
+    """
+    rows, heads, splits, dim = partial.shape
+    _combine_splits_kernel[(heads, rows)](
+        partial,
+        lse,
+        seq_lens,
+        out,
+        splits,
+        out.stride(0),
+        out.stride(1),
+        sinks,
+        DIM=dim,
+        DIM_PAD=next_power_of_2(dim),
+        TILE=tile,
+        SPLITS_PAD=next_power_of_2(splits),
+        WINDOW=window,
+        num_warps=4 if splits * dim <= 4096 else 8,
+        **overlap_options(out.device, rows, _MOST_OVERLAPPING_ROWS),
+    )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.kernels.bench.inputs import (
+    LatentCase,
     PagedCase,
     PagedInputs,
     decode_case,
@@ -52,6 +53,8 @@ DECODE = (
     (256, 1024),
 )
 PREFILL = ((1024, 1024), (4096, 4096), (8192, 8192), (16384, 16384), (512, 8704))
+# heads of DeepSeek-V2-Lite and of V2; numbers of a latent vector and of a rotated key
+LATENT_HEADS, RANK, ROTATED = (16, 128), 512, 64
 # temperature, top-k, top-p, min-p
 SAMPLING = {
     "greedy": (0.0, 0, 1.0, 0.0),
@@ -116,6 +119,55 @@ def _prefill(chunk: int, context: int) -> BenchCase:
     work = 4.0 * visible * HEADS * DIM
     shape = f"{chunk} of {context}"
     return BenchCase("paged_prefill", shape, call, work, "TFLOP/s", peer=flash_attention_3(x))
+
+
+def _latent_decode(heads: int, batch: int, context: int) -> BenchCase:
+    x = LatentCase((context,) * batch, None, heads, RANK, ROTATED).build("cuda", DTYPE)
+    queries = x.q_latent, x.q_rope
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return (ops.latent_attention(*queries, x.cache, x.block_tables, x.seq_lens, x.scale),)
+
+    work = 2.0 * batch * context * (RANK + ROTATED)
+    return BenchCase("latent_attention", f"{batch} x {context}, {heads} heads", call, work)
+
+
+def _latent_prefill(heads: int, chunk: int, context: int) -> BenchCase:
+    x = LatentCase((context,), (chunk,), heads, RANK, ROTATED).build("cuda", DTYPE)
+    queries = x.q_latent, x.q_rope
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        metadata = (x.block_tables, x.seq_lens, x.scale, *x.lengths)
+        return (ops.latent_attention(*queries, x.cache, *metadata),)
+
+    visible = chunk * (context - chunk) + chunk * (chunk + 1) / 2
+    work = 2.0 * visible * heads * (2 * RANK + ROTATED)
+    shape = f"{chunk} of {context}, {heads} heads"
+    return BenchCase("latent_attention", shape, call, work, "TFLOP/s")
+
+
+def _latent_rotary_and_cache(tokens: int, heads: int) -> BenchCase:
+    pool = torch.zeros(1024, 2, 1, 1, BLOCK_SIZE, RANK + ROTATED, device="cuda", dtype=DTYPE)
+    queries = torch.randn(tokens, heads, 192, device="cuda", dtype=DTYPE)
+    cached = torch.randn(tokens, RANK + ROTATED, device="cuda", dtype=DTYPE)
+    norm = torch.randn(RANK, device="cuda", dtype=DTYPE)
+    positions = torch.arange(tokens, device="cuda")
+    slots = torch.randperm(pool.shape[0] * BLOCK_SIZE, device="cuda")[:tokens]
+    angles = 6 * torch.rand(tokens, ROTATED // 2, device="cuda")
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def run(ops: Ops, q: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = (positions, q[:, :, -ROTATED:], cached[:, :RANK], cached[:, RANK:], cos_sin)
+        ops.latent_rotary_and_cache(*inputs, pool[:, 1, 0, 0], slots, norm, 1e-6, True)
+        return q, pool
+
+    return BenchCase(
+        "latent_rotary_and_cache",
+        f"{tokens} tokens, {heads} heads",
+        lambda ops: run(ops, queries, pool),
+        work=4.0 * tokens * (heads * ROTATED + RANK + ROTATED),
+        check=lambda ops: run(ops, queries.clone(), torch.zeros_like(pool)),
+    )
 
 
 def _rms_norm(tokens: int) -> BenchCase:
@@ -302,6 +354,15 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
 CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
+    "latent_attention": lambda: (
+        case
+        for heads in LATENT_HEADS
+        for make, shapes in ((_latent_decode, DECODE), (_latent_prefill, PREFILL[:2]))
+        for case in (make(heads, *lengths) for lengths in shapes)
+    ),
+    "latent_rotary_and_cache": lambda: (
+        _latent_rotary_and_cache(tokens, heads) for heads in LATENT_HEADS for tokens in TOKENS
+    ),
     "rms_norm": lambda: (_rms_norm(tokens) for tokens in TOKENS),
     "silu_and_mul": lambda: (_gated("silu_and_mul", tokens) for tokens in TOKENS),
     "gelu_and_mul": lambda: (_gated("gelu_and_mul", tokens) for tokens in TOKENS),

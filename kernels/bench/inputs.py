@@ -118,6 +118,52 @@ def decode_case(
 
 
 @dataclass(frozen=True, slots=True)
+class LatentInputs:
+    """Tensors of one call of `LatentAttention`."""
+
+    q_latent: torch.Tensor  # [T, H, C], a strided view, as the next
+    q_rope: torch.Tensor  # [T, H, R]
+    cache: torch.Tensor  # [NB, BS, C + R], a strided view of the pool
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    seq_lens: torch.Tensor  # [B] int32
+    scale: float
+    cu_query_lens: torch.Tensor  # [B + 1] int32
+    lengths: tuple[torch.Tensor, int] | tuple[()]  # of chunks, with the longest; none for decode
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCase:
+    """Lengths and shapes of one call of `LatentAttention`; no query lengths mean decode."""
+
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...] | None
+    heads: int
+    rank: int
+    rotated: int
+    block_size: int = 16
+
+    def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> LatentInputs:
+        """Draw the tensors, as `PagedCase` does."""
+        query_lens = self.query_lens or (1,) * len(self.seq_lens)
+        dim = self.rank + self.rotated
+        x = PagedCase(query_lens, self.seq_lens, self.heads, 1, dim, self.block_size).build(
+            device, dtype, poison
+        )
+        q_latent, q_rope = x.q.split([self.rank, self.rotated], dim=2)
+        lengths = () if self.query_lens is None else (x.cu_query_lens, x.max_query_len)
+        return LatentInputs(
+            q_latent,
+            q_rope,
+            x.k_cache[:, 0],
+            x.block_tables,
+            x.seq_lens,
+            x.scale,
+            x.cu_query_lens,
+            lengths,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """Tensors of one sampling call, in the order of `Sample`."""
 

@@ -34,12 +34,12 @@ def window_start(position: int, window: int | None) -> int:
 def attend(
     q: torch.Tensor,  # [S, H, D], the last S positions of the context
     keys: torch.Tensor,  # [KH, context, D] float32
-    values: torch.Tensor,  # [KH, context, D] float32
+    values: torch.Tensor,  # [KH, context, V] float32
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,  # [H]
-) -> torch.Tensor:  # [S, H, D] float32
+) -> torch.Tensor:  # [S, H, V] float32
     """Causal attention of one sequence's queries, in float32.
 
     Depends on nothing but the one sequence, so a row's bits are the same in any batch.
@@ -47,7 +47,8 @@ def attend(
     queries = q.shape[0]
     context = keys.shape[1]
     wide = q.float().transpose(0, 1)[None]  # [1, H, S, D]
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    shape = (*q.shape[:2], values.shape[2])
+    out = torch.empty(shape, dtype=torch.float32, device=q.device)
     for start in range(0, queries, _QUERY_TILE):
         stop = min(start + _QUERY_TILE, queries)
         position, end = context - queries + start, context - queries + stop

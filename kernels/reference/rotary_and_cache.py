@@ -7,7 +7,7 @@ import torch
 from pagewire.kernels.reference.rms_norm import rms_norm
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first R numbers of each head of `x` [T, heads, D]; `cos`, `sin` [T, 1, R/2]."""
     half = cos.shape[-1]
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
@@ -37,8 +37,8 @@ def rotary_and_cache(
         k = rms_norm(k, k_norm, eps)[0]
     if cos_sin_cache is not None:
         cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
-        q.copy_(_rotated(q, cos, sin))
-        k = _rotated(k, cos, sin)
+        q.copy_(rotated(q, cos, sin))
+        k = rotated(k, cos, sin)
     block_size = k_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
