@@ -16,6 +16,7 @@ from pagewire.shared.control.protocol import (
     Text,
     TokenId,
     TokenIds,
+    Trace,
 )
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
@@ -29,6 +30,7 @@ class Prefill(Message, frozen=True, kw_only=True):
         num_prompt_tokens: how many of them are the prompt; the first token may depend on it.
         first_block: number of the first block that is wanted, see `CacheGroups.job_blocks`; the
             decode worker holds those before it.
+        trace: the decode worker's span, which is the parent of the job's.
     """
 
     job_id: Id
@@ -36,6 +38,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_prompt_tokens: Count
     spec: RequestSpec
     first_block: Count
+    trace: Trace | None = None
 
 
 class CancelPrefill(Message, frozen=True, kw_only=True):
@@ -49,6 +52,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
     Attributes:
         load: of the prefill worker without this prompt.
+        chunks: steps that computed the prompt.
     """
 
     job_id: Id
@@ -57,6 +61,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     load: LoadReport
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    chunks: Count = 0
     logprobs: Logprobs | None = None
 
 

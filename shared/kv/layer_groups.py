@@ -16,7 +16,7 @@ from pagewire.shared.control.protocol import MAX_LAYER_GROUPS, BlockLayout
 class LayerGroups:
     """How the layers of a model's blocks are divided.
 
-    A block is a row `[L, 2, KH, BS, D]` of the pool. Seen as `[NB * count, L / count, 2, KH, BS,
+    A block is a row `[L, N, KH, BS, D]` of the pool. Seen as `[NB * count, L / count, N, KH, BS,
     D]`, the pool has a row for each layer group of each block, `block * count + group`: what is
     moved and has a checksum of its own.
 

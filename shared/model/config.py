@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pagewire.shared.config import ModelImpl
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
 from pagewire.shared.model.transformers_model.config import TransformersConfig, parse_config
+from pagewire.shared.setting_types import ModelImpl
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -47,8 +47,9 @@ def model_fingerprint(
     path: Path,
     config: ModelConfig,
     load_format: Literal["safetensors", "dummy"] = "safetensors",
+    longest: int | None = None,
 ) -> str:
-    """Return 32 hex digits that distinguish models.
+    """Return 32 hex digits that distinguish models whose KV blocks are not the same.
 
     Weights are sampled at both ends of every tensor: quick for any size, and different for two
     fine-tunes of one base. Dummy weights are a function of the configuration alone.
@@ -57,6 +58,7 @@ def model_fingerprint(
         path: the model's directory.
         config: what `load_config` says of it.
         load_format: as for the loader.
+        longest: sequence that is served, which may decide how keys turn; None: the model's.
 
     Raises:
         ModelLoadError: a file cannot be read.
@@ -64,6 +66,8 @@ def model_fingerprint(
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
     if isinstance(config, TransformersConfig):
         state.update(b"transformers")  # whose keys and values may differ from ours in a bit
+    if config.rope.is_long(longest or config.max_position_embeddings):
+        state.update(b"long factors")
     if load_format == "dummy":
         state.update(b"dummy" + json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
         return state.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.fields import MAX_COUNT, Fields
 from pagewire.shared.model.model_config import ModelConfig
 
 
@@ -95,14 +95,15 @@ def expert_count(fields: Fields, names: tuple[str, str], default: int) -> int:
         ModelLoadError: it is not a positive integer; one line.
     """
     present = [name for name in names if fields.raw.get(name) is not None]
-    return fields.positive_int((present or list(names))[0], default)
+    return fields.positive_int((present or list(names))[0], default, MAX_COUNT)
 
 
-def chosen_count(fields: Fields, experts: int, default: int) -> int:
+def chosen_count(fields: Fields, experts: int, default: int | None) -> int:
     """Return how many of `experts` a token has.
 
     Raises:
-        ModelLoadError: it is not a positive integer, or there are not as many; one line.
+        ModelLoadError: it is missing without a default, or is not a positive integer, or there are
+            not as many experts; one line.
     """
     top_k = fields.positive_int("num_experts_per_tok", default)
     if top_k > experts:

@@ -8,6 +8,12 @@ from typing import Any
 
 from pagewire.shared.errors import ModelLoadError
 
+# More than any model has. The products of sizes stay countable, and what is allocated to read a
+# file and to estimate its model stays small.
+MAX_WIDTH = 1 << 20  # of a vector
+MAX_COUNT = 1 << 14  # of heads, and of experts
+MAX_TOKENS = 1 << 24  # of a vocabulary, and of a context
+
 _MOST = 1 << 53  # whole numbers up to here are exact in floating point
 
 
@@ -29,8 +35,8 @@ class Fields:
         """Return the error that says what is wrong with this file."""
         return ModelLoadError(f"{self.source}: {what}")
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """Return an integer above 0.
+    def positive_int(self, name: str, default: int | None = None, most: int = _MOST) -> int:
+        """Return an integer above 0, and of at most `most`.
 
         Raises:
             ModelLoadError: it is something else, or missing without a default.
@@ -38,6 +44,8 @@ class Fields:
         value = self._given(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
             raise self.error(f"{name} must be a positive integer, not {value!r}")
+        if value > most:
+            raise self.error(f"{name} must be at most {most}, not {value}")
         return value
 
     def whole_number(self, name: str, default: int) -> int:

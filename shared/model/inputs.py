@@ -13,11 +13,12 @@ OnLayerEnd = Callable[[int], None]
 
 
 class LayerKv(NamedTuple):
-    """Where a layer's keys and values are.
+    """Where a layer's keys and values are, or its latent vectors.
 
     Attributes:
         group: its cache group, whose part of a batch says which blocks.
-        cache: `[NB, 2, KH, BS, D]`, a layer's rows of all blocks.
+        cache: `[NB, 2, KH, BS, D]`, a layer's rows of all blocks; `[NB, 1, 1, BS, C + R]` of
+            latent vectors.
     """
 
     group: int

@@ -60,6 +60,7 @@ def load_model(
             memory for them; one line.
     """
     positions = max_positions or config.max_position_embeddings
+    _note_long_factors(config, positions)
     checkpoint: list[WeightsFile] = []
     stacked = False
     holders: dict[str, WeightsFile] = {}
@@ -87,6 +88,18 @@ def load_model(
         _fill(_targets(model, checkpoint), holders, device, progress)
         model.finish_loading()
     return model
+
+
+def _note_long_factors(config: ModelConfig, positions: int) -> None:
+    if config.rope.is_long(positions):
+        original = config.rope.original_max_position_embeddings
+        logger.warning(
+            "all sequences have longrope's long factors, as up to %d tokens are served: answers "
+            "within %d differ from Hugging Face's. --max-model-len %d takes the short factors",
+            positions,
+            original,
+            original,
+        )
 
 
 def build_model(
@@ -147,11 +160,12 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
         ModelLoadError: the checkpoint is of another model; one line.
     """
     config = model.config
+    ignored = ARCHITECTURES[config.architecture].ignored_prefixes
     found = match_weights(
         {name: tuple(target.shape) for name, target in _targets(model, checkpoint).items()},
         checkpoint,
         surplus=(HEAD,) if config.tie_word_embeddings else (),
-        ignored_prefixes=ARCHITECTURES[config.architecture].ignored_prefixes,
+        ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],
     )
     if found.ignored:
         counts = ", ".join(f"{count} of {prefix}*" for prefix, count in found.ignored.items())

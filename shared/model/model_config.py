@@ -9,12 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
 from pagewire.shared.model.rope_config import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
 # What is said of each layer takes memory before any weight is looked at.
 MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CachedToken:
+    """What a layer caches of a token: components of equal size, each `[heads, size]`.
+
+    Attributes:
+        components: two, keys and values; or one, if attention makes both of one latent vector.
+        heads: of each component.
+        size: of each head.
+    """
+
+    components: int
+    heads: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +69,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     windows: tuple[int | None, ...]
+
+    @property
+    def cached_token(self) -> CachedToken:
+        """What each layer caches of a token."""
+        return CachedToken(2, self.num_kv_heads, self.head_dim)
+
+    @property
+    def attention_width(self) -> int:
+        """The numbers of a token that an attention layer holds at once, the input not counted."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +134,26 @@ def read_config(
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     _refuse_variants(fields, defaults)
-    hidden_size = fields.positive_int("hidden_size", defaults.hidden_size)
-    num_heads = fields.positive_int("num_attention_heads", defaults.num_heads)
-    head_dim = fields.positive_int("head_dim", defaults.head_dim or hidden_size // num_heads)
+    hidden_size = fields.positive_int("hidden_size", defaults.hidden_size, MAX_WIDTH)
+    num_heads = fields.positive_int("num_attention_heads", defaults.num_heads, MAX_COUNT)
+    head_dim = fields.positive_int(
+        "head_dim", defaults.head_dim or hidden_size // num_heads, MAX_WIDTH
+    )
     if head_dim % 2:
         raise fields.error(f"head_dim ({head_dim}) is odd; rotary embedding needs pairs")
-    positions = fields.positive_int("max_position_embeddings", defaults.max_position_embeddings)
+    positions = fields.positive_int(
+        "max_position_embeddings", defaults.max_position_embeddings, MAX_TOKENS
+    )
     rope = read_rope(fields, positions, head_dim, defaults.rope_theta, partial_rotary)
     begin, end = defaults.special_tokens
     num_layers = read_num_layers(fields, defaults.num_layers)
     return kind(
         architecture=architecture,
-        vocab_size=fields.positive_int("vocab_size", defaults.vocab_size),
+        vocab_size=fields.positive_int("vocab_size", defaults.vocab_size, MAX_TOKENS),
         hidden_size=hidden_size,
-        intermediate_size=fields.positive_int("intermediate_size", defaults.intermediate_size),
+        intermediate_size=fields.positive_int(
+            "intermediate_size", defaults.intermediate_size, MAX_WIDTH
+        ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, defaults, num_heads),
@@ -152,12 +183,22 @@ def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:
     """Return the KV heads; an explicit null means as many as query heads."""
     count = defaults.num_kv_heads
     if "num_key_value_heads" in fields.raw or count is None:
-        count = fields.positive_int("num_key_value_heads", num_heads)
-    if num_heads % count:
-        raise fields.error(
-            f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({count})"
-        )
+        count = fields.positive_int("num_key_value_heads", num_heads, MAX_COUNT)
+    check_groups(fields, num_heads, count)
     return count
+
+
+def check_groups(fields: Fields, num_heads: int, num_kv_heads: int) -> None:
+    """Check that each KV head has as many query heads.
+
+    Raises:
+        ModelLoadError: it has not; one line.
+    """
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads "
+            f"({num_kv_heads})"
+        )
 
 
 def read_num_layers(fields: Fields, default: int | None = None) -> int:
@@ -166,10 +207,7 @@ def read_num_layers(fields: Fields, default: int | None = None) -> int:
     Raises:
         ModelLoadError: it is missing, no number, or more than any model has; one line.
     """
-    num_layers = fields.positive_int("num_hidden_layers", default)
-    if num_layers > MAX_LAYERS:
-        raise fields.error(f"num_hidden_layers must be at most {MAX_LAYERS}, not {num_layers}")
-    return num_layers
+    return fields.positive_int("num_hidden_layers", default, MAX_LAYERS)
 
 
 def read_dtype(fields: Fields) -> str:

@@ -61,3 +61,48 @@ def attend(
             out=out[decodes:],
             **options,
         )
+
+
+def attend_latent(
+    ops: Ops,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` [T, H, C]: decode rows first, then the prefill chunks.
+
+    Args:
+        ops: kernels that suit the device.
+        q_latent: [T, H, C].
+        q_rope: [T, H, R], rotated.
+        cache: [NB, BS, C + R], with the step's rows.
+        batch: the step, as the layer's cache group sees it.
+        scale: of the scores.
+        out: where the result goes.
+    """
+    decodes = batch.num_decodes
+    if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
+        ops.latent_attention(
+            q_latent[:decodes],
+            q_rope[:decodes],
+            cache,
+            batch.decode_block_tables,
+            batch.decode_seq_lens,
+            scale,
+            out=out[:decodes],
+        )
+    if batch.prefill_block_tables is not None and batch.prefill_seq_lens is not None:
+        ops.latent_attention(
+            q_latent[decodes:],
+            q_rope[decodes:],
+            cache,
+            batch.prefill_block_tables,
+            batch.prefill_seq_lens,
+            scale,
+            batch.prefill_cu_query_lens,
+            batch.max_query_len,
+            out=out[decodes:],
+        )

@@ -13,19 +13,22 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.
     """Return cosines and sines of every position, `[max_positions, R]` float32, on the CPU.
 
     R numbers of each head are rotated. Cosines lie in `[:, :R/2]`, sines in `[:, R/2:]`. On the CPU
-    whatever the model's device: so all workers turn by the same angles.
+    whatever the model's device: so all workers turn by the same angles. Of `longrope`'s two sets of
+    factors `max_positions` decides, the longest sequence; see `RopeConfig.is_long`.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = positions[:, None] * _inverse_frequencies(rope, rope.rotated(head_dim))
+    is_long = rope.is_long(max_positions)
+    angles = positions[:, None] * _inverse_frequencies(rope, rope.rotated(head_dim), is_long)
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.amplitude
 
 
-def _inverse_frequencies(rope: RopeConfig, rotated: int) -> torch.Tensor:
+def _inverse_frequencies(rope: RopeConfig, rotated: int, is_long: bool) -> torch.Tensor:
     """Return the angle per position of each pair, `[R/2]`."""
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     wavelengths = rope.theta**exponents  # over 2 pi
     if rope.rope_type == "longrope":
-        return 1.0 / (torch.tensor(rope.short_factors, dtype=torch.float32) * wavelengths)
+        factors = rope.long_factors if is_long else rope.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths)
     frequencies = 1.0 / wavelengths
     if rope.rope_type == "linear":
         return frequencies / rope.factor

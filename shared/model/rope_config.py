@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.fields import MAX_TOKENS, Fields
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -20,7 +20,8 @@ class RopeConfig:
     Attributes:
         rope_type: `default`; `linear` divides all frequencies by `factor`; `dynamic` none of them,
             up to the model's context; `llama3` only the low ones, with a smooth step between;
-            `yarn` likewise, with a ramp; `longrope` each by its own of `short_factors`.
+            `yarn` likewise, with a ramp; `longrope` each by its own of `short_factors`, or of
+            `long_factors` (LongRoPE, arXiv 2402.13753).
         theta: base of the frequencies.
         factor: 1.0 for `default`.
         low_freq_factor: `llama3` alone, as is the next.
@@ -33,7 +34,9 @@ class RopeConfig:
             which on a frequency stays as it is.
         beta_slow: with fewer rotations than this it is divided by `factor`.
         truncate: whether the ends of the ramp are rounded to whole dimensions.
-        short_factors: `longrope` alone: a divisor of each frequency.
+        short_factors: `longrope` alone, as is the next: a divisor of each frequency, for sequences
+            within the original context. Both are empty if transformers' code has them.
+        long_factors: for longer ones.
     """
 
     rope_type: RopeType = "default"
@@ -48,34 +51,54 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def rotated(self, head_dim: int) -> int:
         """Return how many numbers of a head are rotated."""
         return int(head_dim * self.share)
 
     def context(self, max_positions: int) -> int:
-        """Return the longest sequence that is computed as Hugging Face does.
+        """Return the longest sequence that can be served.
 
-        Past its original context, `longrope` has other frequencies for all positions, and the keys
-        that are cached by then would be wrong. `dynamic` has the same past `max_positions`. For
-        `yarn` published files leave `max_position_embeddings` as it was before.
+        Past `max_positions`, `dynamic` has other frequencies for all positions with each token, and
+        the keys that are cached by then would be wrong. `longrope` has two sets of them, of which
+        `is_long` takes one for all sequences; code that changes between them, as transformers'
+        does, ends at the original context. For `yarn` published files leave
+        `max_position_embeddings` as it was before.
 
         Args:
             max_positions: `max_position_embeddings` of the file.
         """
         original = self.original_max_position_embeddings
-        if self.rope_type == "longrope":
+        if self.rope_type == "longrope" and not self.long_factors:
             return min(max_positions, original)
         if self.rope_type == "yarn":
-            return max(max_positions, int(original * self.factor))
+            return max(max_positions, int(min(original * self.factor, MAX_TOKENS)))
         return max_positions
+
+    def is_long(self, longest: int) -> bool:
+        """Return whether the long factors are taken, for all positions of all sequences.
+
+        Hugging Face takes them for sequences past the original context, and turns all positions
+        again. Keys that are cached cannot turn, so it goes by the longest sequence that is served,
+        as in vLLM: then longer ones are as with Hugging Face, shorter ones are not.
+
+        Args:
+            longest: of the sequences that are served, in tokens.
+        """
+        return bool(self.long_factors) and longest > self.original_max_position_embeddings
 
     @property
     def why_no_longer(self) -> str:
         """The reason why sequences end where `context` says, to append to a message; or nothing."""
-        if self.rope_type in ("dynamic", "longrope"):
+        if self.rope_type == "dynamic" or (self.rope_type == "longrope" and not self.long_factors):
             return f"; past them rope type {self.rope_type} turns keys otherwise that are cached"
         return ""
+
+
+def raw_rope(fields: Fields) -> Any:
+    """Return the rotary parameters as config.json has them, by either name; `{}` for none."""
+    return fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
 
 
 def read_rope(
@@ -97,7 +120,7 @@ def read_rope(
     Raises:
         ModelLoadError: a value is missing or wrong, or the type is not supported; one line.
     """
-    raw = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
+    raw = raw_rope(fields)
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise fields.error(
             "rotary parameters by layer type are not supported; only one set for all"
@@ -120,8 +143,8 @@ def read_rope(
         factor = 1.0 if rope_type == "default" else rope.positive_float("factor")
         return RopeConfig(rope_type, theta, factor, share=share)
     # Hugging Face lets a value at the top level win over the one among the rotary parameters.
-    original = rope.positive_int("original_max_position_embeddings", max_positions)
-    original = fields.positive_int("original_max_position_embeddings", original)
+    original = rope.positive_int("original_max_position_embeddings", max_positions, MAX_TOKENS)
+    original = fields.positive_int("original_max_position_embeddings", original, MAX_TOKENS)
     if original < 2 or theta <= 1.0:
         raise fields.error(
             "rope_theta and original_max_position_embeddings must be above 1 for rope type "
@@ -174,9 +197,10 @@ def _longrope(
     if factor > 1.0:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original))
     pairs = int(head_dim * share) // 2
-    short = rope.positive_floats("short_factor")
-    if len(short) != pairs:
-        raise rope.error(f"short_factor has {len(short)} numbers; it must have {pairs}")
+    short, long = rope.positive_floats("short_factor"), rope.positive_floats("long_factor")
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        if len(factors) != pairs:
+            raise rope.error(f"{name} has {len(factors)} numbers; it must have {pairs}")
     return RopeConfig(
         "longrope",
         theta,
@@ -185,4 +209,5 @@ def _longrope(
         share=share,
         amplitude=rope.positive_float("attention_factor", amplitude),
         short_factors=short,
+        long_factors=long,
     )

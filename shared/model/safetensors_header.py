@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ ITEM_BYTES = {
 }
 
 _LENGTH_BYTES = 8
+# What a system can open in the directory itself.
+_FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\0\ud800-\udfff]+")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # What reading JSON of another form raises; the last is for one that is nested too deeply.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -81,9 +85,9 @@ def find_weights(path: Path) -> list[WeightsFile]:
         ModelLoadError: none is there, one is missing, truncated or corrupt; one line.
     """
     index = path / INDEX_FILE
-    if index.exists():
+    if os.path.lexists(index):
         return [read_header(path / name) for name in _shards(index)]
-    if (path / SINGLE_FILE).exists():
+    if os.path.lexists(path / SINGLE_FILE):  # also a link that reaches nothing, to say so
         return [read_header(path / SINGLE_FILE)]
     names = sorted(file.name for file in path.glob("*"))
     pickles = [name for name in names if name.endswith(PICKLES)]
@@ -168,9 +172,11 @@ def _shards(index: Path) -> list[str]:
         raise ModelLoadError(f"{index} cannot be read: {exc.strerror}") from exc
     except _MALFORMED as exc:
         raise ModelLoadError(f"{index} is not a safetensors index; download it again") from exc
+    if not names:
+        raise ModelLoadError(f"{index} is not a safetensors index; download it again")
     for name in names:
         # A name with a directory in it could reach out of the model's directory.
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise ModelLoadError(f"{index} names a file {name!r} outside the model's directory")
     return sorted(names)
 

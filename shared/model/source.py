@@ -25,7 +25,7 @@ from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 
 DEMO = "demo"
 
-_TEXT_PATTERNS = ["*.json", "*.jinja", "*.model", "tokenizer*"]
+_TEXT_PATTERNS = ["*.json", "*.jinja", "*.model", "merges.txt", "tokenizer*"]
 _WEIGHT_PATTERNS = ["*.safetensors"]
 # The same weights once more, in the vendors' own formats.
 _IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Config, ModelConfig
+from pagewire.shared.model.model_config import Config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -86,17 +86,3 @@ def refuse_window(fields: Fields) -> None:
         raise fields.error(f"layer_types must be a list, not {kinds!r}")
     if SLIDING in (kinds or []):
         raise fields.error(f"layer_types has {SLIDING}, which this architecture does not have")
-
-
-def refuse_length(fields: Fields, config: ModelConfig, window: int | None) -> None:
-    """Refuse a window that is shorter than the context, in a family that is served without one.
-
-    Raises:
-        ModelLoadError: it is, or `layer_types` has a sliding layer; one line.
-    """
-    refuse_window(fields)
-    if window is not None and window < config.max_position_embeddings:
-        raise fields.error(
-            "sliding-window attention is not supported in this architecture; the window of "
-            f"{window} tokens is shorter than the context of {config.max_position_embeddings}"
-        )

@@ -4,7 +4,7 @@ Entry point: `Tokenizer` (tokenizer.py).
 Read first: `tokenizer.py`, `detokenizer.py` (holds a character back until all of its tokens are
 there), `chat_template.py`, `literals.py` (special tokens that messages spell out),
 `stop_strings.py` (finds a stop string, and holds back text that may begin one), `answer_text.py`
-(an answer: both, one after the other).
+(an answer: both, one after the other), `conversion.py` (makes a tokenizer.json of older forms).
 
 May import: small modules of `shared`. Never torch: routers import it.
 """

@@ -29,6 +29,7 @@ class TextDelta(msgspec.Struct):
         token_ids: that came with it; their text may come later.
         logprobs: of these tokens, if they were asked for.
         prompt_logprobs: of the next prompt tokens, before any text.
+        stop_string: that ends the answer here, if one does.
     """
 
     text: str
@@ -36,6 +37,7 @@ class TextDelta(msgspec.Struct):
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    stop_string: str | None = None
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -46,6 +48,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
         join([delta.logprobs for delta in deltas if delta.logprobs is not None]),
         join([delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]),
+        deltas[-1].stop_string,
     )
 
 
@@ -143,14 +146,22 @@ class TextAssembler:
             texts.append(self._matcher.push(text, self.num_tokens > self._min_tokens))
             if self._matcher.matched:
                 known = None if logprobs is None else logprobs.part(0, count)
-                return TextDelta("".join(texts), "stop", tuple(token_ids[:count]), known)
+                return TextDelta(
+                    "".join(texts),
+                    "stop",
+                    tuple(token_ids[:count]),
+                    known,
+                    stop_string=self.matched,
+                )
         if finish_reason is not None:
             may_stop = self.num_tokens > self._min_tokens
             texts.append(self._matcher.push(self._detokenizer.flush(), may_stop))
             if self._matcher.matched:
                 finish_reason = "stop"
             texts.append(self._matcher.flush())
-        return TextDelta("".join(texts), finish_reason, tuple(token_ids), logprobs)
+        return TextDelta(
+            "".join(texts), finish_reason, tuple(token_ids), logprobs, stop_string=self.matched
+        )
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens that have a text: a stop token, always the last, has none."""

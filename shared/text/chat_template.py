@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -98,6 +98,23 @@ class ChatOptions:
         return cls(tools, variables, prompt, goes_on)
 
 
+class Fitted(NamedTuple):
+    """What a template is given.
+
+    Attributes:
+        messages: as `template_message` makes them.
+        tools: as OpenAI has them.
+        variables: that the template knows, unless the caller has set them.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: Mapping[str, Any]
+
+
+Fit = Callable[[Fitted], Fitted]
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -107,6 +124,7 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja source.
+        fit: makes of a conversation what the template can show; None: it shows all.
 
     Raises:
         ModelLoadError: the source is not valid Jinja.
@@ -114,6 +132,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
+        self.fit: Fit | None = None
         self._special_tokens = dict(special_tokens)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
@@ -150,11 +169,15 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
     def _generate(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        given = Fitted(messages, options.tools, {})
+        if self.fit is not None:
+            given = self.fit(given)
         variables = {
             **self._special_tokens,
+            **given.variables,
             **options.variables,
-            "messages": messages,
-            "tools": options.tools,
+            "messages": given.messages,
+            "tools": given.tools,
             "documents": None,
             "add_generation_prompt": options.add_generation_prompt,
         }

@@ -15,13 +15,14 @@ from typing import Any
 
 import tokenizers
 
-from pagewire.shared.config import SpecialTokens
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
-from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
+from pagewire.shared.setting_types import SpecialTokens
+from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit
 from pagewire.shared.text.encoding import encode_text
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.token_bytes import TokenBytes
+from pagewire.shared.text.tokenizer_files import no_tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NO_OPTIONS = ChatOptions()
@@ -111,6 +112,11 @@ class Tokenizer:
         """The source of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
 
+    def fit_chats(self, fit: Fit | None) -> None:
+        """Have conversations made what the chat template can show, before it is given them."""
+        if self._chat_template is not None:
+            self._chat_template.fit = fit
+
     def marker_token_id(self, text: str) -> int | None:
         """Return the id of a token that grammars know by its id alone; None for any other text.
 
@@ -150,6 +156,11 @@ class Tokenizer:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_strings(self, ids: Sequence[int]) -> list[str | None]:
+        """Tokens as the vocabulary writes them; None for ids without a token."""
+        name = self._backend.id_to_token
+        return [name(token_id) for token_id in ids]
 
     def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         """The prompt text of a conversation, by the model's chat template.
@@ -199,9 +210,7 @@ class Tokenizer:
 def _load_backend(file: Path) -> tokenizers.Tokenizer:
     """Read tokenizer.json."""
     if not file.is_file():
-        raise ModelLoadError(
-            f"{file} is missing: a model directory needs the fast tokenizer's tokenizer.json"
-        )
+        raise ModelLoadError(no_tokenizer(file.parent))
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as exc:  # The library raises nothing more special.

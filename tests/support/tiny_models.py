@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.tests.support.tiny_latent_models import LATENT_FAMILIES, YARN
 
 VOCAB = 96  # the smallest: prompts for all of them have smaller tokens
 POSITIONS = 256
@@ -48,12 +49,6 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 5000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 _SWITCHED = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9}
 _BIASES = {"num_key_value_heads": 2, "attention_bias": True}
@@ -124,11 +119,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "linear": _rope(rope_type="linear", rope_theta=900.0, factor=2.5),
             "dynamic": _rope(rope_type="dynamic", rope_theta=900.0, factor=3.7),
             "llama3": _rope(**_LLAMA3),
-            "yarn": _rope(**_YARN),
+            "yarn": _rope(**YARN),
             "yarn-with-scales": _rope(
-                **_YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2
+                **YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2
             ),
-            "yarn-not-truncated": _rope(**_YARN, truncate=False, attention_factor=1.3),
+            "yarn-not-truncated": _rope(**YARN, truncate=False, attention_factor=1.3),
             "longrope": _rope(**_longrope(6, 200), factor=3.0),
         },
     ),
@@ -167,7 +162,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         "Qwen2",
         {},
         {
-            "yarn": _rope(**_YARN),
+            "yarn": _rope(**YARN),
             "windows-in-upper-layers": {**_SWITCHED, "max_window_layers": 1},
         },
     ),
@@ -176,7 +171,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"head_dim": 16},
         {
             "biases": _BIASES,
-            "head-of-12-yarn": {**_rope(**_YARN), "head_dim": 12},
+            "head-of-12-yarn": {**_rope(**YARN), "head_dim": 12},
             "windows-in-upper-layers": {**_SWITCHED, "max_window_layers": 2},
             "windows-by-layer": {
                 **_SWITCHED,
@@ -193,7 +188,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
         {
             "biases": _BIASES,
-            "yarn": _ropes(_YARN, 70.0),
+            "yarn": _ropes(YARN, 70.0),
             "default-pattern": {
                 "num_key_value_heads": 1,
                 "num_hidden_layers": 5,
@@ -223,7 +218,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "sliding_window": 21,
                 "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             },
-            "own-head-size-yarn": {**_rope(**_YARN), "head_dim": 20},
+            "own-head-size-yarn": {**_rope(**YARN), "head_dim": 20},
         },
     ),
     "gemma3": ("Gemma3", _GEMMA3, _GEMMA3_SHAPES),
@@ -240,6 +235,40 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "multipliers-of-1": dict.fromkeys(_GRANITE, 1.0) | {"attention_multiplier": 0.3},
         },
     ),
+    "cohere": (
+        "Cohere",
+        {"logit_scale": 0.25, "layer_norm_eps": 1e-3},
+        {
+            "biases": _BIASES,
+            "linear": _rope(rope_type="linear", rope_theta=900.0, factor=2.5),
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 5},
+        {
+            "biases": _BIASES,
+            "windows-by-layer": {
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+                "sliding_window": 21,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+            "windows-that-hide-nothing": {"num_key_value_heads": 2, "sliding_window": POSITIONS},
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {
+            "biases-one-of-three": {
+                **_BIASES,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 1,
+            },
+            "multipliers-of-1": dict.fromkeys(_GRANITE, 1.0) | {"attention_multiplier": 0.3},
+        },
+    ),
     "smollm3": (
         "SmolLM3",
         {"num_hidden_layers": 5},
@@ -247,7 +276,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "biases": {**_BIASES, "mlp_bias": True},
             "rotation-by-layer": {"no_rope_layers": [0, 1, 0, 0, 1]},
             "windows-without-rotation": {**_SWITCHED, "no_rope_layer_interval": 2},
-            "every-second-yarn": {**_rope(**_YARN), "no_rope_layer_interval": 2},
+            "every-second-yarn": {**_rope(**YARN), "no_rope_layer_interval": 2},
         },
     ),
     "phi3": (
@@ -274,6 +303,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"num_local_experts": 5, "num_experts_per_tok": 2},
         {
             "own-head-size": {"num_key_value_heads": 2, "head_dim": 16},
+            "window": {"num_key_value_heads": 2, "sliding_window": 11},
             "one-of-three": {
                 "num_key_value_heads": 2,
                 "num_local_experts": 3,
@@ -289,7 +319,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "sliding_window": 8,
             "head_dim": 16,
             "swiglu_limit": 0.5,
-            "rope_parameters": {**_YARN, "truncate": False},
+            "rope_parameters": {**YARN, "truncate": False},
         },
         {
             "without-biases-own-gate": {
@@ -319,6 +349,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "qkv_bias": False,
             },
             "some-dense-layers": {"mlp_only_layers": [0], "num_key_value_heads": 2},
+            "windows-in-lower-layers": {
+                **_SWITCHED,
+                "num_hidden_layers": 5,
+                "max_window_layers": 4,
+            },
+            "windows-by-layer": {
+                **_SWITCHED,
+                "mlp_only_layers": [1],
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
         },
     ),
     "qwen3moe": (
@@ -331,7 +371,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
         {
             "renormalised-biases": {**_BIASES, "norm_topk_prob": True},
-            "every-second-yarn": {**_rope(**_YARN), "decoder_sparse_step": 2},
+            "every-second-yarn": {**_rope(**YARN), "decoder_sparse_step": 2},
+            "windows": {**_SWITCHED, "max_window_layers": 2, "norm_topk_prob": True},
         },
     ),
     "olmoe": (
@@ -339,6 +380,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"num_experts": 6, "num_experts_per_tok": 2},
         {"renormalised-biases": {**_BIASES, "norm_topk_prob": True}},
     ),
+    **LATENT_FAMILIES,
 }
 ARCHITECTURE_OF = {
     family: kind if "For" in kind else f"{kind}ForCausalLM"
@@ -357,6 +399,8 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
     """Save a model of a shape, and return it as Hugging Face has it."""
     kind, always, own = _FAMILIES[family]
     fields = {**_SIZES, **always, **({**_COMMON, **own}[shape]), **changes}
+    if family in LATENT_FAMILIES:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]  # that of the common shapes
     if family == "gemma3images":
         tied = fields["tie_word_embeddings"]
         config: Any = transformers.Gemma3Config(
@@ -364,7 +408,10 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
         )
     else:
         config = getattr(transformers, _CONFIG_OF.get(kind, f"{kind}Config"))(**fields)
+    # The one that has caps and sinks: some releases choose another, which ignores them.
+    config._attn_implementation = "eager"
     model = getattr(transformers, ARCHITECTURE_OF[family])(config).eval()
+    set_gates(model)
     randomise(model)
     model.save_pretrained(path)
     return model
@@ -383,10 +430,21 @@ class Pair:
         return logits
 
 
+def set_gates(model: torch.nn.Module) -> None:
+    """Set what older releases of transformers do not read from gpt-oss's configuration."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            vars(module).update(
+                alpha=getattr(model.config, "swiglu_alpha", 1.702),
+                limit=getattr(model.config, "swiglu_limit", 7.0),
+            )
+
+
 def randomise(model: torch.nn.Module) -> None:
     """Give every parameter, biases and norms included, a value that matters."""
     generator = torch.Generator().manual_seed(7)
+    biases = [item for item in model.named_buffers() if item[0].endswith("correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)

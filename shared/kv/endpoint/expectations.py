@@ -27,6 +27,9 @@ class Expected:
         attempt: counts the jobs of the request.
         num_unpacking: segments.
         first_token: sampled by the prefill worker.
+        first_segment_s: when the first segment of the job was there; None before that.
+        num_segments: unpacked or being unpacked, those that were corrupt among them.
+        num_bytes: of these.
     """
 
     request_id: str
@@ -38,6 +41,16 @@ class Expected:
     attempt: int = 1
     num_unpacking: int = 0
     first_token: int | None = None
+    first_segment_s: float | None = None
+    num_segments: int = 0
+    num_bytes: int = 0
+
+    def note_segment(self, nbytes: int) -> None:
+        """Count a segment of the job that has just been heard of."""
+        self.num_segments += 1
+        self.num_bytes += nbytes
+        if self.first_segment_s is None:
+            self.first_segment_s = self.heard_s
 
 
 @dataclass(slots=True)

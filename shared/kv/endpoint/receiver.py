@@ -262,6 +262,7 @@ class KvReceiver(KvHalf):
             self._acknowledge(link, segment, "corrupt")
             return
         expected.coverage.add(positions, groups)
+        expected.note_segment(segment.nbytes)
         expected.num_unpacking += 1
         self.core.scheduler.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))

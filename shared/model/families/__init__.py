@@ -5,8 +5,8 @@ files import no torch: the router reads configurations, too.
 
 Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
 
-May import: `experts_config`, `fields`, `layer_ropes`, `model_config` and `windows` of
-`shared.model`, and `kernels.gated_silu`.
+May import: `experts_config`, `fields`, `latent_config`, `layer_ropes`, `model_config` and `windows`
+of `shared.model`, and `kernels.gated_silu`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagewire.shared.model.families import (
+    cohere,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     gpt_oss,
     granite,
+    granite_moe,
     llama,
     ministral,
     mistral,
@@ -50,7 +54,7 @@ class Architecture:
         parse_config: reads its config.json; raises a ModelLoadError of one line.
         build: makes a model of what `parse_config` returned, its parameters not filled.
         ignored_prefixes: of a checkpoint's tensors that are not loaded, such as a vision tower's;
-            a line in the log names them.
+            a line in the log names them. `{num_layers}` stands for the number of layers.
         renamed_prefixes: how names begin in checkpoints of the family, and in the model here.
     """
 
@@ -77,21 +81,27 @@ ARCHITECTURES = {
         ignored_prefixes=gemma3.VISION_PREFIXES,
         renamed_prefixes=gemma3.RENAMED_PREFIXES,
     ),
+    "CohereForCausalLM": Architecture(cohere.parse_config, cohere.build),
+    "Cohere2ForCausalLM": Architecture(cohere.parse_second_config, cohere.build),
     "GptOssForCausalLM": Architecture(gpt_oss.parse_config, gpt_oss.build),
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
+    "GraniteMoeForCausalLM": Architecture(granite_moe.parse_config, granite_moe.build),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
     "MixtralForCausalLM": Architecture(mixtral.parse_config, mixtral.build),
     "Qwen2MoeForCausalLM": Architecture(qwen2_moe.parse_config, qwen2_moe.build),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.parse_config, qwen3_moe.build),
     "OlmoeForCausalLM": Architecture(olmoe.parse_config, olmoe.build),
+    "DeepseekV2ForCausalLM": Architecture(deepseek_v2.parse_config, deepseek_v2.build),
+    "DeepseekV3ForCausalLM": Architecture(
+        deepseek_v3.parse_config,
+        deepseek_v3.build,
+        ignored_prefixes=("model.layers.{num_layers}.",),  # predicts a second token
+    ),
 }
 
-_EXPERTS = "it has a mixture of experts"
-_LATENT = "it caches latent vectors in place of keys and values"
+_EXPERTS = "it has a mixture of experts of another kind"
 # Why some that are often asked for are not.
 REFUSED = {
-    "GraniteMoeForCausalLM": _EXPERTS,
-    "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
+    "PhimoeForCausalLM": _EXPERTS,
 }

@@ -13,8 +13,8 @@ from pagewire.shared.model.experts_config import (
     chosen_count,
     expert_count,
 )
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
 from pagewire.shared.model.windows import read_window, sliding_layers, with_windows
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def parse_config(fields: Fields) -> GptOssConfig:
     count = expert_count(fields, ("num_local_experts", "num_experts"), 128)
     experts = ExpertsConfig(
         count,
-        fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size),
+        fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size, MAX_WIDTH),
         Routing(top_k=chosen_count(fields, count, 4), renormalise=True),
     )
     bias = fields.flag("attention_bias", True)
@@ -80,7 +80,7 @@ def parse_config(fields: Fields) -> GptOssConfig:
         o_bias=bias,
         mlp_bias=True,
         experts=experts,
-        sparse=(True,) * fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers),
+        sparse=(True,) * read_num_layers(fields, _DEFAULTS.num_layers),
         gate_alpha=fields.positive_float("swiglu_alpha", 1.702),
         gate_limit=fields.positive_float("swiglu_limit", 7.0),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pagewire.shared.model.layers.attention import Attention
     from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.experts import Experts
     from pagewire.shared.model.layers.factory import LayerFactory
     from pagewire.shared.model.layers.linear import NamedTarget
     from pagewire.shared.model.layers.mlp import Mlp
@@ -44,12 +45,15 @@ class GraniteConfig(ModelConfig):
     logits_scaling: float
 
 
+Granite = TypeVar("Granite", bound=GraniteConfig)
+
+
 class Scaled:
     """Attention or a feed-forward layer whose output is multiplied."""
 
     __slots__ = ("multiplier", "part")
 
-    def __init__(self, part: Attention | Mlp, multiplier: float) -> None:
+    def __init__(self, part: Attention | Mlp | Experts, multiplier: float) -> None:
         self.part = part
         self.multiplier = multiplier
 
@@ -69,19 +73,35 @@ def parse_config(fields: Fields) -> GraniteConfig:
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
+    mlp_bias = fields.flag("mlp_bias", False)
+    return read_granite(GraniteConfig, "GraniteForCausalLM", fields, mlp_bias=mlp_bias)
+
+
+def read_granite(kind: type[Granite], architecture: str, fields: Fields, **own: Any) -> Granite:
+    """Read what Granites with and without experts have in common.
+
+    Args:
+        kind: the class of the configuration.
+        architecture: Hugging Face's class name.
+        fields: of config.json.
+        own: the remaining fields of `kind`.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
     bias = fields.flag("attention_bias", False)
     config = read_config(
-        GraniteConfig,
-        "GraniteForCausalLM",
+        kind,
+        architecture,
         fields,
         _DEFAULTS,
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", False),
         embedding_multiplier=fields.positive_float("embedding_multiplier", 1.0),
         attention_multiplier=fields.positive_float("attention_multiplier", 1.0),
         residual_multiplier=fields.positive_float("residual_multiplier", 1.0),
         logits_scaling=fields.positive_float("logits_scaling", 1.0),
+        **own,
     )
     refuse_window(fields)
     return config
@@ -89,6 +109,20 @@ def parse_config(fields: Fields) -> GraniteConfig:
 
 def build(config: GraniteConfig, make: LayerFactory) -> DecoderModel:
     """Compose a Llama with the multipliers."""
+    return compose(config, make, lambda: make.mlp(config), "mlp")
+
+
+def compose(
+    config: GraniteConfig, make: LayerFactory, make_mlp: Callable[[], Mlp | Experts], name: str
+) -> DecoderModel:
+    """Compose a Llama with the multipliers, of any feed-forward layers.
+
+    Args:
+        config: of the model.
+        make: the factory of layers.
+        make_mlp: returns a layer's feed-forward layer.
+        name: the checkpoint's name for it.
+    """
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(
@@ -97,7 +131,8 @@ def build(config: GraniteConfig, make: LayerFactory) -> DecoderModel:
                 make.attention(config, cos_sin, scale=config.attention_multiplier),
                 config.residual_multiplier,
             ),
-            Scaled(make.mlp(config), config.residual_multiplier),
+            Scaled(make_mlp(), config.residual_multiplier),
+            mlp_name=name,
         )
         for _ in range(config.num_layers)
     ]

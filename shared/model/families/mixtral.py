@@ -1,4 +1,4 @@
-"""Mixtral, without a sliding window: a Mistral whose feed-forward layers are mixtures."""
+"""Mixtral: a Mistral whose feed-forward layers are mixtures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pagewire.shared.model.experts_config import (
     chosen_count,
     expert_count,
 )
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config
-from pagewire.shared.model.windows import read_window, refuse_length
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
+from pagewire.shared.model.windows import read_window, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -40,7 +40,7 @@ def parse_config(fields: Fields) -> MoeConfig:
     count = expert_count(fields, ("num_local_experts", "num_experts"), 8)
     experts = ExpertsConfig(
         count,
-        fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size),
+        fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size, MAX_WIDTH),
         Routing(top_k=chosen_count(fields, count, 2), renormalise=True),
     )
     config = read_config(
@@ -52,10 +52,10 @@ def parse_config(fields: Fields) -> MoeConfig:
         o_bias=False,
         mlp_bias=False,
         experts=experts,
-        sparse=(True,) * fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers),
+        sparse=(True,) * read_num_layers(fields, _DEFAULTS.num_layers),
     )
-    refuse_length(fields, config, read_window(fields, None))
-    return config
+    window = read_window(fields, None)
+    return with_windows(fields, config, window, [window is not None] * config.num_layers)
 
 
 def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
@@ -64,10 +64,10 @@ def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
     layers = [
         make.pre_norm_layer(
             config,
-            make.attention(config, cos_sin),
+            make.attention(config, cos_sin, window=window),
             make.experts(config, config.experts, each=_EACH),
             mlp_name="mlp" if make.stacked_experts else "block_sparse_moe",
         )
-        for _ in config.sparse
+        for window in config.windows
     ]
     return make.model(config, layers)

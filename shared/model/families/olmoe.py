@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.experts_config import MoeConfig, read_experts
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
 from pagewire.shared.model.windows import refuse_window
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def parse_config(fields: Fields) -> MoeConfig:
         fields,
         count=64,
         top_k=8,
-        size=fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size),
+        size=fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size, MAX_WIDTH),
     )
     bias = fields.flag("attention_bias", False)
     config = read_config(
@@ -49,7 +49,7 @@ def parse_config(fields: Fields) -> MoeConfig:
         o_bias=bias,
         mlp_bias=False,
         experts=experts,
-        sparse=(True,) * fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers),
+        sparse=(True,) * read_num_layers(fields, _DEFAULTS.num_layers),
     )
     refuse_window(fields)
     return config

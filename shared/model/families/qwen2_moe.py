@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.experts_config import MoeConfig, read_experts, sparse_layers
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config
-from pagewire.shared.model.windows import refuse_length, switched_window
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
+from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -25,6 +25,7 @@ _DEFAULTS = Defaults(
     special_tokens=(None, None),
 )
 _WINDOW = 4096
+_WINDOW_LAYERS = 28  # the first ones, of which every second has it
 
 
 def parse_config(fields: Fields) -> MoeConfig:
@@ -37,10 +38,10 @@ def parse_config(fields: Fields) -> MoeConfig:
         fields,
         count=60,
         top_k=4,
-        size=fields.positive_int("moe_intermediate_size", 1408),
-        shared_size=fields.positive_int("shared_expert_intermediate_size", 5632),
+        size=fields.positive_int("moe_intermediate_size", 1408, MAX_WIDTH),
+        shared_size=fields.positive_int("shared_expert_intermediate_size", 5632, MAX_WIDTH),
     )
-    layers = fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers)
+    layers = read_num_layers(fields, _DEFAULTS.num_layers)
     config = read_config(
         MoeConfig,
         "Qwen2MoeForCausalLM",
@@ -52,8 +53,19 @@ def parse_config(fields: Fields) -> MoeConfig:
         experts=experts,
         sparse=sparse_layers(fields, layers),
     )
-    refuse_length(fields, config, switched_window(fields, _WINDOW))
-    return config
+    return _with_windows(fields, config)
+
+
+def _with_windows(fields: Fields, config: MoeConfig) -> MoeConfig:
+    """Return the configuration with the window, if it is switched on, in every second layer."""
+    window = switched_window(fields, _WINDOW)
+    last = fields.whole_number("max_window_layers", _WINDOW_LAYERS)
+    sliding = sliding_layers(
+        fields,
+        config.num_layers,
+        lambda index: window is not None and index % 2 == 0 and index < last,
+    )
+    return with_windows(fields, config, window, sliding)
 
 
 def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
@@ -62,10 +74,10 @@ def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
     layers = [
         make.pre_norm_layer(
             config,
-            make.attention(config, cos_sin),
+            make.attention(config, cos_sin, window=window),
             _mixture(config, make) if is_sparse else make.mlp(config),
         )
-        for is_sparse in config.sparse
+        for is_sparse, window in zip(config.sparse, config.windows, strict=True)
     ]
     return make.model(config, layers)
 

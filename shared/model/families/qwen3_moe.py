@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.experts_config import MoeConfig, read_experts, sparse_layers
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config
-from pagewire.shared.model.windows import refuse_length, switched_window
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
+from pagewire.shared.model.windows import switched_window, with_windows
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -36,10 +36,10 @@ def parse_config(fields: Fields) -> MoeConfig:
         fields,
         count=128,
         top_k=8,
-        size=fields.positive_int("moe_intermediate_size", 768),
+        size=fields.positive_int("moe_intermediate_size", 768, MAX_WIDTH),
     )
     bias = fields.flag("attention_bias", False)
-    layers = fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers)
+    layers = read_num_layers(fields, _DEFAULTS.num_layers)
     config = read_config(
         MoeConfig,
         "Qwen3MoeForCausalLM",
@@ -51,8 +51,9 @@ def parse_config(fields: Fields) -> MoeConfig:
         experts=experts,
         sparse=sparse_layers(fields, layers),
     )
-    refuse_length(fields, config, switched_window(fields, _WINDOW))
-    return config
+    # In all layers: Hugging Face's code has no `max_window_layers` here.
+    window = switched_window(fields, _WINDOW)
+    return with_windows(fields, config, window, [window is not None] * config.num_layers)
 
 
 def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
@@ -61,9 +62,9 @@ def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
     layers = [
         make.pre_norm_layer(
             config,
-            make.attention(config, cos_sin, qk_norm="head"),
+            make.attention(config, cos_sin, qk_norm="head", window=window),
             make.experts(config, config.experts) if is_sparse else make.mlp(config),
         )
-        for is_sparse in config.sparse
+        for is_sparse, window in zip(config.sparse, config.windows, strict=True)
     ]
     return make.model(config, layers)

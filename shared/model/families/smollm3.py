@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, read_num_layers
 from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def parse_config(fields: Fields) -> SmolLM3Config:
 
 def _rotates(fields: Fields) -> tuple[bool, ...]:
     """Read `no_rope_layers`, in which a 1 means that the layer rotates, or the interval."""
-    layers = fields.positive_int("num_hidden_layers", _DEFAULTS.num_layers)
+    layers = read_num_layers(fields, _DEFAULTS.num_layers)
     flags = fields.raw.get("no_rope_layers")
     if flags is None:
         interval = fields.positive_int("no_rope_layer_interval", 4)

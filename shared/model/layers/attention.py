@@ -10,7 +10,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
-from pagewire.shared.model.layers.norm import RmsNorm
+from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.paged_attention import attend
 
@@ -54,7 +54,7 @@ class Attention:
         cos_sin: torch.Tensor | None,
         scale: float,
         qk_norm: QkNorm,
-        norms: tuple[RmsNorm, RmsNorm] | None,
+        norms: tuple[Norm, Norm] | None,
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
@@ -106,9 +106,7 @@ class Attention:
         attend(self._ops, q, k_cache, v_cache, batch, self._scale, out, **self._options)
         return self.o_proj.apply(out.view(tokens, -1))
 
-    def _normed(
-        self, qkv: torch.Tensor, q_norm: RmsNorm, k_norm: RmsNorm
-    ) -> tuple[torch.Tensor, ...]:
+    def _normed(self, qkv: torch.Tensor, q_norm: Norm, k_norm: Norm) -> tuple[torch.Tensor, ...]:
         """Return queries and keys, each normalised as a whole, and values: [T, heads, D]."""
         q, k, v = qkv.split_with_sizes(self._projections, dim=1)
         return tuple(

@@ -6,7 +6,7 @@ so that a layer is a plain list of fused steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pagewire.kernels import Ops
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 from pagewire.shared.model.layers.linear import NamedTarget
-from pagewire.shared.model.layers.norm import RmsNorm
+from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.model_config import ModelConfig
 
 
@@ -26,7 +26,7 @@ class AttentionPart(Protocol):
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Map `[T, hidden]` to `[T, hidden]`, writing to `kv_cache` [NB, 2, KH, BS, D]."""
+        """Map `[T, hidden]` to `[T, hidden]`, writing to `kv_cache`; see `LayerKv.cache`."""
         ...
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -71,9 +71,9 @@ class PreNormLayer:
 
     def __init__(
         self,
-        input_norm: RmsNorm,
+        input_norm: Norm,
         attention: AttentionPart,
-        post_attention_norm: RmsNorm,
+        post_attention_norm: Norm,
         mlp: TokenPart,
         mlp_name: str = "mlp",
     ) -> None:
@@ -112,9 +112,9 @@ class PostNormLayer:
     def __init__(
         self,
         attention: AttentionPart,
-        post_attention_norm: RmsNorm,
+        post_attention_norm: Norm,
         mlp: TokenPart,
-        post_mlp_norm: RmsNorm,
+        post_mlp_norm: Norm,
     ) -> None:
         self.attention = attention
         self.post_attention_norm = post_attention_norm
@@ -156,12 +156,12 @@ class SandwichLayer:
 
     def __init__(
         self,
-        input_norm: RmsNorm,
+        input_norm: Norm,
         attention: AttentionPart,
-        post_attention_norm: RmsNorm,
-        pre_mlp_norm: RmsNorm,
+        post_attention_norm: Norm,
+        pre_mlp_norm: Norm,
         mlp: TokenPart,
-        post_mlp_norm: RmsNorm,
+        post_mlp_norm: Norm,
     ) -> None:
         self.input_norm = input_norm
         self.attention = attention
@@ -226,10 +226,11 @@ class DecoderModel:
         ops: Ops,
         embed_tokens: torch.Tensor,
         layers: Sequence[DecoderLayer],
-        norm: RmsNorm,
+        norm: Norm,
         lm_head: torch.Tensor,
         scaling: Scaling,
         plus_one: Sequence[torch.Tensor] = (),
+        after_loading: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.config = config
         self._linear = ops.linear
@@ -239,6 +240,7 @@ class DecoderModel:
         self.lm_head = lm_head
         self._scaling = scaling
         self._plus_one = plus_one  # parameters that are what the checkpoint has, plus one
+        self._after_loading = after_loading
 
     @torch.inference_mode()
     def forward(
@@ -292,3 +294,5 @@ class DecoderModel:
         """Make parameters of what `targets()` was filled with from a checkpoint; call it once."""
         for weight in self._plus_one:
             weight.add_(1.0)
+        for change in self._after_loading:
+            change()

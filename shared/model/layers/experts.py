@@ -49,6 +49,7 @@ class Experts:
         "_names",
         "_op",
         "_routing",
+        "_wide_router",
         "correction",
         "down",
         "down_bias",
@@ -70,12 +71,14 @@ class Experts:
         correction: torch.Tensor | None = None,
         activation: GatedSilu = SILU,
         interleaved: bool = False,
+        wide_router: bool = False,
     ) -> None:
         self._op = ops.experts
         self._routing = routing
         self._names = names
         self._activation = activation
         self._interleaved = interleaved
+        self._wide_router = wide_router
         self.router = router
         self.gate_up = gate_up
         self.down = down
@@ -85,7 +88,8 @@ class Experts:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
-        chosen, weights = route(self.router.apply(hidden), self._routing, self.correction)
+        logits = self.router.apply(hidden.float() if self._wide_router else hidden)
+        chosen, weights = route(logits, self._routing, self.correction)
         return self._op(
             hidden,
             chosen,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.shared.model.experts_config import ExpertsConfig
+from pagewire.shared.model.latent_config import LATENT_NORM_EPS, LatentConfig
 from pagewire.shared.model.layers.attention import Attention, QkNorm
 from pagewire.shared.model.layers.decoder import (
     AttentionPart,
@@ -22,9 +24,11 @@ from pagewire.shared.model.layers.decoder import (
     TokenPart,
 )
 from pagewire.shared.model.layers.experts import ExpertNames, Experts, WithSharedExpert
+from pagewire.shared.model.layers.latent_attention import LatentAttention
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
 from pagewire.shared.model.layers.mlp import Activation, Mlp
-from pagewire.shared.model.layers.norm import NormStyle, RmsNorm
+from pagewire.shared.model.layers.norm import LayerNorm, Norm, NormStyle, RmsNorm
+from pagewire.shared.model.layers.parallel import ParallelLayer
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope import cos_sin_table
 from pagewire.shared.model.rope_config import RopeConfig
@@ -61,28 +65,35 @@ class LayerFactory:
         self._max_positions = max_positions
         self._norm_style: NormStyle = "rounded"
         self._plus_one: list[torch.Tensor] = []
+        self._after_loading: list[Callable[[], None]] = []
 
     def with_norms(self, style: NormStyle) -> LayerFactory:
         """Return a factory for the layers of a model whose normalisations have this style."""
         other = copy.copy(self)
         other._norm_style = style
         other._plus_one = []
+        other._after_loading = []
         return other
 
     def rounded(self, value: float) -> float:
         """Return a number as the activations' dtype has it."""
         return torch.tensor(value, dtype=self._dtype).item()
 
-    def linear(self, in_features: int, parts: Mapping[str, int], bias: bool) -> Linear:
-        """Return projections of one input; see `LinearShape`."""
+    def linear(
+        self, in_features: int, parts: Mapping[str, int], bias: bool, *, wide: bool = False
+    ) -> Linear:
+        """Return projections of one input; see `LinearShape`. Wide ones are in float32."""
         shape = LinearShape(in_features, parts, bias)
-        return Linear(Unquantized(shape, self._ops, self._device, self._dtype))
+        dtype = torch.float32 if wide else self._dtype
+        return Linear(Unquantized(shape, self._ops, self._device, dtype))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
-    def norm(self, size: int, eps: float) -> RmsNorm:
+    def norm(self, size: int, eps: float) -> Norm:
         """Return a normalisation of rows of `size` numbers."""
+        if self._norm_style == "centred":
+            return LayerNorm(size, eps, self._device)
         norm = RmsNorm(size, eps, self._ops, self._device, self._dtype, self._norm_style)
         if self._norm_style == "plus one":
             self._plus_one.append(norm.weight)
@@ -109,6 +120,7 @@ class LayerFactory:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
+        interleaved: bool = False,
     ) -> Attention:
         """Return attention over the paged KV cache.
 
@@ -121,6 +133,7 @@ class LayerFactory:
             window: of positions that a query attends to, its own included; None for all.
             soft_cap: of the scores, or None.
             sinks: whether each head has one.
+            interleaved: whether neighbours of a head are turned as a pair, in place of its halves.
         """
         q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
         parts = {"qkv_proj": q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -131,10 +144,13 @@ class LayerFactory:
                 self.norm(sizes[0], config.rms_norm_eps),
                 self.norm(sizes[1], config.rms_norm_eps),
             )
+        qkv_proj = self.linear(config.hidden_size, parts, config.qkv_bias)
+        if interleaved:
+            self._after_loading.append(partial(_halve_pairs, qkv_proj, config.head_dim))
         return Attention(
             config,
             self._ops,
-            self.linear(config.hidden_size, parts, config.qkv_bias),
+            qkv_proj,
             self.linear(q, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
             config.head_dim**-0.5 if scale is None else scale,
@@ -143,6 +159,33 @@ class LayerFactory:
             window,
             soft_cap,
             self._empty(config.num_heads) if sinks else None,
+        )
+
+    def latent_attention(self, config: LatentConfig, cos_sin: torch.Tensor) -> LatentAttention:
+        """Return attention whose keys and values are made of one latent vector a token.
+
+        Args:
+            config: heads, sizes, biases.
+            cos_sin: see `cos_sin`.
+        """
+        heads, rank = config.num_heads, config.kv_rank
+        queries = heads * (config.nope_dim + config.head_dim)
+        q_part = {"q_proj": queries} if config.q_rank is None else {"q_a_proj": config.q_rank}
+        parts = {**q_part, "kv_a_proj_with_mqa": rank + config.head_dim}
+        q_norm = q_up = None
+        if config.q_rank is not None:
+            q_norm = self.norm(config.q_rank, LATENT_NORM_EPS)
+            q_up = self.linear(config.q_rank, {"q_b_proj": queries}, False)
+        return LatentAttention(
+            config,
+            self._ops,
+            self.linear(config.hidden_size, parts, config.qkv_bias),
+            q_norm,
+            q_up,
+            self.norm(rank, LATENT_NORM_EPS),
+            self._empty(heads, config.nope_dim + config.value_dim, rank),
+            self.linear(heads * config.value_dim, {"o_proj": config.hidden_size}, config.o_bias),
+            cos_sin,
         )
 
     def mlp(
@@ -180,6 +223,7 @@ class LayerFactory:
         stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
         router: str = "gate",
         router_bias: bool = False,
+        wide_router: bool = False,
         biases: bool = False,
         activation: GatedSilu = SILU,
         interleaved: bool = False,
@@ -195,6 +239,7 @@ class LayerFactory:
             stacked: names of all experts' gate and up projections, and of their down projections.
             router: its name.
             router_bias: whether it has one.
+            wide_router: whether its logits are computed in float32, whatever the model's dtype.
             biases: whether each expert's projections have them; only with stacked weights.
             activation: between the projections.
             interleaved: whether rows of gate and up alternate in the stacked weights.
@@ -207,7 +252,7 @@ class LayerFactory:
         both = (self._empty(count, 2 * inner), self._empty(count, hidden)) if biases else None
         return Experts(
             self._ops,
-            self.linear(hidden, {router: count}, router_bias),
+            self.linear(hidden, {router: count}, router_bias, wide=wide_router),
             experts.routing,
             self._empty(count, 2 * inner, hidden),
             self._empty(count, hidden, inner),
@@ -216,6 +261,7 @@ class LayerFactory:
             correction=correction,
             activation=activation,
             interleaved=interleaved,
+            wide_router=wide_router,
         )
 
     def with_shared_expert(
@@ -245,6 +291,12 @@ class LayerFactory:
         """Return a layer that normalises before attention and before the feed-forward layer."""
         size, eps = config.hidden_size, config.rms_norm_eps
         return PreNormLayer(self.norm(size, eps), attention, self.norm(size, eps), mlp, mlp_name)
+
+    def parallel_layer(
+        self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
+    ) -> ParallelLayer:
+        """Return a layer whose attention and feed-forward layer have one normalised input."""
+        return ParallelLayer(self.norm(config.hidden_size, config.rms_norm_eps), attention, mlp)
 
     def post_norm_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
@@ -293,4 +345,16 @@ class LayerFactory:
             lm_head,
             Scaling(embedding_multiplier, logits_divisor, logits_cap),
             self._plus_one,
+            self._after_loading,
         )
+
+
+def _halve_pairs(qkv_proj: Linear, head_dim: int) -> None:
+    """Move the first of each pair of a head's rows to its first half, the second to its second.
+
+    Queries and keys alike, so that their products stay: then the kernels turn halves, as always.
+    """
+    for name, rows in qkv_proj.method.targets():
+        if not name.startswith("v_proj"):
+            pairs = rows.unflatten(0, (-1, head_dim // 2, 2))
+            rows.copy_(pairs.transpose(1, 2).flatten(0, 2))

@@ -1,18 +1,37 @@
-"""Root mean square normalisation."""
+"""Normalisations of the residual stream."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import NamedTarget
 
 # How the weight multiplies: the normalised value rounded to the activations' dtype, as in Llama;
-# the value in float32; or likewise the weight of the checkpoint plus one, as in Gemma.
-NormStyle = Literal["rounded", "wide", "plus one"]
+# the value in float32; or likewise the weight of the checkpoint plus one, as in Gemma. "centred" is
+# layer normalisation without a bias, in float32, as in Cohere's models.
+NormStyle = Literal["rounded", "wide", "plus one", "centred"]
+
+
+class Norm(Protocol):
+    """A normalisation; see `RmsNorm`."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
+        ...
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the weight."""
+        ...
 
 
 class RmsNorm:
@@ -44,6 +63,33 @@ class RmsNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
         return self._op(x, self.weight, self.eps, residual)
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the weight."""
+        yield f"{name}.weight", self.weight
+
+
+class LayerNorm:
+    """Layer normalisation without a bias, in plain torch; otherwise as `RmsNorm`.
+
+    Attributes:
+        weight: `[hidden]` float32.
+        eps: added to the variance.
+    """
+
+    __slots__ = ("eps", "weight")
+
+    def __init__(self, size: int, eps: float, device: torch.device) -> None:
+        self.weight = torch.empty(size, device=device, dtype=torch.float32)
+        self.eps = eps
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
+        summed = x if residual is None else x + residual
+        normed = F.layer_norm(summed.float(), self.weight.shape, self.weight, None, self.eps)
+        return normed.to(x.dtype), summed
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the weight."""

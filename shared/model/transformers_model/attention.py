@@ -50,7 +50,7 @@ class PagedAttention:
         self.checks = False
         self._config = config
         self._ops = ops
-        self._batch: ForwardBatch | None = None
+        self._batches: Sequence[ForwardBatch] = ()  # of each layer
         self._caches: Sequence[LayerCache] = ()
         self._on_layer_end: OnLayerEnd | None = None
         self._calls = 0  # of this forward
@@ -62,10 +62,11 @@ class PagedAttention:
 
         Args:
             batch: the step's tokens.
-            kv: of each layer; all are in one cache group.
+            kv: of each layer.
             on_layer_end: called with a layer's number, from 0, once its KV is written.
         """
-        self._batch = batch
+        groups = batch.groups
+        self._batches = [groups[layer.group] for layer in kv]
         self._caches = [(layer.cache[:, 0], layer.cache[:, 1]) for layer in kv]
         self._on_layer_end = on_layer_end
         self._calls = 0
@@ -77,7 +78,7 @@ class PagedAttention:
             IntegrityError: a layer's KV was not written, since the layer did not call.
         """
         calls, layers = self._calls, len(self._caches)
-        self._batch, self._caches, self._on_layer_end = None, (), None
+        self._batches, self._caches, self._on_layer_end = (), (), None
         if calls != layers:
             raise IntegrityError(f"{calls} of {layers} layers called the attention function")
 
@@ -92,9 +93,10 @@ class PagedAttention:
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend `[1, T, H, D]`, writing keys and values to the cache of the next layer."""
-        batch, layer = self._batch, self._calls
-        if batch is None or layer >= len(self._caches):
+        layer = self._calls
+        if layer >= len(self._caches):
             raise IntegrityError(f"the attention function is called for layer {layer}")
+        batch, window = self._batches[layer], self._config.windows[layer]
         if self.checks:
             self._check(module, query, key, value, options)
         k_cache, v_cache = self._caches[layer]
@@ -106,7 +108,8 @@ class PagedAttention:
         )
         out = torch.empty_like(q)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        attend(self._ops, q, k_cache, v_cache, batch, scale, out)
+        windowed = {} if window is None else {"window": window}
+        attend(self._ops, q, k_cache, v_cache, batch, scale, out, **windowed)
         self._calls += 1
         if self._on_layer_end is not None:
             self._on_layer_end(layer)
@@ -139,9 +142,14 @@ class PagedAttention:
                 f"layer {self._calls} has queries of {query.shape[-1]}, keys of {key.shape[-1]} "
                 f"and values of {value.shape[-1]} numbers; they must be alike"
             )
-        window = options.get("sliding_window")
-        if window is not None and window < config.max_position_embeddings:
-            raise ModelLoadError(f"layer {self._calls} attends to a window of {window} tokens")
+        window, expected = options.get("sliding_window"), config.windows[self._calls]
+        if window is not None and window >= config.max_position_embeddings:
+            window = None
+        if window != expected:
+            found, said = ("all tokens" if w is None else f"{w} tokens" for w in (window, expected))
+            raise ModelLoadError(
+                f"layer {self._calls} attends to {found} where config.json says {said}"
+            )
         for name, given in options.items():
             if given is not None and given is not False and name not in _WITHOUT_EFFECT:
                 raise ModelLoadError(f"its attention has the option {name}")

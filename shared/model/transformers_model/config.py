@@ -10,9 +10,15 @@ from packaging.version import Version
 
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.installing import install_command
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import ModelConfig, read_dtype, read_num_layers
-from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig
+from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import (
+    ModelConfig,
+    check_groups,
+    read_dtype,
+    read_num_layers,
+)
+from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig, raw_rope
+from pagewire.shared.model.windows import SLIDING, read_window, sliding_layers
 
 # Other names that config.json has for a field, by the oldest models.
 _NAMES = {
@@ -75,23 +81,22 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
         if fields.raw.get(name) not in (None, False):
             raise fields.error(f"architecture {architecture} is not supported: {why} ({name})")
     fields = _with_common_names(fields)
-    hidden_size = fields.positive_int("hidden_size")
-    num_heads = fields.positive_int("num_attention_heads")
+    hidden_size = fields.positive_int("hidden_size", most=MAX_WIDTH)
+    num_heads = fields.positive_int("num_attention_heads", most=MAX_COUNT)
     num_layers = read_num_layers(fields)
-    positions = fields.positive_int("max_position_embeddings")
+    positions = fields.positive_int("max_position_embeddings", most=MAX_TOKENS)
     rope = _read_rope(fields, positions)
     context = rope.context(positions)
-    _refuse_windows(fields, context)
     return TransformersConfig(
         architecture=architecture,
-        vocab_size=fields.positive_int("vocab_size"),
+        vocab_size=fields.positive_int("vocab_size", most=MAX_TOKENS),
         hidden_size=hidden_size,
         intermediate_size=0,
         num_layers=num_layers,
-        windows=(None,) * num_layers,
+        windows=_windows(fields, num_layers, context),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads),
-        head_dim=fields.positive_int("head_dim", hidden_size // num_heads),
+        head_dim=fields.positive_int("head_dim", hidden_size // num_heads, MAX_WIDTH),
         rms_norm_eps=0.0,
         rope=rope,
         max_position_embeddings=context,
@@ -134,18 +139,15 @@ def _with_common_names(fields: Fields) -> Fields:
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     """Return the heads that are cached; `multi_query` is GPT-BigCode's one for all."""
     count = 1 if fields.flag("multi_query", False) else num_heads
-    count = fields.positive_int("num_key_value_heads", count)
-    if num_heads % count:
-        raise fields.error(
-            f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({count})"
-        )
+    count = fields.positive_int("num_key_value_heads", count, MAX_COUNT)
+    check_groups(fields, num_heads, count)
     return count
 
 
 def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     """Return what of the rotary embedding bounds the context."""
-    raw = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters")
-    if not isinstance(raw, dict):
+    raw = raw_rope(fields)
+    if not raw or not isinstance(raw, dict):
         return RopeConfig()
     rope = Fields(raw, fields.source)
     named = raw.get("rope_type", raw.get("type", "default"))
@@ -154,30 +156,32 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     rope_type = next((each for each in ROPE_TYPES if each == named), None)
     if rope_type is None:  # transformers knows it, or refuses it
         return RopeConfig()
-    original = fields.positive_int("original_max_position_embeddings", positions)
+    original = fields.positive_int("original_max_position_embeddings", positions, MAX_TOKENS)
     return RopeConfig(
         rope_type,
         factor=rope.positive_float("factor", 1.0),
         original_max_position_embeddings=rope.positive_int(
-            "original_max_position_embeddings", original
+            "original_max_position_embeddings", original, MAX_TOKENS
         ),
     )
 
 
-def _refuse_windows(fields: Fields, context: int) -> None:
-    """Refuse layers that attend to less than the context, or to anything but keys."""
-    named = fields.raw.get("layer_types") or []
-    if not isinstance(named, list):
-        raise fields.error(f"layer_types must be a list, not {named!r}")
-    kinds = {str(kind) for kind in named}
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise fields.error(f"layers of the kind {min(unknown)!r} are not supported (layer_types)")
-    slides = "sliding_attention" in kinds
-    if not kinds and fields.flag("use_sliding_window", True):
-        slides = fields.raw.get("sliding_window") is not None
-    if slides and (window := fields.positive_int("sliding_window")) < context:
-        raise fields.error(
-            f"sliding-window attention is not supported; the window of {window} tokens is shorter "
-            f"than the context of {context}"
-        )
+def _windows(fields: Fields, num_layers: int, context: int) -> tuple[int | None, ...]:
+    """Return each layer's window, as `ModelConfig.windows`; a worker compares it with the code's.
+
+    Older files of some families lack `layer_types`, and have the interval at which a layer attends
+    to everything.
+    """
+    window = read_window(fields, None) if fields.flag("use_sliding_window", True) else None
+    interval = fields.raw.get("sliding_window_pattern")
+    if type(interval) is not int or interval < 1:
+        interval = 0
+    sliding = sliding_layers(
+        fields,
+        num_layers,
+        lambda index: window is not None and (not interval or (index + 1) % interval != 0),
+    )
+    if any(sliding) and window is None:
+        raise fields.error(f"layer_types has {SLIDING}, but no sliding_window is in use")
+    shorter = window if window is not None and window < context else None
+    return tuple(shorter if slides else None for slides in sliding)

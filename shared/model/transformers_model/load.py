@@ -83,7 +83,7 @@ def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:
         theirs = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as exc:
+    except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ModelLoadError(
             f"transformers {version} cannot read {path / 'config.json'}: {_first_line(exc)}"
         ) from exc

@@ -1,0 +1,30 @@
+"""`pagewire convert`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pagewire.services.cli import options
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.shared.model.source import resolve_model
+from pagewire.shared.text.conversion import convert_tokenizer
+from pagewire.shared.text.tokenizer import Tokenizer
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face directory, or a hub id.")]
+
+
+def convert(model: Model, revision: options.Revision = None) -> None:
+    """Write a tokenizer.json for a model that lacks one.
+
+    It is made of tokenizer.model (SentencePiece), or of vocab.json and merges.txt, which needs the
+    package transformers. All services of a cluster read this file.
+
+    Example: pagewire convert models/my-llama
+    """
+    with one_line_errors():
+        path = resolve_model(model, weights=False, revision=revision)
+        file = convert_tokenizer(path)
+        size = Tokenizer.from_dir(path).vocab_size
+        print(f"{file}: {size:,} tokens")

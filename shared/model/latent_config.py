@@ -1,0 +1,165 @@
+"""Multi-head latent attention, as config.json describes it; torch is not imported.
+
+DeepSeek-V2 (arXiv 2405.04434) introduced it: of each token a layer caches one latent vector, of
+which all heads make their keys and values, and one rotated key that they share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig, Routing
+from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import (
+    CachedToken,
+    Defaults,
+    read_config,
+    read_num_layers,
+)
+from pagewire.shared.model.rope_config import raw_rope
+
+# Whatever `rms_norm_eps` says: Hugging Face's code and DeepSeek's have it in these norms.
+LATENT_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig(MoeConfig):
+    """A decoder with latent attention and, in some layers, mixtures of experts.
+
+    The size of a head, `head_dim`, is that of its rotated part, as in Hugging Face's configuration.
+
+    Attributes:
+        q_rank: size of the latent vector that queries are made of; None: of the hidden state.
+        kv_rank: size of the one that keys and values are made of.
+        nope_dim: numbers of a query's or key's head that are not rotated.
+        value_dim: numbers of a value's head.
+        score_scale: of the scores.
+        interleaved: whether a number is rotated with the next one; else with the one half a head
+            further.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    score_scale: float
+    interleaved: bool
+
+    @property
+    def cached_token(self) -> CachedToken:
+        """The latent vector and the rotated key, one after the other."""
+        return CachedToken(1, 1, self.kv_rank + self.head_dim)
+
+    @property
+    def attention_width(self) -> int:
+        """The numbers of a token that an attention layer holds at once, the input not counted."""
+        head = self.nope_dim + self.head_dim + 2 * self.kv_rank + self.value_dim
+        return self.num_heads * head + (self.q_rank or 0) + self.kv_rank + self.head_dim
+
+
+def read_latent(
+    architecture: str,
+    fields: Fields,
+    defaults: Defaults,
+    *,
+    experts: ExpertsConfig,
+    dense_layers: int,
+    mlp_bias: bool,
+    interleaved: bool,
+) -> LatentConfig:
+    """Read what DeepSeek's files have in common.
+
+    Args:
+        architecture: Hugging Face's class name.
+        fields: of config.json.
+        defaults: of the family.
+        experts: of each layer that has a mixture.
+        dense_layers: how many of the first layers have none, by default.
+        mlp_bias: whether the feed-forward projections have a bias.
+        interleaved: see `LatentConfig`.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    bias = fields.flag("attention_bias", False)
+    is_null = "q_lora_rank" in fields.raw and fields.raw["q_lora_rank"] is None
+    q_rank = None if is_null else fields.positive_int("q_lora_rank", 1536, MAX_WIDTH)
+    if bias and q_rank is None:
+        raise fields.error("attention_bias is not supported where q_lora_rank is null")
+    nope_dim = fields.positive_int("qk_nope_head_dim", 128, MAX_WIDTH)
+    rope_dim = fields.positive_int("qk_rope_head_dim", 64, MAX_WIDTH)
+    if rope_dim % 2:
+        raise fields.error(f"qk_rope_head_dim ({rope_dim}) is odd; rotary embedding needs pairs")
+    heads = fields.positive_int("num_attention_heads", defaults.num_heads, MAX_COUNT)
+    # All heads share one latent vector, whatever number of KV heads the file has.
+    own = {"head_dim": rope_dim, "num_key_value_heads": heads}
+    first = fields.whole_number("first_k_dense_replace", dense_layers)
+    layers = read_num_layers(fields, defaults.num_layers)
+    return read_config(
+        LatentConfig,
+        architecture,
+        Fields({**fields.raw, **own}, fields.source),
+        defaults,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=mlp_bias,
+        experts=experts,
+        sparse=tuple(layer >= first for layer in range(layers)),
+        q_rank=q_rank,
+        kv_rank=fields.positive_int("kv_lora_rank", 512, MAX_WIDTH),
+        nope_dim=nope_dim,
+        value_dim=fields.positive_int("v_head_dim", 128, MAX_WIDTH),
+        score_scale=_score_scale(fields, nope_dim + rope_dim),
+        interleaved=interleaved,
+    )
+
+
+def read_latent_experts(
+    fields: Fields, routing: Routing, count: int, *, size: int, shared: int
+) -> ExpertsConfig:
+    """Read a mixture as DeepSeek's files have it.
+
+    Args:
+        fields: of config.json.
+        routing: of a token to its experts.
+        count: of these.
+        size: intermediate size of one, by default.
+        shared: experts that all tokens have, by default; they are computed as one.
+
+    Raises:
+        ModelLoadError: a field is wrong, or each token would not have enough experts; one line.
+    """
+    if fields.positive_int("moe_layer_freq", 1) != 1:
+        raise fields.error("moe_layer_freq is not 1, which is not supported")
+    groups, top_groups = routing.groups, routing.top_groups
+    if count % groups or top_groups > groups:
+        raise fields.error(
+            f"n_group ({groups}) must divide n_routed_experts ({count}), and topk_group "
+            f"({top_groups}) must not be more"
+        )
+    of_group = count // groups
+    least = 2 if groups > 1 and routing.group_score == "best two" else 1
+    if routing.top_k > top_groups * of_group or of_group < least:
+        raise fields.error(
+            f"a group of {of_group} experts is too small: a token has {routing.top_k} of "
+            f"{top_groups} groups"
+        )
+    size = fields.positive_int("moe_intermediate_size", size, MAX_WIDTH)
+    shared = fields.positive_int("n_shared_experts", shared, MAX_COUNT)
+    return ExpertsConfig(count, size, routing, shared * size)
+
+
+def _score_scale(fields: Fields, head_dim: int) -> float:
+    """Return what scores are multiplied by: with YaRN more than the inverse root of a head."""
+    raw = raw_rope(fields)
+    scale = float(head_dim**-0.5)
+    rope = Fields(raw if isinstance(raw, dict) else {}, fields.source)
+    rope_type = rope.raw.get("rope_type", rope.raw.get("type", "default"))
+    if rope_type == "default" or not rope.raw.get("mscale_all_dim"):
+        return scale
+    factor = rope.positive_float("factor")
+    if factor <= 1.0:
+        return scale
+    amplitude = 0.1 * rope.positive_float("mscale_all_dim") * math.log(factor) + 1.0
+    return scale * amplitude * amplitude

@@ -1,0 +1,102 @@
+"""Multi-head latent attention over the paged cache, in its absorbed form.
+
+DeepSeek-V2 (arXiv 2405.04434). A token's keys and values are `up @ c` of its latent vector c. Its
+part `W_k` is applied to queries in place of keys, its part `W_v` to what attention gives:
+
+    q . (W_k c) = (W_k^T q) . c        sum_t p_t (W_v c_t) = W_v sum_t p_t c_t
+
+So all heads attend to the one row that is cached, of C numbers of the latent vector and R of a
+rotated key, and no token's keys or values are ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.latent_config import LatentConfig
+from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.norm import Norm
+from pagewire.shared.model.paged_attention import attend_latent
+
+
+class LatentAttention:
+    """Attention whose latent vectors and rotated keys are cached.
+
+    Attributes:
+        down: projects to queries, or the latent vectors that they are made of, to latent vectors
+            and keys.
+        q_norm: of the queries' latent vectors, or None.
+        q_up: projects these to queries, or None.
+        kv_norm: of the latent vectors that are cached.
+        kv_up: `[H, nope + V, C]`: of each head `W_k`, then `W_v`.
+        o_proj: projects the heads' values back.
+    """
+
+    def __init__(
+        self,
+        config: LatentConfig,
+        ops: Ops,
+        down: Linear,
+        q_norm: Norm | None,
+        q_up: Linear | None,
+        kv_norm: Norm,
+        kv_up: torch.Tensor,
+        o_proj: Linear,
+        cos_sin: torch.Tensor,
+    ) -> None:
+        self._ops = ops
+        self._cos_sin = cos_sin  # [max_positions, R]
+        self._config = config
+        queries = config.num_heads * (config.nope_dim + config.head_dim)
+        self._parts = [config.q_rank or queries, config.kv_rank, config.head_dim]
+        self.down = down
+        self.q_norm = q_norm
+        self.q_up = q_up
+        self.kv_norm = kv_norm
+        self.kv_up = kv_up
+        self.o_proj = o_proj
+        self._key_up, value_up = kv_up.split([config.nope_dim, config.value_dim], dim=1)
+        self._value_up = value_up.transpose(1, 2)  # [H, C, V]
+
+    def forward(
+        self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend `[T, hidden]`, writing to `kv_cache` [NB, 1, 1, BS, C + R]."""
+        config = self._config
+        q, latent, k = self.down.apply(hidden).split_with_sizes(self._parts, dim=1)
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up.apply(self.q_norm(q)[0])
+        by_head = q.unflatten(1, (config.num_heads, -1))
+        q_nope, q_rope = by_head.split_with_sizes([config.nope_dim, config.head_dim], dim=2)
+        cache = kv_cache[:, 0, 0]
+        self._ops.latent_rotary_and_cache(
+            batch.positions,
+            q_rope,
+            latent,
+            k,
+            self._cos_sin,
+            cache,
+            batch.slot_mapping,
+            self.kv_norm.weight,
+            self.kv_norm.eps,
+            config.interleaved,
+        )
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)  # [T, H, C]
+        out = torch.empty_like(q_latent)
+        attend_latent(self._ops, q_latent, q_rope, cache, batch, config.score_scale, out)
+        values = torch.bmm(out.transpose(0, 1), self._value_up)  # [H, T, V]
+        return self.o_proj.apply(values.transpose(0, 1).flatten(1))
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills projections and norms."""
+        yield from self.down.targets(name)
+        if self.q_norm is not None and self.q_up is not None:
+            yield from self.q_norm.targets(f"{name}.q_a_layernorm")
+            yield from self.q_up.targets(name)
+        yield from self.kv_norm.targets(f"{name}.kv_a_layernorm")
+        yield f"{name}.kv_b_proj.weight", self.kv_up.flatten(0, 1)
+        yield from self.o_proj.targets(name)

@@ -1,0 +1,41 @@
+"""Layers whose attention and feed-forward layer have the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pagewire.shared.model.inputs import ForwardBatch
+from pagewire.shared.model.layers.decoder import AttentionPart, TokenPart
+from pagewire.shared.model.layers.linear import NamedTarget
+from pagewire.shared.model.layers.norm import Norm
+
+
+class ParallelLayer:
+    """Attention and feed-forward side by side, after one normalisation."""
+
+    __slots__ = ("attention", "input_norm", "mlp")
+
+    def __init__(self, input_norm: Norm, attention: AttentionPart, mlp: TokenPart) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp = mlp
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and residual stream, `[T, hidden]`, not yet added together."""
+        hidden, residual = self.input_norm(hidden, residual)
+        attended = self.attention.forward(hidden, batch, kv_cache)
+        return self.mlp.forward(hidden), residual + attended
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the layer."""
+        yield from self.input_norm.targets(f"{name}.input_layernorm")
+        yield from self.attention.targets(f"{name}.self_attn")
+        yield from self.mlp.targets(f"{name}.mlp")

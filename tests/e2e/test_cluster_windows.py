@@ -1,0 +1,162 @@
+"""Clusters of models with sliding windows: Hugging Face's tokens, over each carrier, whatever
+happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.hf_greedy import greedy
+from pagewire.tests.support.local_cluster import LocalCluster, complete_all, local_cluster
+from pagewire.tests.support.sse import arriving_events
+from pagewire.tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(240)
+
+ANSWER, TIMEOUT_S = 60, 100.0
+# Some are shorter than the window, and some than what a decode worker computes by itself.
+PROMPTS = [[(n * 41 + index) % 900 + 10 for n in range(5 + 9 * index)] for index in range(16)]
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+# A window in some layers, which makes several cache groups, and one in all of them.
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "some": (
+        "qwen3",
+        "windows-by-layer",
+        {"num_hidden_layers": 4, "layer_types": LAYERS, "sliding_window": 21},
+    ),
+    "all": ("mistral", "window-groups-of-2", {"sliding_window": 24, "head_dim": 24}),
+}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A model, and what Hugging Face answers.
+
+    Attributes:
+        few_blocks: a pool that does not hold all answers at once.
+    """
+
+    path: Path
+    few_blocks: int
+    expected: list[list[int]] = field(repr=False)
+
+    @contextmanager
+    def cluster(self, *options: str) -> Iterator[LocalCluster]:
+        common = ("--model", str(self.path), "--device", "cpu", "--dtype", "float32")
+        with local_cluster(*common, *options) as running:
+            yield running
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    family, shape, changes = SHAPES[request.param]
+    path, demo = tmp_path_factory.mktemp("models") / "tiny", demo_model_path()
+    vocab_size = Tokenizer.from_dir(demo).vocab_size
+    theirs = write_tiny_model(path, family, shape, vocab_size=vocab_size, **changes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, path / name)
+    few_blocks = 90 if request.param == "some" else 26
+    return Tried(path, few_blocks, [greedy(theirs, prompt, ANSWER) for prompt in PROMPTS])
+
+
+def body_of(prompt: list[int], max_tokens: int = ANSWER) -> dict[str, Any]:
+    asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
+    return {**asked, "ignore_eos": True, "return_token_ids": True}
+
+
+def answers(cluster: LocalCluster, prompts: list[list[int]], count: int) -> list[list[int]]:
+    bodies = [body_of(prompt, count) for prompt in prompts]
+    found = run_async(complete_all(cluster.url, bodies, len(bodies)), TIMEOUT_S)
+    return [body["choices"][0]["token_ids"] for body in found]
+
+
+def sent_over(cluster: LocalCluster) -> set[str]:
+    """Return by which carriers KV was sent."""
+    pattern = r'pagewire_kv_transfer_bytes_total\{.*transport="(\w+)"'
+    found = [(re.match(pattern, name), value) for name, value in cluster.metrics().items()]
+    return {match[1] for match, value in found if match is not None and value}
+
+
+@pytest.mark.parametrize("transport", ["zmq", "ucx"])
+def test_whole_cached_and_continued_prompts(tried: Tried, transport: str) -> None:
+    options = ("--prefill", "1", "--decode", "1", "--kv-transport", transport)
+    with tried.cluster(*options, "--max-num-batched-tokens", "48") as cluster:
+        for _ in range(2):  # the second time from the prefix cache of both workers
+            assert answers(cluster, PROMPTS, ANSWER) == tried.expected
+        begun = [p + tokens[:40] for p, tokens in zip(PROMPTS, tried.expected, strict=True)]
+        rests = [tokens[40:] for tokens in tried.expected]
+        assert answers(cluster, begun, ANSWER - 40) == rests
+        assert sent_over(cluster) == {transport}
+        cluster.wait_idle(2)
+
+
+def test_sequences_are_preempted(tried: Tried) -> None:
+    pool = ("--num-blocks", str(tried.few_blocks), "--max-num-batched-tokens", "32")
+    with tried.cluster(
+        "--prefill", "1", "--decode", "1", "--max-model-len", "208", *pool
+    ) as cluster:
+        assert answers(cluster, PROMPTS, ANSWER) == tried.expected
+        assert cluster.total("pagewire_preemptions_total") > 0
+        cluster.wait_idle(2)
+
+
+class Enough:
+    """Says when all answers together have a number of tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._missing = tokens
+        self.reached = asyncio.Event()
+
+    def add(self, tokens: int) -> None:
+        self._missing -= tokens
+        if self._missing <= 0:
+            self.reached.set()
+
+
+async def stream(url: str, http: httpx.AsyncClient, prompt: list[int], enough: Enough) -> list[int]:
+    tokens: list[int] = []
+    body = {**body_of(prompt), "stream": True}
+    async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+        assert response.is_success, await response.aread()
+        async for event in arriving_events(response):
+            assert "error" not in event, event
+            new = event["choices"][0].get("token_ids", []) if event["choices"] else []
+            tokens += new
+            enough.add(len(new))
+    return tokens
+
+
+def kill_the_busiest(cluster: LocalCluster) -> None:
+    pattern = r'pagewire_requests_running\{.*worker="(decode-\d)"'
+    found = [(re.match(pattern, name), value) for name, value in cluster.metrics().items()]
+    running = {match[1]: value for match, value in found if match is not None}
+    os.kill(cluster.worker_pid(max(running, key=lambda name: running[name])), signal.SIGKILL)
+
+
+async def stream_all_and_kill(cluster: LocalCluster) -> list[list[int]]:
+    enough = Enough(len(PROMPTS) * ANSWER // 2)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as http, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(stream(cluster.url, http, p, enough)) for p in PROMPTS]
+        await asyncio.wait_for(enough.reached.wait(), TIMEOUT_S)
+        await asyncio.to_thread(kill_the_busiest, cluster)
+    return [task.result() for task in tasks]
+
+
+def test_answers_migrate_when_their_decode_worker_is_killed(tried: Tried) -> None:
+    with tried.cluster("--prefill", "1", "--decode", "2") as cluster:
+        assert run_async(stream_all_and_kill(cluster), TIMEOUT_S) == tried.expected
+        assert cluster.total("pagewire_request_migrations_total") > 0
