@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -15,9 +16,12 @@ from pagewire.shared.tools.events import (
     ContentText,
     ReasoningText,
 )
-from pagewire.shared.tools.parser import ToolParser
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tools.harmony import ChannelParser
+from pagewire.shared.tools.parser import ToolParser, new_call_id
 from pagewire.shared.tools.reasoning import Begins, ReasoningSplitter
 from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tools.xml_calls import ArgumentKind
 
 
 class AnswerReading(msgspec.Struct, frozen=True):
@@ -30,6 +34,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
         reasoning: where an answer begins; None: reasoning is not split off.
         include_reasoning: the client is to have it.
         shown: special tokens that the text must have to be read.
+        kinds: how the functions' arguments are written, where the calls do not show it.
     """
 
     names: tuple[str, ...] = ()
@@ -38,10 +43,57 @@ class AnswerReading(msgspec.Struct, frozen=True):
     reasoning: Begins | None = None
     include_reasoning: bool = True
     shown: tuple[int, ...] = ()
+    kinds: dict[str, dict[str, ArgumentKind]] = {}
 
 
-class AnswerParser:
-    """Reads one answer, part by part."""
+class AnswerParser(Protocol):
+    """Reads one answer, part by part.
+
+    Attributes:
+        has_calls: whether any call has begun.
+        may_reason: whether what comes next may be reasoning.
+        reasoning_end: where the reasoning ends in the text, its close tag included; None if it has
+            no end.
+        has_reasoning: whether the answer began with reasoning.
+    """
+
+    @property
+    def has_calls(self) -> bool: ...  # noqa: D102
+
+    @property
+    def may_reason(self) -> bool: ...  # noqa: D102
+
+    @property
+    def reasoning_end(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def has_reasoning(self) -> bool: ...  # noqa: D102
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        """Add text; return what is certain."""
+        ...
+
+    def flush(self) -> list[AnswerEvent]:
+        """End the answer; return what was held back."""
+        ...
+
+
+def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
+    """Return what reads one answer of a model."""
+    if not syntax.has_channels:
+        return TaggedAnswer(syntax, reading)
+    form = TOOL_FORMATS["harmony"]
+    return ChannelParser(
+        reading.names,
+        reading.reasoning or "outside",
+        lambda: new_call_id(form),
+        1 if reading.only_one else None,
+        reading.include_reasoning,
+    )
+
+
+class TaggedAnswer:
+    """Reads an answer that has its reasoning first, between tags, and then content and calls."""
 
     def __init__(self, syntax: ChatSyntax, reading: AnswerReading) -> None:
         self._splitter: ReasoningSplitter | None = None
@@ -51,7 +103,7 @@ class AnswerParser:
             self._splitter = ReasoningSplitter(syntax.reasoning, reading.reasoning)
         if syntax.tools is not None and reading.names:
             most = 1 if reading.only_one else None
-            self._tools = ToolParser(syntax.tools, reading.names, most)
+            self._tools = ToolParser(syntax.tools, reading.names, most, kinds=reading.kinds)
 
     @property
     def has_calls(self) -> bool:
@@ -150,7 +202,7 @@ class AnswerMessage:
 
 def read_answer(syntax: ChatSyntax, reading: AnswerReading, text: str) -> AnswerMessage:
     """Return the parts of a whole answer."""
-    parser = AnswerParser(syntax, reading)
+    parser = answer_parser(syntax, reading)
     return AnswerMessage.of([*parser.push(text), *parser.flush()])
 
 

@@ -11,6 +11,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.grammar import CallsWanted
 from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tools.xml_calls import argument_kinds
 
 PROMPT_END_TOKENS = 16  # enough for what a template puts at the end to open the reasoning
 
@@ -41,6 +42,9 @@ def answer_reading(
     elif syntax.reasoning is not None:
         end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         begins = syntax.begins(end)
+    kinds = {}
+    if wanted is not None and syntax.tools is not None and syntax.tools.kind == "xml":
+        kinds = {each.name: argument_kinds(each) for each in wanted.functions}
     return AnswerReading(
         names=() if wanted is None else tuple(each.name for each in wanted.functions),
         only_one=wanted is not None and wanted.only_one,
@@ -48,6 +52,7 @@ def answer_reading(
         reasoning=begins,
         include_reasoning=include_reasoning,
         shown=tuple(syntax.tokens.values()),
+        kinds=kinds,
     )
 
 

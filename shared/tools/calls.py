@@ -11,13 +11,15 @@ import re
 from collections.abc import Collection
 from typing import Literal, Protocol
 
-from pagewire.shared.tools.formats import ARGS_MARK, ARGUMENT_KEYS, CALL_ID_MARK, ToolFormat
+from pagewire.shared.tools.formats import ARGUMENT_KEYS, ToolFormat
 from pagewire.shared.tools.scanner import ValueScanner
+from pagewire.shared.tools.xml_calls import ArgumentKinds, XmlCall
 
 MAX_CALL_ID = 64  # characters
 # Characters from a name to where arguments begin: they are read again with each part that comes.
 MAX_HEAD = 1024
 
+_OWN_KEYS = ("name", "function", "arguments")
 _OTHER_KEYS = ("id", "type", "index")  # that an object may have besides; they say nothing
 _NAME = re.compile(r"[A-Za-z0-9_.:-]*")
 _CALL_ID = re.compile(rf"[A-Za-z0-9_-]{{0,{MAX_CALL_ID}}}")
@@ -51,22 +53,27 @@ class CallReader(Protocol):
         ...
 
 
-def make_reader(form: ToolFormat, names: Collection[str]) -> CallReader:
+def make_reader(form: ToolFormat, names: Collection[str], kinds: ArgumentKinds) -> CallReader:
     """Return a reader of one call.
 
     Args:
         form: how it is written.
         names: of the functions that may be called.
+        kinds: how their arguments are written, for a form in which that is not to be seen.
     """
+    if form.kind == "xml":
+        return XmlCall(names, kinds)
     if form.kind == "object":
         return ObjectCall(names)
-    return HeadedCall(names, is_python=form.kind == "python")
+    return HeadedCall(form, names)
 
 
 class ObjectCall:
     """`{"name": "f", "arguments": {...}}`, with keys in any order.
 
-    The arguments may also be a string with the object in it, or null.
+    The arguments may also be a string with the object in it, or null. Models that know OpenAI's
+    tools write `{"type": "function", "function": {"name": "f", "arguments": {...}}}`, or the name
+    as `function`.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -79,6 +86,7 @@ class ObjectCall:
         self._more = ""  # of the arguments, since then
         self._expected: Literal["{", "key or end", "key", ":", "value", "next"] = "{"
         self._key = ""  # a quote while it is read
+        self._is_inner = False  # in the object of `function`
         self._parts: list[str] = []  # of the key or the value, as far as it was read
         self._seen: set[str] = set()
         self._scanner = ValueScanner()
@@ -95,11 +103,18 @@ class ObjectCall:
             is_in_key = self._key.startswith('"')
             if text[at] in _SPACES and not (is_in_key or self._parts):
                 at += 1
+            elif self._begins_inner(text[at]):
+                self._is_inner, self._expected, self._key = True, "key or end", ""
+                at += 1
             elif is_in_key or self._expected == "value":
                 at = self._scan(text, at)
             else:
                 at = self._take_mark(text[at], at)
         return self._give(), at
+
+    def _begins_inner(self, char: str) -> bool:
+        is_begin = self._expected == "value" and not self._parts and char == "{"
+        return is_begin and self._key == "function" and not self._is_inner
 
     def _take_mark(self, char: str, at: int) -> int:
         expected = self._expected
@@ -144,17 +159,18 @@ class ObjectCall:
         self._key = json.loads("".join(self._parts))
         self._expected, self._parts = ":", []
         kind = "arguments" if self._key in ARGUMENT_KEYS else self._key
-        if kind in self._seen or kind not in ("name", "arguments", *_OTHER_KEYS):
+        if kind in self._seen or kind not in (*_OWN_KEYS, *_OTHER_KEYS):
             self._fail()
         self._seen.add(kind)
 
     def _after_value(self) -> None:
         self._expected = "next"
         value = "".join(self._parts)
-        if self._key == "name":
+        if self._key in ("name", "function"):
             name = json.loads(value)
+            is_first = self._found is None
             self._found = name if isinstance(name, str) and name in self._names else None
-            if self._found is None:
+            if self._found is None or not is_first:
                 self._fail()
         elif self._key in ARGUMENT_KEYS:
             arguments = _as_object(value)
@@ -164,6 +180,9 @@ class ObjectCall:
         self._key, self._parts = "", []
 
     def _end(self) -> None:
+        if self._is_inner:
+            self._is_inner, self._expected = False, "next"
+            return
         if self._arguments is None:
             self._arguments = ["{}"]
         if self._found is None:
@@ -191,11 +210,12 @@ class ObjectCall:
 class HeadedCall:
     """`f[ARGS]{...}`, perhaps with `[CALL_ID]` and an id after the name; or `f(a=1)`."""
 
-    def __init__(self, names: Collection[str], is_python: bool) -> None:
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self.name: str | None = None
         self.is_done = self.has_failed = False
-        self._names, self._is_python = names, is_python
-        self._scanner = ValueScanner(python=is_python, call=is_python)
+        self._names, self._is_python = names, form.kind == "python"
+        self._mark, self._id_mark = form.mark.strip(), form.id_mark
+        self._scanner = ValueScanner(python=self._is_python, call=self._is_python)
 
     @property
     def held(self) -> str:
@@ -221,15 +241,17 @@ class HeadedCall:
         name = _matched(_NAME, text, start)
         at = start + len(name)
         if not self._is_python:
-            if text.startswith(CALL_ID_MARK, at):
-                at += len(CALL_ID_MARK)
+            if self._id_mark and text.startswith(self._id_mark, at):
+                at += len(self._id_mark)
                 at += len(_matched(_CALL_ID, text, at))
-            if not text.startswith(ARGS_MARK, at):
+            is_open = at == len(text)
+            at += len(text[at:]) - len(text[at:].lstrip())
+            if not text.startswith(self._mark, at):
                 rest = text[at:]
-                could = ARGS_MARK.startswith(rest) or CALL_ID_MARK.startswith(rest)
-                self.has_failed = not (could and self._may_be(name, at == len(text)))
+                could = self._mark.startswith(rest) or self._id_mark.startswith(rest)
+                self.has_failed = not (could and self._may_be(name, is_open))
                 return None
-            at += len(ARGS_MARK)
+            at += len(self._mark)
         at += len(text[at:]) - len(text[at:].lstrip())
         if at == len(text):
             self.has_failed = not self._may_be(name, self._is_python)

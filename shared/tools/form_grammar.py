@@ -10,6 +10,7 @@ import json
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import PROMPT_END_TOKENS
+from pagewire.shared.tools.harmony_grammar import form_in_final
 from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tools.syntax import ChatSyntax
 
@@ -37,7 +38,7 @@ def reasoning_before(
         continued: the message that they go on with, if they do.
     """
     form = syntax.reasoning
-    if form is None or reading is None or reading.reasoning is None:
+    if form is None or reading is None or reading.reasoning in (None, "answer"):
         return None
     if reading.reasoning == "outside":
         end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
@@ -78,6 +79,8 @@ def _grammars(text: str) -> list[dict[str, object]]:
 
 def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
     """Return the grammar of the reasoning, which refers to that of the form."""
+    if form.has_channels:
+        return form_in_final(_NAME, begins, syntax.tokens.get)
     open_id, close_id = (syntax.tokens.get(text) for text in (form.open, form.close))
     rules = ["%llguidance {}", r"LINE_BREAKS: /\n{1,8}/"]
     if close_id is not None:
@@ -85,9 +88,14 @@ def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
     else:
         rest = "reasoning_end LINE_BREAKS?"
         rules += [f"REASONING: {_TEXT} {json.dumps(form.close)}", "reasoning_end[lazy]: REASONING"]
+    answer = f"@{_NAME}"
+    if form.answer_open:
+        opened, closed = (json.dumps(text) for text in (form.answer_open, form.answer_close))
+        in_tags = f'{opened} LINE_BREAKS? @{_NAME} "\\n"? {closed}'
+        answer = f"({answer} | {in_tags})"
     if begins == "inside":
-        rules.append(f"start: {rest} @{_NAME}")
+        rules.append(f"start: {rest} {answer}")
     else:
         opened = json.dumps(form.open) if open_id is None else f"<[{open_id}]>"
-        rules += [f"start: reasoning? @{_NAME}", f"reasoning: {opened} {rest}"]
+        rules += [f"start: @{_NAME} | reasoning {answer}", f"reasoning: {opened} {rest}"]
     return "\n".join(rules) + "\n"

@@ -6,17 +6,18 @@ A row is an addition; a way whose arguments are neither JSON nor Python's also n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-# How one call is written: {"name": "f", "arguments": {...}}, f[ARGS]{...} or f(a=1).
-CallKind = Literal["object", "headed", "python"]
+# How one call is written: {"name": "f", "arguments": {...}}, f[ARGS]{...}, f(a=1), or
+# <function=f> with an element for each argument. "harmony" has messages, which `harmony.py` reads.
+CallKind = Literal["object", "headed", "python", "xml", "harmony"]
 
-ARGS_MARK = "[ARGS]"  # between name and arguments of a "headed" call
-CALL_ID_MARK = "[CALL_ID]"  # before an id, which some models put between the two
 ARGUMENT_KEYS = ("arguments", "parameters")  # models confuse them
+_MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,13 +25,19 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         open: before each call, or before the list of calls; if it is empty, calls begin an answer.
+        other_opens: what models write in its place although their template says otherwise.
         may_open: what may come first where `open` is empty.
         close: after what `open` begins.
         is_list: all calls are in one list; otherwise each has its own `open` and `close`.
         begin: of the list.
         separator: between calls.
         end: of the list.
+        before: each call, in a list or not.
+        after: each call.
         arguments_key: of an "object" call.
+        mark: between name and arguments of a "headed" call.
+        id_mark: before an id, which some models put between name and `mark`.
+        python_constants: a "python" call has `True` and `None`, not `true` and `null`.
         id_chars: length of a call's id, if the model's template wants one.
         in_template: a chat template with all of these texts is of a model that writes this way.
         not_in_template: unless it has one of these.
@@ -39,27 +46,70 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: CallKind
     open: str = ""
+    other_opens: tuple[str, ...] = ()
     may_open: str = ""
     close: str = ""
     is_list: bool = False
     begin: str = ""
     separator: str = ""
     end: str = ""
+    before: str = ""
+    after: str = ""
     arguments_key: str = "arguments"
+    mark: str = ""
+    id_mark: str = ""
+    python_constants: bool = True
     id_chars: int | None = None
     in_template: tuple[str, ...] = ()
     not_in_template: tuple[str, ...] = ()
 
     @property
+    def opens(self) -> tuple[str, ...]:
+        """What may come before a call, without the spaces around it."""
+        return tuple(text.strip() for text in (self.open, *self.other_opens) if text)
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Texts that a tokenizer may have as special tokens, which are not shown otherwise."""
-        of_head = (ARGS_MARK, CALL_ID_MARK) if self.kind == "headed" else ()
-        texts = (self.open, self.may_open, self.close)
-        return tuple(text.strip() for text in texts if text) + of_head
+        texts = (
+            *(self.open, *self.other_opens, self.may_open, self.before),
+            *(self.mark, self.id_mark, self.after, self.end, self.close),
+        )
+        return tuple(dict.fromkeys(_MARKER.findall("".join(texts))))
 
 
 # Of several that a template fits, the first counts.
 _ROWS = (
+    ToolFormat(
+        name="harmony",
+        kind="harmony",
+        before="<|start|>assistant<|channel|>commentary to=functions.",
+        mark=" <|constrain|>json<|message|>",
+        after="<|call|>",
+        in_template=("<|channel|>commentary", "functions."),
+    ),
+    ToolFormat(
+        name="phi4_mini",
+        kind="object",
+        open="<|tool_call|>",
+        close="<|/tool_call|>",
+        is_list=True,
+        begin="[",
+        separator=", ",
+        end="]",
+        in_template=("<|tool|>", "<|/tool|>"),
+    ),
+    ToolFormat(
+        name="granite",
+        kind="object",
+        open="<|tool_call|>",
+        other_opens=("<tool_call>",),
+        is_list=True,
+        begin="[",
+        separator=", ",
+        end="]",
+        in_template=("<|tool_call|>", "available_tools"),
+    ),
     ToolFormat(
         name="hermes",
         kind="object",
@@ -70,11 +120,21 @@ _ROWS = (
         not_in_template=("<function=", "<arg_key>"),
     ),
     ToolFormat(
+        name="qwen3_coder",
+        kind="xml",
+        open="<tool_call>\n",
+        close="\n</tool_call>",
+        separator="\n",
+        in_template=("<tool_call>", "<function=", "<parameter="),
+    ),
+    ToolFormat(
         name="mistral_args",
         kind="headed",
         open="[TOOL_CALLS]",
+        mark="[ARGS]",
+        id_mark="[CALL_ID]",
         id_chars=9,
-        in_template=("[TOOL_CALLS]", ARGS_MARK),
+        in_template=("[TOOL_CALLS]", "[ARGS]"),
     ),
     ToolFormat(
         name="mistral",
@@ -86,6 +146,48 @@ _ROWS = (
         end="]",
         id_chars=9,
         in_template=("[TOOL_CALLS]",),
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        kind="headed",
+        open="<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        is_list=True,
+        separator="\n",
+        before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        mark="\n```json\n",
+        after="\n```<｜tool▁call▁end｜>",
+        in_template=("<｜tool▁calls▁begin｜>", "```json", "in tools"),
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        kind="headed",
+        open="<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        is_list=True,
+        before="<｜tool▁call▁begin｜>",
+        mark="<｜tool▁sep｜>",
+        after="<｜tool▁call▁end｜>",
+        in_template=("<｜tool▁calls▁begin｜>", "in tools"),
+    ),
+    ToolFormat(
+        name="olmo3",
+        kind="python",
+        open="<function_calls>",
+        close="</function_calls>",
+        is_list=True,
+        separator="\n",
+        python_constants=False,
+        in_template=("<function_calls>",),
+    ),
+    ToolFormat(
+        name="tool_code",
+        kind="python",
+        open="```tool_code\n",
+        close="\n```",
+        is_list=True,
+        separator="\n",
+        in_template=("```tool_code",),
     ),
     ToolFormat(
         name="llama3_json",

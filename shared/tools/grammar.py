@@ -10,22 +10,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from pagewire.shared.tools.argument_grammar import (
+    Keywords,
+    Parameters,
+    json_rule,
+    quoted,
+    regex,
+)
 from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.formats import ARGS_MARK, TokenOf, ToolFormat
+from pagewire.shared.tools.formats import TokenOf, ToolFormat
 from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
+from pagewire.shared.tools.xml_calls import FUNCTION, FUNCTION_END
 
 MAX_CALLS = 32  # in one answer, so that a model that repeats itself comes to an end
 
-# Spaces as models are trained to write JSON: Python's. Fixed, so that none goes on for ever.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _ANY_OBJECT = {"type": "object"}
-_PYTHON_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 
 
 class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +78,9 @@ class _Grammar:
     ) -> None:
         self._form, self._wanted, self._token_of = form, wanted, token_of
         self._reasoning, self._begins = reasoning, begins
+        markers = {*form.markers, *(reasoning.markers if reasoning is not None else ())}
+        self._tokens = {text: token for text in markers if (token := token_of(text)) is not None}
+        self._markers = re.compile(f"({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
         self._rules: dict[str, str] = {}
 
     def text(self) -> str:
@@ -91,13 +96,13 @@ class _Grammar:
 
     def _literal(self, text: str) -> str:
         """Return a text as it is in a rule; a marker in it that is a token is one."""
-        core = text.strip()
-        token = self._token_of(core) if core else None
-        if token is None:
-            return json.dumps(text, ensure_ascii=False) if text else ""
-        before, after = text[: text.index(core)], text[text.index(core) + len(core) :]
-        parts = [json.dumps(before) if before else "", f"<[{token}]>"]
-        return " ".join([*parts, json.dumps(after) if after else ""]).strip()
+        parts = [part for part in self._markers.split(text) if part]
+        return " ".join(
+            f"<[{self._tokens[part]}]>"
+            if part in self._tokens
+            else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        )
 
     def _until(self, name: str, marker: str, excluded: Sequence[str] = ()) -> str:
         """Return what reads any text up to a marker, and the marker.
@@ -112,7 +117,7 @@ class _Grammar:
         if (token := self._token_of(core)) is not None:
             self._rules[name.upper()] = _text("", excluded)
             return f"{name.upper()} <[{token}]> {rest}".strip()
-        self._rules[f"{name}[lazy]"] = _text(_quoted(core), excluded)
+        self._rules[f"{name}[lazy]"] = _text(quoted(core), excluded)
         return f"{name} {rest}".strip()
 
     def _add_reasoning(self) -> str:
@@ -121,7 +126,7 @@ class _Grammar:
             return ""
         rest = self._until("reasoning_end", form.close)
         opened = self._literal(form.open)
-        self._rules["LINE_BREAKS"] = _regex(r"\n{1,8}")
+        self._rules["LINE_BREAKS"] = regex(r"\n{1,8}")
         if self._begins == "inside":
             return f"{rest} LINE_BREAKS?"
         self._rules["reasoning"] = f"{opened} {rest} LINE_BREAKS?"
@@ -151,7 +156,7 @@ class _Grammar:
         return f"{self._literal(marker)}?" if marker and self._token_of(marker) is not None else ""
 
     def _end(self) -> str:
-        return f"{self._literal(self._form.end)} {self._literal(self._form.close)}".strip()
+        return self._literal(self._form.end + self._form.close)
 
     def _repeated(self, more: str) -> str:
         return "" if self._wanted.only_one else f"({more}){{0,{MAX_CALLS - 1}}}"
@@ -167,11 +172,23 @@ class _Grammar:
             )
             more = self._repeated(f"{self._literal(form.separator)} call")
             return f"{self._may_open()} ({first}) {more} {self._end()}"
-        trigger = self._until("call_begin", form.open, self._reasoning_open())
+        trigger = self._add_trigger()
         if form.is_list:
             return f"{trigger} listed"
         more = self._repeated(f"{self._literal(form.separator)} {self._literal(form.open)} closed")
         return f"{trigger} closed {more}"
+
+    def _add_trigger(self) -> str:
+        """Add the rules of text up to a call; return what reads it."""
+        excluded, form = self._reasoning_open(), self._form
+        trigger = self._until("call_begin", form.open, excluded)
+        if not form.other_opens:
+            return trigger
+        others = [
+            self._until(f"other_begin_{index}", each, excluded)
+            for index, each in enumerate(form.other_opens)
+        ]
+        return f"({' | '.join([trigger, *others])})"
 
     def _reasoning_open(self) -> list[str]:
         """Return the tag that begins reasoning, if text could begin with it as well."""
@@ -192,97 +209,27 @@ class _Grammar:
         return "TEXT"
 
     def _head(self, function: Function) -> str:
-        name = function.name
+        name, before = function.name, self._form.before
+        if self._form.kind == "xml":
+            return f"{before}{FUNCTION}{name}>\n"
         if self._form.kind == "object":
-            return f'{{"name": "{name}", "{self._form.arguments_key}": '
-        return f"{name}(" if self._form.kind == "python" else name
+            return f'{before}{{"name": "{name}", "{self._form.arguments_key}": '
+        return f"{before}{name}(" if self._form.kind == "python" else before + name
 
     def _add_function(self, index: int, function: Function) -> str:
         """Add the rules of a function's arguments; return what reads a call of it."""
-        body = f"body_{index}"
-        if self._form.kind == "python":
-            arguments = _Keywords(body, function.schema, self._rules).add()
-            self._rules[body] = f'{arguments} ")"'
+        body, form = f"body_{index}", self._form
+        if form.kind == "python":
+            keywords = Keywords(body, function.schema, self._rules, form.python_constants)
+            arguments, end = keywords.add(), ")"
+        elif form.kind == "xml":
+            arguments, end = Parameters(body, function.schema, self._rules).add(), FUNCTION_END
         else:
-            mark = self._literal(ARGS_MARK) if self._form.kind == "headed" else ""
-            end = '"}"' if self._form.kind == "object" else ""
-            self._rules[f"arguments_{index}"] = _json_rule(function.schema)
-            self._rules[body] = f"{mark} arguments_{index} {end}".strip()
+            self._rules[f"arguments_{index}"] = json_rule(function.schema)
+            arguments, end = f"arguments_{index}", "}" if form.kind == "object" else ""
+        parts = (self._literal(form.mark), arguments, self._literal(end + form.after))
+        self._rules[body] = " ".join(part for part in parts if part)
         return f"{self._literal(self._head(function))} {body}"
-
-
-class _Keywords:
-    """The rules of `a=1, b="x"`, from the schema of an object.
-
-    Properties come in the schema's order. A schema that does not list them itself, or has names
-    that are not Python's, allows any keywords with values as in JSON.
-
-    For the property i there are these rules: `p` (the keyword itself), `first` (the keywords from i
-    on, none before them) and `more` (the same after a comma).
-
-    Args:
-        prefix: of the rules' names.
-        schema: of the object.
-        rules: to add to.
-    """
-
-    def __init__(self, prefix: str, schema: dict[str, Any], rules: dict[str, str]) -> None:
-        self._prefix, self._schema, self._rules = prefix, schema, rules
-
-    def add(self) -> str:
-        """Add the rules; return what reads the keywords, perhaps none."""
-        properties: Any = self._schema.get("properties")
-        if self._schema.get("additionalProperties") is not False or not _are_keywords(properties):
-            return self._add_any()
-        names, prefix = list(properties), self._prefix
-        if not names:
-            return ""
-        required = self._schema.get("required")
-        needed = set(required) if isinstance(required, list) else set()
-        for index, name in enumerate(names):
-            self._rules[f"{prefix}_p{index}"] = f'"{name}=" {self._value(properties[name], index)}'
-            rest = f"{prefix}_p{index} {prefix}_more{index + 1}"
-            is_last = index == len(names) - 1
-            rest = f"{prefix}_p{index}" if is_last else rest
-            skip = '""' if is_last else f"{prefix}_more{index + 1}"
-            first = '""' if is_last else f"{prefix}_first{index + 1}"
-            may_skip = name not in needed
-            self._rules[f"{prefix}_first{index}"] = rest + (f" | {first}" if may_skip else "")
-            self._rules[f"{prefix}_more{index}"] = f'", " {rest}' + (
-                f" | {skip}" if may_skip else ""
-            )
-        del self._rules[f"{prefix}_more0"]
-        return f"{prefix}_first0"
-
-    def _value(self, schema: Any, index: int) -> str:
-        kind = schema.get("type") if isinstance(schema, dict) else None
-        if isinstance(kind, str) and kind in _PYTHON_CONSTANTS and "enum" not in schema:
-            return f"({_PYTHON_CONSTANTS[kind]})"
-        shared: dict[str, Any] = {
-            key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
-        }
-        rule = f"{self._prefix}_v{index}"
-        self._rules[rule] = _json_rule({**shared, **schema} if isinstance(schema, dict) else {})
-        return rule
-
-    def _add_any(self) -> str:
-        self._rules.setdefault("ANY_KEYWORD", _regex("[A-Za-z_][A-Za-z0-9_]{0,63}="))
-        self._rules.setdefault("any_value", _json_rule({}))
-        keyword = "ANY_KEYWORD any_value"
-        return f'({keyword} (", " {keyword}){{0,{MAX_CALLS}}})?'
-
-
-def _are_keywords(properties: Any) -> bool:
-    return isinstance(properties, dict) and all(map(_IDENTIFIER.fullmatch, properties))
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    options = msgspec.json.encode({**schema, "x-guidance": _JSON_STYLE}).decode()
-    return f"%json {options}"
-
-
-def _regex(pattern: str) -> str:
-    return f"/{pattern}/"
 
 
 def _text(end: str, excluded: Sequence[str]) -> str:
@@ -290,17 +237,12 @@ def _text(end: str, excluded: Sequence[str]) -> str:
 
     Spaces before an excluded text are ignored, as the parser does.
     """
-    text = _regex(f"(?s:.*){end}")
+    text = regex(f"(?s:.*){end}")
     if not excluded:
         return text
-    any_of = "|".join(map(_quoted, excluded))
-    wrong = _regex(r"[ \t\r\n]*" + f"(?:{any_of})(?s:.*)")
+    any_of = "|".join(map(quoted, excluded))
+    wrong = regex(r"[ \t\r\n]*" + f"(?:{any_of})(?s:.*)")
     return f"{text} & ~{wrong}"
-
-
-def _quoted(text: str) -> str:
-    """Return a text as it is in a regular expression between slashes."""
-    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")
 
 
 def any_arguments(functions: Sequence[Function]) -> tuple[Function, ...]:

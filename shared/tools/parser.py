@@ -1,6 +1,6 @@
 """Finds tool calls in the text of an answer, part by part: a pure state machine.
 
-    text -> open -> (begin) -> call -> next -> call or text
+    text -> open -> (begin) -> (before) -> call -> (after) -> next -> call, or (close) and text
 
 What it finds does not depend on how the text is cut. What turns out not to be a call before its
 arguments began is content, all of it. Spaces around calls are dropped.
@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from pagewire.shared.text.stop_strings import overlap
+from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.calls import make_reader
 from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText, ToolEvent
 from pagewire.shared.tools.formats import ToolFormat
+from pagewire.shared.tools.xml_calls import ArgumentKinds
 
 _MAX_PIECE = 4096  # characters that are read at a time: each step copies what is left of them
-_State = Literal["text", "open", "begin", "call", "next", "rest"]
+_State = Literal["text", "open", "begin", "before", "call", "after", "next", "close", "rest"]
 
 
 class ToolParser:
@@ -30,6 +32,7 @@ class ToolParser:
         names: of the functions that may be called; a call of another is content.
         most_calls: further ones are left out.
         new_id: makes a call's id.
+        kinds: see `make_reader`.
 
     Attributes:
         num_calls: that have begun.
@@ -41,17 +44,23 @@ class ToolParser:
         names: Collection[str],
         most_calls: int | None = None,
         new_id: Callable[[], str] | None = None,
+        kinds: ArgumentKinds | None = None,
     ) -> None:
         self.num_calls = 0
+        self._kinds = kinds or {}
         self._form, self._names, self._most = form, names, most_calls
         self._new_id = new_id or (lambda: new_call_id(form))
-        self._open = form.open.strip()
-        self._state: _State = "text" if self._open else "open"
+        self._opens = form.opens
+        self._before, self._after = form.before.strip(), form.after.strip()
+        self._close = form.close.strip()
+        # What ends the calls; a list with an end of its own has `close` after that.
+        self._end = form.end if form.is_list and form.end else self._close
+        self._state: _State = "text" if self._opens else "open"
         # What is not given out, in order; only the buffer, which is short, is looked at again.
         self._raw: list[str] = []  # of a call that has not begun: content, should it be none
         self._spaces: list[str] = []  # dropped if a call is next to them
         self._buffer = ""  # not decided on yet
-        self._reader = make_reader(form, names)
+        self._reader = make_reader(form, names, self._kinds)
         self._events: list[ToolEvent] = []
 
     def push(self, text: str) -> list[ToolEvent]:
@@ -75,9 +84,9 @@ class ToolParser:
         return self._taken()
 
     def _is_part_of_close(self, rest: str) -> bool:
-        form = self._form
-        close = form.end if form.is_list else form.close.strip()
-        return self._state == "next" and close.startswith(rest.strip())
+        rest = rest.strip().removesuffix(REPLACEMENT)
+        closing = {"after": self._after, "next": self._end, "close": self._close}
+        return closing.get(self._state, "").startswith(rest)
 
     def _taken(self) -> list[ToolEvent]:
         events, self._events = self._events, []
@@ -91,22 +100,35 @@ class ToolParser:
             case "open":
                 return self._match_open()
             case "begin":
-                return self._match_begin()
+                return self._match_begin(self._form.begin)
+            case "before":
+                return self._match_begin(self._before)
             case "call":
                 return self._read_call()
+            case "after":
+                return self._match_end(self._after, "next")
             case "next":
                 return self._match_next()
+            case "close":
+                return self._match_end(self._close, self._outside)
         self._let_through(len(self._buffer))
         return False
 
+    @property
+    def _outside(self) -> _State:
+        """Where text is read that is not a call."""
+        return "text" if self._opens else "rest"
+
     def _find_open(self) -> bool:
         """Let text through up to the marker of a call, but for spaces before it."""
-        at = self._buffer.find(self._open)
-        if at < 0:
-            self._let_through(len(self._buffer) - overlap(self._buffer, self._open))
+        found = [(at, text) for text in self._opens if (at := self._buffer.find(text)) >= 0]
+        if not found:
+            held = max(overlap(self._buffer, text) for text in self._opens)
+            self._let_through(len(self._buffer) - held)
             return False
+        at, text = min(found)
         self._let_through(at)
-        self._take_raw(len(self._open))
+        self._take_raw(len(text))
         self._begin_calls()
         return True
 
@@ -130,18 +152,37 @@ class ToolParser:
         return True
 
     def _begin_calls(self) -> None:
-        self._reader = make_reader(self._form, self._names)
-        self._state = "begin" if self._form.begin else "call"
+        self._begin_call()
+        if self._form.begin:
+            self._state = "begin"
 
-    def _match_begin(self) -> bool:
-        found = self._match(self._form.begin)
+    def _begin_call(self) -> None:
+        self._reader = make_reader(self._form, self._names, self._kinds)
+        self._state = "before" if self._before else "call"
+
+    def _match_begin(self, text: str) -> bool:
+        """Take what comes before a call."""
+        found = self._match(text)
+        if found is None:
+            return False
+        if not found:
+            self._give_up()
+            return True
+        self._take_raw(found)
+        if self._state == "begin":
+            self._begin_call()
+        else:
+            self._state = "call"
+        return True
+
+    def _match_end(self, text: str, then: _State) -> bool:
+        """Drop what comes after a call, if it is there."""
+        found = self._match(text)
         if found is None:
             return False
         if found:
-            self._take_raw(found)
-            self._state = "call"
-        else:
-            self._give_up()
+            self._spaces, self._buffer = [], self._buffer[found:]
+        self._state = then
         return True
 
     def _read_call(self) -> bool:
@@ -159,7 +200,7 @@ class ToolParser:
                 self._emit(CallArguments(self.num_calls - 1, part))
         if reader.is_done:
             self._end_call()
-            self._state = "next"
+            self._state = "after" if self._after else "next"
         elif reader.has_failed:
             if reader.name is not None:
                 self._end_call()
@@ -170,20 +211,21 @@ class ToolParser:
     def _match_next(self) -> bool:
         """Decide what comes after a call: its end, another one, or text."""
         form = self._form
-        if form.is_list:
-            follow, end = form.separator.strip(), form.end
-        else:
-            follow, end = "", form.close.strip()
-        matches = [self._match(text) for text in (follow, end) if text]
+        follow = (form.separator.strip() or self._before) if form.is_list else ""
+        matches = [self._match(text) for text in (follow, self._end) if text]
         if not any(matches) and None in matches:
             return False
-        after_call, self._state = self._state, "text" if self._open else "rest"
+        after_call, self._state = self._state, self._outside
         if follow and matches[0]:
-            self._take_raw(matches[0])
-            self._reader = make_reader(form, self._names)
-            self._state = "call"
-        elif end and matches[-1]:
+            if form.separator.strip():
+                self._take_raw(matches[0])
+            self._begin_call()
+        elif self._end and matches[-1]:
             self._spaces, self._buffer = [], self._buffer[matches[-1] :]
+            if self._end != self._close and self._close:
+                self._state = "close"
+        elif form.is_list and not follow:  # nothing but spaces between calls
+            self._begin_call()
         return self._state != after_call
 
     def _match(self, text: str) -> int | None:
@@ -194,7 +236,8 @@ class ToolParser:
         self._hold_spaces()
         if self._buffer.startswith(text):
             return len(text)
-        return None if text.startswith(self._buffer) else 0
+        begun = self._buffer.removesuffix(REPLACEMENT)  # an answer may be cut in a character
+        return None if text.startswith(begun) else 0
 
     def _hold_spaces(self) -> None:
         start = self._buffer.lstrip()
@@ -214,7 +257,7 @@ class ToolParser:
         """Make content of what is not a call, and go on after it."""
         self._content("".join(self._raw))
         self._raw = []
-        self._state = "text" if self._open else "rest"
+        self._state = self._outside
 
     def _end_call(self) -> None:
         self._emit(CallEnd(self.num_calls - 1))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
 from pagewire.shared.text.stop_strings import overlap
 
-# Where an answer begins: the prompt may already have opened the reasoning.
-Begins = Literal["outside", "inside"]
+# Where an answer begins: the prompt may already have opened the reasoning, or what comes after it.
+Begins = Literal["outside", "inside", "answer"]
+_MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -17,21 +19,48 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         in_template: a chat template with any of these texts is of a model that writes this way.
+        answer_open: what may come before the answer, if reasoning came before that.
+        answer_close: what then comes after the answer.
     """
 
     name: str
     open: str
     close: str
     in_template: tuple[str, ...]
+    answer_open: str = ""
+    answer_close: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that a tokenizer may have as special tokens, which are not shown otherwise."""
-        return (self.open, self.close)
+        texts = (self.open, self.close, self.answer_open, self.answer_close)
+        return tuple(_MARKER.findall("".join(texts)))
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether answers are messages with channels, which `harmony.py` reads."""
+        return self.name == "harmony"
 
 
 _ROWS = (
+    ReasoningFormat(
+        "harmony", "<|channel|>analysis<|message|>", "<|end|>", ("<|channel|>analysis<|message|>",)
+    ),
+    ReasoningFormat(
+        "granite_tags",
+        "<think>",
+        "</think>",
+        ("<response></response>",),
+        answer_open="<response>",
+        answer_close="</response>",
+    ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
+    ReasoningFormat(
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
+        ("Here is my thought process:",),
+    ),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
 )
 REASONING_FORMATS = {row.name: row for row in _ROWS}
@@ -61,6 +90,8 @@ class ReasoningSplitter:
         self._spaces: list[str] = []  # held back, before the buffer; never looked at again
         self._buffer = ""
         self._length = 0  # of all text that was added
+        # Whether the answer is between tags; None before that is known.
+        self._has_answer_tags = None if form.answer_open else False
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text; return reasoning and answer, as far as they are certain."""
@@ -75,7 +106,8 @@ class ReasoningSplitter:
         """End the text; return what was held back."""
         rest, self._buffer = self._held_spaces() + self._buffer, ""
         if self.has_ended:
-            return "", "" if self._is_after_tag else rest
+            is_gone = self._is_after_tag or (self._has_answer_tags and not rest.strip("\n"))
+            return "", "" if is_gone else rest
         return (rest, "") if self.is_open else ("", rest)
 
     def _decide(self) -> bool:
@@ -93,6 +125,8 @@ class ReasoningSplitter:
             self._buffer = self._held_spaces() + start
         self._is_decided = True
         self.has_ended = not self.is_open
+        if self.has_ended:
+            self._has_answer_tags = False
         return True
 
     def _take_reasoning(self) -> str:
@@ -104,17 +138,35 @@ class ReasoningSplitter:
             self.close_end = self._length - len(after)
             text, spaces = before.rstrip("\n"), self._held_spaces()
             return spaces + text if text else ""
-        certain = before[: len(before) - overlap(before, self._form.close)]
-        self._buffer = before[len(certain) :]
-        text = certain.rstrip("\n")
-        reasoning = self._held_spaces() + text if text else ""
-        self._spaces.append(certain[len(text) :])
-        return reasoning
+        return self._certain(before, self._form.close)
 
     def _take_answer(self) -> str:
         self._drop_line_breaks()
-        text, self._buffer = self._buffer, ""
-        return text
+        if self._has_answer_tags is None and not self._is_after_tag:
+            tag, start = self._form.answer_open, self._buffer.lstrip()
+            if tag.startswith(start) and tag != start:
+                return ""
+            self._has_answer_tags = self._is_after_tag = start.startswith(tag)
+            self._buffer = start.removeprefix(tag) if self._has_answer_tags else self._buffer
+            self._drop_line_breaks()
+        if not self._has_answer_tags:
+            text, self._buffer = self._buffer, ""
+            return text
+        before, close, after = self._buffer.partition(self._form.answer_close)
+        if close:
+            text, spaces = before.rstrip("\n"), self._held_spaces()
+            self._has_answer_tags, self._is_after_tag, self._buffer = False, True, after
+            return (spaces + text if text else "") + self._take_answer()
+        return self._certain(before, self._form.answer_close)
+
+    def _certain(self, text: str, close: str) -> str:
+        """Return what of a text is certain; hold back what may be its end, with line breaks."""
+        certain = text[: len(text) - overlap(text, close)]
+        self._buffer = text[len(certain) :]
+        rest = certain.rstrip("\n")
+        found = self._held_spaces() + rest if rest else ""
+        self._spaces.append(certain[len(rest) :])
+        return found
 
     def _held_spaces(self) -> str:
         """Return the spaces that were held back, and hold them no longer."""

@@ -10,6 +10,7 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.tools.definitions import NamedTool, Tool
 from pagewire.shared.tools.formats import TOOL_FORMATS, TokenOf, ToolFormat, recognise_tools
 from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
+from pagewire.shared.tools.harmony_grammar import channels_grammar
 from pagewire.shared.tools.reasoning import (
     REASONING_FORMATS,
     Begins,
@@ -53,9 +54,16 @@ class ChatSyntax:
         reasoning = REASONING_FORMATS.get(reasoning_parser)
         if reasoning_parser == "auto":
             reasoning = recognise_reasoning(template or "")
+        if tools is not None and "harmony" in (tools.name, reasoning.name if reasoning else ""):
+            tools, reasoning = TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"]
         markers = [marker for form in (tools, reasoning) if form for marker in form.markers]
         tokens = {marker: token_of(marker) for marker in markers}
         return cls(tools, reasoning, {k: v for k, v in tokens.items() if v is not None})
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether answers are messages with channels: calls, reasoning and content alike."""
+        return self.reasoning is not None and self.reasoning.has_channels
 
     def begins(self, prompt_end: str) -> Begins:
         """Return where an answer begins.
@@ -69,6 +77,8 @@ class ChatSyntax:
     def goes_on(self, text: str) -> Begins:
         """Return where an answer begins that continues a text."""
         form = self.reasoning
+        if form is not None and form.has_channels:
+            return "answer"
         is_open = form is not None and text.rfind(form.open) > text.rfind(form.close)
         return "inside" if is_open else "outside"
 
@@ -86,7 +96,7 @@ class ChatSyntax:
             raise InvalidRequestError(
                 "tools: it is not known how this model writes calls, since its chat template does "
                 "not show it; tool_parser of LLM or the server's --tool-parser can be one of "
-                f"{', '.join(TOOL_FORMATS)}",
+                f"{', '.join(sorted(TOOL_FORMATS))}",
                 "tools",
             )
         functions = tuple(tool.function for tool in tools)
@@ -116,4 +126,6 @@ class ChatSyntax:
                 must_call=wanted.must_call,
                 only_one=wanted.only_one,
             )
+        if self.has_channels:
+            return channels_grammar(wanted.functions, wanted.must_call, begins, self.tokens.get)
         return tools_grammar(self.tools, wanted, self.reasoning, begins, self.tokens.get)

@@ -1,0 +1,188 @@
+"""The rules of arguments that are not an object of JSON: Python's keywords, and elements."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from pagewire.shared.tools.xml_calls import PARAMETER, PARAMETER_END, kind_of
+
+MAX_ARGUMENTS = 33  # of a call whose schema does not list them
+
+# Spaces as models are trained to write JSON: Python's. Fixed, so that none goes on for ever.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
+_PYTHON_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
+_MAX_LENGTH = 2048  # of a text that a grammar counts
+_ELEMENT_NAME = re.compile(r"[^<>\s]{1,256}")
+_VALUE_END = f"\n{PARAMETER_END}\n"
+
+
+class Keywords:
+    """The rules of `a=1, b="x"`, from the schema of an object.
+
+    Properties come in the schema's order. A schema that does not list them itself, or has names
+    that are not Python's, allows any keywords with values as in JSON.
+
+    For the property i there are these rules: `p` (the keyword itself), `first` (the keywords from i
+    on, none before them) and `more` (the same after a comma).
+
+    Args:
+        prefix: of the rules' names.
+        schema: of the object.
+        rules: to add to.
+        constants: `True` and `None` are written as Python has them.
+    """
+
+    def __init__(
+        self, prefix: str, schema: dict[str, Any], rules: dict[str, str], constants: bool
+    ) -> None:
+        self._prefix, self._schema, self._rules = prefix, schema, rules
+        self._constants = _PYTHON_CONSTANTS if constants else {}
+
+    def add(self) -> str:
+        """Add the rules; return what reads the keywords, perhaps none."""
+        properties: Any = self._schema.get("properties")
+        if self._schema.get("additionalProperties") is not False or not _are_keywords(properties):
+            return self._add_any()
+        names, prefix = list(properties), self._prefix
+        if not names:
+            return ""
+        required = self._schema.get("required")
+        needed = set(required) if isinstance(required, list) else set()
+        for index, name in enumerate(names):
+            self._rules[f"{prefix}_p{index}"] = f'"{name}=" {self._value(properties[name], index)}'
+            rest = f"{prefix}_p{index} {prefix}_more{index + 1}"
+            is_last = index == len(names) - 1
+            rest = f"{prefix}_p{index}" if is_last else rest
+            skip = '""' if is_last else f"{prefix}_more{index + 1}"
+            first = '""' if is_last else f"{prefix}_first{index + 1}"
+            may_skip = name not in needed
+            self._rules[f"{prefix}_first{index}"] = rest + (f" | {first}" if may_skip else "")
+            self._rules[f"{prefix}_more{index}"] = f'", " {rest}' + (
+                f" | {skip}" if may_skip else ""
+            )
+        del self._rules[f"{prefix}_more0"]
+        return f"{prefix}_first0"
+
+    def _value(self, schema: Any, index: int) -> str:
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if isinstance(kind, str) and kind in self._constants and "enum" not in schema:
+            return f"({self._constants[kind]})"
+        shared: dict[str, Any] = {
+            key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
+        }
+        rule = f"{self._prefix}_v{index}"
+        self._rules[rule] = json_rule({**shared, **schema} if isinstance(schema, dict) else {})
+        return rule
+
+    def _add_any(self) -> str:
+        self._rules.setdefault("ANY_KEYWORD", regex("[A-Za-z_][A-Za-z0-9_]{0,63}="))
+        self._rules.setdefault("any_value", json_rule({}))
+        keyword = "ANY_KEYWORD any_value"
+        return f'({keyword} (", " {keyword}){{0,{MAX_ARGUMENTS}}})?'
+
+
+class Parameters:
+    """The rules of arguments in elements, from the schema of an object.
+
+    Properties come in the schema's order. A schema that does not list them itself allows any. Of a
+    text's schema the `enum`, `const`, `minLength`, `maxLength` and `pattern` count. A value that
+    may be text or JSON is any text.
+
+    Args:
+        prefix: of the rules' names.
+        schema: of the object.
+        rules: to add to.
+    """
+
+    def __init__(self, prefix: str, schema: dict[str, Any], rules: dict[str, str]) -> None:
+        self._prefix, self._schema, self._rules = prefix, schema, rules
+
+    def add(self) -> str:
+        """Add the rules; return what reads the elements, perhaps none."""
+        properties: Any = self._schema.get("properties")
+        is_listed = self._schema.get("additionalProperties") is False
+        if not is_listed or not isinstance(properties, dict):
+            return self._add_any()
+        if not all(map(_ELEMENT_NAME.fullmatch, properties)):
+            return self._add_any()
+        required = self._schema.get("required")
+        needed = set(required) if isinstance(required, list) else set()
+        parts = []
+        for index, (name, schema) in enumerate(properties.items()):
+            rule = f"{self._prefix}_p{index}"
+            self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} " + self._value(
+                schema, f"{self._prefix}_v{index}"
+            )
+            parts.append(rule if name in needed else f"{rule}?")
+        return " ".join(parts)
+
+    def _value(self, schema: Any, rule: str) -> str:
+        """Add the rule of a value; return what reads it and its end."""
+        kind = kind_of(schema, self._schema)
+        if kind == "json":
+            shared: dict[str, Any] = {
+                key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
+            }
+            self._rules[rule] = json_rule({**shared, **schema})
+            return f"{rule} {_literal(_VALUE_END)}"
+        known = schema if kind == "text" and isinstance(schema, dict) else {}
+        values = [known["const"]] if "const" in known else known.get("enum")
+        if isinstance(values, list) and all(isinstance(each, str) for each in values):
+            return f"({' | '.join(_literal(each + _VALUE_END) for each in values)})"
+        self._rules[f"{rule}[lazy]"] = _text_value(known)
+        return rule
+
+    def _add_any(self) -> str:
+        name = regex(rf"{quoted(PARAMETER)}[^<>\s]{{1,64}}>\n")
+        self._rules.setdefault("ANY_PARAMETER", name)
+        self._rules.setdefault("any_text[lazy]", _text_value({}))
+        return f"(ANY_PARAMETER any_text){{0,{MAX_ARGUMENTS}}}"
+
+
+def _text_value(schema: dict[str, Any]) -> str:
+    """Return what reads a text and its end: a text that has no other end in it."""
+    least, most = (_length(schema.get(key)) for key in ("minLength", "maxLength"))
+    counts = "*" if least is most is None else f"{{{least or 0},{'' if most is None else most}}}"
+    ends, end = quoted(_VALUE_END), quoted(PARAMETER_END)
+    rules = [regex(rf"(?s:.{counts}){ends}"), "~" + regex(rf"(?s:.*){end}(?s:.*){end}(?s:.*)")]
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
+        before = "" if pattern.startswith("^") else "(?s:.*)"
+        after = "" if pattern.endswith("$") else "(?s:.*)"
+        rules.append(regex(rf"{before}({inner}){after}{ends}"))
+    return " & ".join(rules)
+
+
+def _length(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value <= _MAX_LENGTH else None
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _are_keywords(properties: Any) -> bool:
+    return isinstance(properties, dict) and all(map(_IDENTIFIER.fullmatch, properties))
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """Return what reads a value of a schema."""
+    options = msgspec.json.encode({**schema, "x-guidance": _JSON_STYLE}).decode()
+    return f"%json {options}"
+
+
+def regex(pattern: str) -> str:
+    """Return a regular expression as it is in a rule."""
+    return f"/{pattern}/"
+
+
+def quoted(text: str) -> str:
+    """Return a text as it is in a regular expression between slashes."""
+    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")

@@ -1,0 +1,124 @@
+"""What an answer in messages with channels may be, as a grammar for llguidance.
+
+Before the answer there may be reasoning and, if there are tools, remarks in `commentary`. An answer
+has one call: the model ends it with `<|call|>`, which is a stop token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from pagewire.shared.tools.argument_grammar import json_rule, quoted
+from pagewire.shared.tools.definitions import Function
+from pagewire.shared.tools.formats import TokenOf
+from pagewire.shared.tools.harmony import (
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    RECIPIENT,
+    START,
+)
+from pagewire.shared.tools.reasoning import Begins
+
+MAX_MESSAGES = 32  # before the answer
+
+_MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END)
+_SPLIT = re.compile(f"({'|'.join(map(re.escape, _MARKERS))})")
+_TEXT = "/(?s:.*)/"
+
+
+def channels_grammar(
+    functions: Sequence[Function], must_call: bool, begins: Begins, token_of: TokenOf
+) -> str:
+    """Return the grammar of an answer that may have calls.
+
+    Args:
+        functions: that may be called.
+        must_call: a call, and no answer in `final`.
+        begins: which message the prompt has opened, if it has.
+        token_of: the id of a marker that is a token, None for text.
+    """
+    rules = _Rules(token_of)
+    rules.add_messages("analysis", "commentary")
+    calls = " | ".join(rules.add_call(index, each) for index, each in enumerate(functions))
+    rules.add("call", calls)
+    rules.add("TEXT", _TEXT)
+    # What goes on with an answer is the answer, unless a call is required.
+    final = "TEXT" if begins == "answer" else f"messages ({rules.final()} TEXT | call)"
+    start = "messages call" if must_call else final
+    is_in_message = begins == "inside" or (begins == "answer" and must_call)
+    return rules.text(f"rest {start}" if is_in_message else start)
+
+
+def form_in_final(name: str, begins: Begins, token_of: TokenOf) -> str:
+    """Return the grammar of an answer whose form is another grammar's, in `final`.
+
+    Args:
+        name: of the other grammar.
+        begins: which message the prompt has opened, if it has.
+        token_of: the id of a marker that is a token, None for text.
+    """
+    rules = _Rules(token_of)
+    rules.add_messages("analysis")
+    start = f"messages {rules.final()} @{name}"
+    return rules.text(f"rest {start}" if begins == "inside" else start)
+
+
+class _Rules:
+    """The rules of one grammar."""
+
+    def __init__(self, token_of: TokenOf) -> None:
+        self._token_of = token_of
+        self._rules: dict[str, str] = {}
+
+    def text(self, start: str) -> str:
+        """Return the grammar."""
+        rules = {"start": start, **self._rules}
+        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+    def add(self, name: str, rule: str) -> None:
+        """Add a rule."""
+        self._rules[name] = rule
+
+    def literal(self, text: str) -> str:
+        """Return a text as it is in a rule; markers in it that are tokens are tokens."""
+        parts = [part for part in _SPLIT.split(text) if part]
+        ids = {part: self._token_of(part) for part in parts if part in _MARKERS}
+        return " ".join(
+            json.dumps(part) if ids.get(part) is None else f"<[{ids[part]}]>" for part in parts
+        )
+
+    def add_messages(self, *channels: str) -> None:
+        """Add `messages`, on these channels, and `rest`, of one that has begun."""
+        end = self._token_of(END)
+        begin_next = self.literal(f"{START}assistant")
+        if end is None:
+            self.add("until_end[lazy]", f"/(?s:.*){quoted(END)}/")
+            self.add("rest", f"until_end {begin_next}")
+        else:
+            self.add("UNTIL_END", _TEXT)
+            self.add("rest", f"UNTIL_END <[{end}]> {begin_next}")
+        heads = " | ".join(self.literal(f"{CHANNEL}{each}{MESSAGE}") for each in channels)
+        self.add("message", f"({heads}) rest")
+        self.add("messages", f"message{{0,{MAX_MESSAGES}}}")
+
+    def final(self) -> str:
+        """Return what reads the header of the answer."""
+        return f"{self.literal(f'{CHANNEL}final')} {self._data_type()}"
+
+    def add_call(self, index: int, function: Function) -> str:
+        """Add the rule of a function's arguments; return what reads a call of it."""
+        self.add(f"arguments_{index}", json_rule(function.schema))
+        recipient = f" {RECIPIENT}{function.name}"
+        # The recipient comes after the role or after the channel.
+        heads = [f"{CHANNEL}commentary{recipient}", f"{recipient}{CHANNEL}commentary"]
+        any_head = " | ".join(map(self.literal, heads))
+        return f"({any_head}) {self._data_type()} arguments_{index}"
+
+    def _data_type(self) -> str:
+        """Return what reads the end of a header, perhaps with a type."""
+        whole = [MESSAGE, f" {CONSTRAIN}json{MESSAGE}", f"{CONSTRAIN}json{MESSAGE}"]
+        return f"({' | '.join(map(self.literal, [*whole, f' json{MESSAGE}']))})"

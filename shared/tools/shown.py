@@ -1,0 +1,166 @@
+"""Conversations as a model's chat template can show them.
+
+Templates take tools by several names, and some leave out what earlier answers have called. So the
+model would not know its tools, or that it has called them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from pagewire.shared.text.chat_template import Fit, Fitted
+from pagewire.shared.tools.formats import ToolFormat
+from pagewire.shared.tools.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+
+_Message = dict[str, Any]
+# The system message has the tools, as JSON text, under this name (Phi-4-mini; OLMo 3 Think).
+_IN_SYSTEM = {"tools": ("message['tools']",), "functions": ("message.get('functions'",)}
+_VARIABLE = "xml_tools"  # SmolLM3
+_ONE_CALL = "message.tool_calls[0]"  # gpt-oss
+
+
+def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
+    """Return what makes a conversation one that a template can show; None if it need not.
+
+    Args:
+        source: of the template.
+        form: how the model writes calls.
+    """
+    steps: list[Fit] = []
+    others = re.sub(r"message\['tools'\]|'tools' in message", "", source)
+    if re.search(r"\btools\b", others) is None:
+        names = [name for name, texts in _IN_SYSTEM.items() if any(t in source for t in texts)]
+        steps += [partial(_in_system, name) for name in names]
+    if _VARIABLE in source:
+        steps.append(_as_variable)
+    if form is not None and form.name == "harmony":
+        steps.append(_for_harmony if _ONE_CALL in source else _described)
+    elif form is not None and "tool_calls" not in source:
+        steps.append(partial(_spelled, form))
+    return partial(_in_turn, steps) if steps else None
+
+
+def _in_turn(steps: list[Fit], given: Fitted) -> Fitted:
+    for step in steps:
+        given = step(given)
+    return given
+
+
+def _in_system(name: str, given: Fitted) -> Fitted:
+    if not given.tools:
+        return given
+    messages = given.messages
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    text = json.dumps([tool.get("function", tool) for tool in given.tools], ensure_ascii=False)
+    return given._replace(messages=[messages[0] | {name: text}, *messages[1:]])
+
+
+def _as_variable(given: Fitted) -> Fitted:
+    return given._replace(variables={_VARIABLE: given.tools} if given.tools else {})
+
+
+def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
+    """Put calls into contents, as the model has written them."""
+    messages = []
+    for message in given.messages:
+        if calls := message.get("tool_calls"):
+            text = message["content"] + write_calls(form, calls)
+            others = {key: value for key, value in message.items() if key != "tool_calls"}
+            messages.append(others | {"content": text})
+        else:
+            messages.append(message)
+    return given._replace(messages=messages)
+
+
+def _described(given: Fitted) -> Fitted:
+    """Add descriptions, without which the template fails."""
+    tools = given.tools and [
+        tool | {"function": {"description": "", **(tool.get("function") or {})}}
+        for tool in given.tools
+    ]
+    return given._replace(tools=tools)
+
+
+def _for_harmony(given: Fitted) -> Fitted:
+    """Give each call a message of its own, with its results after it.
+
+    The template shows one call of a message, and refuses one with content and reasoning.
+    """
+    messages: list[_Message] = []
+    rest = list(given.messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or []
+        if not calls:
+            messages.append(message)
+            continue
+        results: list[_Message] = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        messages += _one_by_one(_with_one_text(message), calls, results)
+    return _described(given._replace(messages=messages))
+
+
+def _with_one_text(message: _Message) -> _Message:
+    """Return a message whose content, if it has reasoning as well, is a part of that."""
+    if not (message.get("thinking") and message["content"]):
+        return message
+    return message | {"thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
+
+
+def _one_by_one(
+    message: _Message, calls: list[_Message], results: list[_Message]
+) -> Iterable[_Message]:
+    for index, call in enumerate(calls):
+        first = message if index == 0 else {"role": "assistant", "content": ""}
+        yield first | {"tool_calls": [call]}
+        own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+        if index == len(calls) - 1:  # and those that are of no call
+            ids = [each.get("id") for each in calls[:-1]]
+            own = [each for each in results if each.get("tool_call_id") not in ids]
+        yield from own
+
+
+def write_calls(form: ToolFormat, calls: list[_Message]) -> str:
+    """Return calls as a model writes them.
+
+    Args:
+        form: how it does.
+        calls: as templates take them, with their arguments as objects.
+    """
+    each = [
+        form.before + _written(form, call["function"]["name"], call["function"]["arguments"])
+        for call in calls
+    ]
+    if form.is_list:
+        inner = form.separator.join(call + form.after for call in each)
+        return form.open + form.begin + inner + form.end + form.close
+    return form.separator.join(form.open + call + form.after + form.close for call in each)
+
+
+def _written(form: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
+    match form.kind:
+        case "object":
+            return _json({"name": name, form.arguments_key: arguments})
+        case "python":
+            show = repr if form.python_constants else _json
+            return (
+                f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+            )
+        case "xml":
+            elements = [
+                f"{PARAMETER}{key}>\n{value if isinstance(value, str) else _json(value)}\n"
+                f"{PARAMETER_END}\n"
+                for key, value in arguments.items()
+            ]
+            return f"{FUNCTION}{name}>\n{''.join(elements)}{FUNCTION_END}"
+    return name + form.mark + _json(arguments)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,128 @@
+"""Conversations with tools and calls reach templates that take or show them otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.text.chat_messages import read_conversation
+from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fitted
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.formats import TOOL_FORMATS, recognise_tools
+from pagewire.shared.tools.shown import fit_for, write_calls
+from pagewire.tests.support.tool_answers import CLOCK, TOOLS, WEATHER, calls_of, parsed, parser
+from pagewire.tests.support.tool_models import SPECIAL, make_model, template_source
+
+ARGUMENTS = {"city": "Łódź", "days": 2, "metric": True}
+
+
+def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+TWO = [call("get_weather", ARGUMENTS, "a"), call("clock", {}, "b")]
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "I look.", "reasoning": "So.", "tool_calls": TWO},
+    {"role": "tool", "content": "12:00", "tool_call_id": "b"},
+    {"role": "tool", "content": "7", "tool_call_id": "a"},
+]
+
+
+def shown(name: str, chat: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
+    """Render as servers do."""
+    source = template_source(name)
+    template = ChatTemplate(source, {"bos_token": "", "eos_token": ""})
+    template.fit = fit_for(source, recognise_tools(source))
+    return template.render(read_conversation(chat), ChatOptions(tools, variables))
+
+
+@pytest.mark.parametrize("name", sorted({*SPECIAL} - {"harmony", "llama3_json", "mistral"}))
+def test_tools_and_earlier_calls_are_in_the_prompt(name: str) -> None:
+    text = shown(name, CHAT, TOOLS)
+    assert "get_weather" in text.split("And now?")[0]
+    form = recognise_tools(template_source(name))
+    assert form is not None
+    answer = text.split("I look.")[1]
+    assert calls_of(parsed(parser(form), [answer]))[0] == ("get_weather", ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_FORMATS} - {"harmony"}))
+def test_calls_are_written_as_they_are_read(name: str) -> None:
+    text = write_calls(TOOL_FORMATS[name], TWO)
+    assert calls_of(parsed(parser(name), [text])) == [("get_weather", ARGUMENTS), ("clock", {})]
+
+
+def test_phi_has_tools_in_its_system_message() -> None:
+    functions = json.dumps([each["function"] for each in TOOLS])
+    begin = f"<|system|><|tool|>{functions}<|/tool|><|end|><|user|>And now?<|end|>"
+    assert shown("phi4_mini", CHAT[:1], TOOLS) == f"{begin}<|assistant|>"
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:1]]
+    assert shown("phi4_mini", chat, TOOLS).startswith(f"<|system|>Be brief.<|tool|>{functions}")
+    assert shown("phi4_mini", chat).startswith("<|system|>Be brief.<|end|>")
+
+
+def test_tools_as_a_variable_may_be_set_by_the_caller() -> None:
+    text = shown("smollm3", CHAT[:1], [WEATHER], xml_tools=[CLOCK])
+    assert "clock" in text
+    assert "get_weather" not in text
+
+
+def test_functions_of_a_system_message() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{{ message.get('functions', none) }}{% endfor %}"
+    )
+    fit = fit_for(source, None)
+    assert fit is not None
+    given = fit(Fitted([{"role": "user", "content": "x"}], [CLOCK], {}))
+    assert given.messages[0]["functions"] == '[{"name": "clock"}]'
+
+
+def test_templates_that_show_all_get_conversations_as_they_are() -> None:
+    for name in ("hermes", "llama3_json", "mistral", "olmo3", "qwen3_coder", "deepseek_v31"):
+        assert fit_for(template_source(name), recognise_tools(template_source(name))) is None
+
+
+def test_harmony_shows_each_call_with_its_result() -> None:
+    text = shown("harmony", CHAT, [CLOCK])
+    says = "<|start|>assistant"
+    expected = [
+        "<|start|>user<|message|>And now?<|end|>",
+        f"{says}<|channel|>analysis<|message|>So.\nI look.<|end|>",
+        f"{says} to=functions.get_weather<|channel|>commentary json<|message|>",
+        json.dumps(ARGUMENTS, ensure_ascii=False) + "<|call|>",
+        '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"7"<|end|>',
+        f"{says} to=functions.clock<|channel|>commentary json<|message|>{{}}<|call|>",
+        '<|start|>functions.clock to=assistant<|channel|>commentary<|message|>"12:00"<|end|>',
+        says,
+    ]
+    assert text.endswith("".join(expected))
+    assert "// \ntype clock" in text
+
+
+def test_harmony_keeps_results_of_no_call_and_reasoning_effort() -> None:
+    chat = [*CHAT, {"role": "tool", "content": "lost"}, {"role": "user", "content": "So?"}]
+    text = shown("harmony", chat, reasoning_effort="high")
+    assert text.index('"12:00"') < text.index('"lost"') < text.index("So?")
+    assert "Reasoning: high" in text
+
+
+def test_special_tokens_of_calls_are_tokens_and_those_in_arguments_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(make_model(tmp_path, "granite"))
+    tokenizer.fit_chats(fit_for(template_source("granite"), TOOL_FORMATS["granite"]))
+    marker = tokenizer.marker_token_id("<|tool_call|>")
+    chat = [CHAT[0], {"role": "assistant", "tool_calls": [call("f", {"a": "<|tool_call|>"}, "a")]}]
+    ids = tokenizer.encode_chat(read_conversation(chat))
+    assert ids.count(marker or -1) == 1
+    assert tokenizer.decode(ids, False).count("<|tool_call|>") == 2
+
+
+def test_a_template_may_still_refuse() -> None:
+    template = ChatTemplate("{{ raise_exception('no tool_calls') }}", {})
+    template.fit = fit_for(template.source, TOOL_FORMATS["hermes"])
+    with pytest.raises(InvalidRequestError, match="no tool_calls"):
+        template.render(read_conversation(CHAT), ChatOptions())
