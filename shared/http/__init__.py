@@ -5,7 +5,8 @@
 Entry points: `Connections` (connections.py), one for each port, and its `protocol`, for
 `uvicorn.Config`.
 Read first: `protocol.py` (what is added to uvicorn's protocol), `phases.py` (which connection makes
-room for a new one), `proxy_header.py` (the client's address as a gateway reports it).
+room for a new one), `proxy_header.py` (the client's address as a gateway reports it),
+`api_keys.py` (which keys are valid), `request_id.py` (how a request is named in logs).
 
 May import: small modules. Never torch: routers import it.
 """

@@ -7,14 +7,18 @@ from http import HTTPStatus
 
 import msgspec
 
+from pagewire.shared.http.request_id import HEADER, new_request_id
+
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADER_FIELDS = 100
 
 
-def error_object(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    """Return OpenAI's JSON error object."""
+def error_object(
+    message: str, kind: str, param: str | None, code: str | None, request_id: str
+) -> bytes:
+    """Return OpenAI's JSON error object, with the id that the request has in logs."""
     error = {"message": message, "type": kind, "param": param, "code": code}
-    return msgspec.json.encode({"error": error})
+    return msgspec.json.encode({"error": {**error, "request_id": request_id}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,14 @@ class Refusal:
 
     def response(self) -> bytes:
         """Return the whole HTTP response."""
-        body = error_object(self.message, self.kind, None, self.code)
+        request_id = new_request_id()
+        body = error_object(self.message, self.kind, None, self.code, request_id)
         retry = "Retry-After: 1\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
             "Content-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n"
+            f"{HEADER.decode()}: {request_id}\r\n"
             f"{retry}Connection: close\r\n\r\n"
         )
         return head.encode("ascii") + body

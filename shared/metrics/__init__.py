@@ -1,7 +1,8 @@
 """Prometheus metrics that more than one service shows, and the server that shows them.
 
-Entry points: `MetricsServer` (server.py), `load_families` (load.py), `labelled` (faults.py). Each
-service has its own as well: `services/router/metrics`, `shared/worker/metrics.py`.
+Entry points: `MetricsServer` (server.py), `describe_process` (process.py), `load_families`
+(load.py), `labelled` (faults.py), `PlainHistogram` (numbers.py); `pages.py` reads pages of others.
+Each service has its own as well: `services/router/metrics`, `shared/worker/metrics.py`.
 
-May import: `shared.cluster`, small modules. Never torch.
+May import: `shared.cluster`, `shared.control`, `shared.http`, small modules. Never torch.
 """

@@ -9,13 +9,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from pagewire.shared.cluster.worker_record import WorkerLoad
 
 KV_BLOCKS = "pagewire_kv_blocks"
-_BLOCK_STATES = ("free", "cached", "used", "total")
+BLOCK_STATES = ("free", "cached", "used", "total")
 
 
 def load_families(load: WorkerLoad) -> Iterator[Metric]:
     """Yield one family after another."""
     blocks = GaugeMetricFamily(KV_BLOCKS, "KV blocks by state", labels=["state"])
-    for state in _BLOCK_STATES:
+    for state in BLOCK_STATES:
         blocks.add_metric([state], getattr(load, f"{state}_blocks"))
     yield blocks
     for name, text, value in (

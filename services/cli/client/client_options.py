@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
+from pagewire.services.cli.client.endpoint_url import root_url, usual_operator_url
 from pagewire.services.cli.options import setting
 from pagewire.shared.config import ClientSettings, load_settings
 
 Url = Annotated[str | None, setting(ClientSettings, "url", note="Also PAGEWIRE_URL.")]
+OperatorUrl = Annotated[
+    str | None, setting(ClientSettings, "operator_url", note="Also PAGEWIRE_OPERATOR_URL.")
+]
 ApiKey = Annotated[
     str | None,
     setting(
@@ -40,6 +44,18 @@ Seed = Annotated[
 Timeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds without a sign of the server, until giving up.")
 ]
+
+
+def operator_endpoint(url: str | None, operator_url: str | None) -> str:
+    """Return the URL of the operator port: as given, else the endpoint's usual one.
+
+    Raises:
+        ConfigError: an URL or a setting in the environment is wrong.
+    """
+    settings = load_settings(ClientSettings, {"url": url, "operator_url": operator_url})
+    if settings.operator_url is not None and (url is None or operator_url is not None):
+        return root_url(settings.operator_url, "--operator-url (or PAGEWIRE_OPERATOR_URL)")
+    return usual_operator_url(root_url(settings.url))
 
 
 def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | None]:

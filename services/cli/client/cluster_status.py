@@ -1,4 +1,4 @@
-"""A cluster as its router shows it: `/health` and `/metrics`, read into one snapshot."""
+"""A cluster as its operator port shows it, with everybody's metrics, in one snapshot."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.cli.health import Health, Service, fetch_health
 from pagewire.services.cli.program import own_command
-from pagewire.shared.errors import PagewireError
-from pagewire.shared.metrics.load import KV_BLOCKS
+from pagewire.shared.errors import PagewireError, ProtocolError
+from pagewire.shared.metrics.load import BLOCK_STATES, KV_BLOCKS
+from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets, joined
 
-METRICS_TIMEOUT_S = 5.0
+METRICS_TIMEOUT_S = 2.0
 WAIT_POLL_S = 0.2
-MAX_METRICS_BYTES = 8 << 20
 
 _WORKER_SAMPLES = {
     "pagewire_requests_running": "running",
@@ -47,10 +47,10 @@ class NoRouterError(PagewireError):
 
 @dataclass
 class WorkerStatus:
-    """One worker; numbers are None where the router does not report them.
+    """One worker; numbers are None where nothing reports them.
 
     Attributes:
-        service: as the router's health describes it.
+        service: as the router describes it.
         blocks: KV blocks by state: free, cached, used, total.
     """
 
@@ -59,6 +59,15 @@ class WorkerStatus:
     waiting: float | None = None
     queued_prefill_tokens: float | None = None
     blocks: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_record(cls, service: Service) -> WorkerStatus:
+        """Return what a worker's record says of it, which is up to a heartbeat old."""
+        load = service.load
+        if load is None:
+            return cls(service)
+        blocks = {state: float(getattr(load, f"{state}_blocks")) for state in BLOCK_STATES}
+        return cls(service, load.running, load.waiting, load.queued_prefill_tokens, blocks)
 
     def share(self, state: str) -> float | None:
         """Return the share of the KV blocks in a state, 0 to 1; None if that is not known."""
@@ -139,34 +148,36 @@ async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float
 
 
 async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
-    """Ask a router for both pages; without metrics, workers are shown without numbers.
+    """Ask a router for its cluster, and each process of it for its metrics.
+
+    Of a worker that does not answer, there is what its record says.
 
     Args:
         client: owned by the caller.
-        url: of the router, without a path.
+        url: of a router's operator port, without a path.
 
     Raises:
-        NoRouterError: nothing there has a router's health.
+        NoRouterError: nothing there describes a cluster.
     """
     health = await fetch_health(client, url)
-    if health is None or not health.model:  # other servers have a /health, too
+    if health is None or not health.model:
         raise NoRouterError(
-            f"no Pagewire router answers at {url}; start one with `{own_command()} up`, or name "
-            "another with --url"
+            f"no Pagewire router answers operators at {url}; start a cluster with "
+            f"`{own_command()} up`, or name another with --operator-url"
         )
-    return build_status(url, health, await _fetch_metrics(client, url), time.monotonic())
+    return build_status(url, health, await fetch_metrics(client, url), time.monotonic())
 
 
 def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterStatus:
     """Put the two pages together.
 
     Args:
-        url: of the router.
-        health: its view of the cluster.
-        metrics: in Prometheus' text format; empty if there is none.
+        url: of the operator port.
+        health: the cluster as it describes it.
+        metrics: of all processes in Prometheus' text format; empty if there is none.
         at: when they were read.
     """
-    workers = {service.id: WorkerStatus(service) for service in health.services}
+    workers = {service.id: WorkerStatus.of_record(service) for service in health.services}
     totals: dict[str, float] = {}
     for name, labels, value in _samples(metrics):
         worker = workers.get(labels.get("worker", ""))
@@ -182,23 +193,40 @@ def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterSt
     return ClusterStatus(url, health.model, health.ok, at, shown, totals, health.problem)
 
 
-async def _fetch_metrics(client: httpx.AsyncClient, url: str) -> str:
-    """Return the router's metrics, or nothing: they are worth less than an error."""
+async def fetch_metrics(client: httpx.AsyncClient, url: str) -> str:
+    """Return the metrics of all processes on one page; those that don't answer are left out.
+
+    Args:
+        client: owned by the caller.
+        url: of a router's operator port.
+    """
+    try:
+        targets = decode_targets(await _fetch(client, f"{url}/sd"))
+    except ProtocolError:
+        return ""
+    pages = await asyncio.gather(*[_fetch_page(client, target) for target in targets])
+    return joined(zip([target.labels for target in targets], pages, strict=True))
+
+
+async def _fetch_page(client: httpx.AsyncClient, target: Target) -> str:
+    pages = [await _fetch(client, page) for page in target.urls]
+    return b"\n".join(pages).decode(errors="replace")
+
+
+async def _fetch(client: httpx.AsyncClient, url: str) -> bytes:
+    """Return a body, or nothing: metrics are worth less than an error."""
     body = bytearray()
     try:
-        async with (
-            asyncio.timeout(METRICS_TIMEOUT_S),
-            client.stream("GET", f"{url}/metrics") as response,
-        ):
+        async with asyncio.timeout(METRICS_TIMEOUT_S), client.stream("GET", url) as response:
             if not response.is_success:
-                return ""
+                return b""
             async for part in response.aiter_bytes():
                 body += part
-                if len(body) > MAX_METRICS_BYTES:
-                    return ""
-    except (httpx.HTTPError, TimeoutError):  # a router that is busy or on its way out
-        return ""
-    return body.decode(errors="replace")
+                if len(body) > MAX_PAGE_BYTES:
+                    return b""
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):  # busy, or on its way out
+        return b""
+    return bytes(body)
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import httpx
 
+from pagewire.shared.addresses import MAX_PORT, usual_operator_port
 from pagewire.shared.errors import ConfigError
 
-MAX_PORT = 65535
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -19,8 +19,12 @@ def base_url(url: str) -> str:
     return f"{root_url(url)}/v1"
 
 
-def root_url(url: str) -> str:
+def root_url(url: str, name: str = "--url (or PAGEWIRE_URL)") -> str:
     """Return the URL of the server, without `/v1`.
+
+    Args:
+        url: as given.
+        name: of what gives it, for the error.
 
     Raises:
         ConfigError: it is not an HTTP URL.
@@ -28,16 +32,25 @@ def root_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as exc:
-        raise ConfigError(f"{_named(url)} is not a URL: {exc}") from exc
+        raise ConfigError(f"{name} {url!r} is not a URL: {exc}") from exc
     if (parsed.port or 0) > MAX_PORT:
-        raise ConfigError(f"{_named(url)} is not a URL: ports end at {MAX_PORT}")
+        raise ConfigError(f"{name} {url!r} is not a URL: ports end at {MAX_PORT}")
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
-        raise ConfigError(f"{_named(url)} is not an endpoint; one is http://127.0.0.1:8000")
+        raise ConfigError(f"{name} {url!r} is not an endpoint; one is http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _named(url: str) -> str:
-    return f"--url (or PAGEWIRE_URL) {url!r}"
+def usual_operator_url(url: str) -> str:
+    """Return the URL that an endpoint's operator port has by default.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    parsed = httpx.URL(url)
+    port = parsed.port or {"http": 80, "https": 443}[parsed.scheme]
+    if not (operator := usual_operator_port(port)):
+        raise ConfigError(f"{url} has no usual operator port: name it with --operator-url")
+    return str(httpx.URL(scheme="http", host=parsed.host, port=operator)).rstrip("/")
 
 
 def may_use_proxy(url: str) -> bool:

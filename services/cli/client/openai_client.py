@@ -194,9 +194,8 @@ class OpenAIClient:
         self, url: str, api_key: str | None = None, *, timeout_s: float, keep_text: bool = True
     ) -> None:
         self.url = base_url(url)
-        headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
         self._http = httpx.AsyncClient(
-            headers=headers,
+            headers=key_header(api_key),
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=may_use_proxy(self.url),
@@ -322,16 +321,18 @@ class OpenAIClient:
         )
 
 
-def _checked_key(api_key: str) -> str:
-    """Return a key as a header carries it, without the line end of the file it came from.
+def key_header(api_key: str | None) -> dict[str, str]:
+    """Return the header that carries a key, without the line end of the file it came from.
 
     Raises:
         ConfigError: no header can carry it; does not show it.
     """
+    if not api_key:
+        return {}
     key = api_key.strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("the API key has characters that no HTTP header can carry")
-    return key
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _decode(data: bytes) -> Chunk:

@@ -22,7 +22,7 @@ from pagewire.services.cli.client.cluster_status import (
     fetch_status,
     wait_until_ready,
 )
-from pagewire.services.cli.client.endpoint_url import may_use_proxy, root_url
+from pagewire.services.cli.client.endpoint_url import may_use_proxy
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.health import shrunk_contexts
 from pagewire.services.cli.terminal import print_whole
@@ -37,6 +37,7 @@ STATE_STYLES = {
 
 def status(
     url: options.Url = None,
+    operator_url: options.OperatorUrl = None,
     watch: Annotated[
         float | None,
         typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again until Ctrl-C."),
@@ -53,13 +54,15 @@ def status(
 ) -> None:
     """Show a cluster: workers, their load and KV cache, KV links.
 
-    Exit code 1 if the router does not answer, or the cluster is not ready: some worker that
+    It asks the operator port of a router, which must be reachable from here.
+
+    Exit code 1 if no router answers, or the cluster is not ready: some worker that
     `pagewire up` starts is missing, or no worker can take a request.
 
     Example: pagewire status --wait --timeout 60
     """
     with one_line_errors():
-        root = root_url(options.endpoint(url)[0])
+        root = options.operator_endpoint(url, operator_url)
         try:
             ok = asyncio.run(_show(root, watch, as_json, timeout if wait else None))
         except KeyboardInterrupt:
@@ -144,7 +147,7 @@ def _headlines(found: ClusterStatus, before: ClusterStatus | None) -> Iterator[s
     hits = found.prefix_hit_rate
     cached = "" if hits is None else f" ({hits:.0%} of them cached)"
     prompt = f"{_count(totals.get('prompt_tokens'))} prompt tokens{cached}"
-    yield f"{prompt}, {_count(totals.get('generation_tokens'))} generated so far by this router"
+    yield f"{prompt}, {_count(totals.get('generation_tokens'))} generated so far"
     speeds = [found.rate(name, before) for name in ("prompt_tokens", "generation_tokens")]
     if None not in speeds:
         yield f"now {_count(speeds[0])} prompt and {_count(speeds[1])} generated tokens/s"

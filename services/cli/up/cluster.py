@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,22 @@ from pagewire.services.cli.health import Health, fetch_health
 from pagewire.services.cli.up import redis_process
 from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,
+    RouterSockets,
     crowded_gpus,
     plan_services,
     restarted_router,
 )
-from pagewire.services.cli.up.machine import Machine, local_url
+from pagewire.services.cli.up.machine import LOOPBACK, Machine, local_url
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.services.cli.up.progress import ProgressDisplay
-from pagewire.services.cli.up.ready_box import show_ready_box
+from pagewire.services.cli.up.ready_box import ReadyFacts, show_ready_box
 from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.services.cli.up.run_dir import private_dir
 from pagewire.services.cli.up.supervisor import Supervisor
+from pagewire.shared.addresses import is_loopback
 from pagewire.shared.cluster.redis_client import without_password
 from pagewire.shared.listener import bound_socket
+from pagewire.shared.logs import LogForm, json_line
 
 OWN_REDIS_START_S = 15.0
 FOREIGN_REDIS_ANSWER_S = 3.0
@@ -66,6 +70,8 @@ class ClusterContext:
         redis_url: of a Redis to use; None starts one.
         drain_timeout_s: for requests to finish at the end.
         echo: print the children's output, too.
+        log_format: of what is said, too.
+        needs_key: clients must send an API key.
         ready_file: shows other programs when the cluster is ready.
     """
 
@@ -77,9 +83,25 @@ class ClusterContext:
     log_dir: Path
     console: Console
     echo: bool = False
+    log_format: LogForm = "text"
+    needs_key: bool = False
     ready_file: ReadyFile | None = None
 
     def say(self, message: str) -> None:
+        """Print a message with the time."""
+        if self.log_format == "json":
+            self._print(json_line("info", "pagewire.up", message, "up"))
+        else:
+            self._print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}")
+
+    def echo_line(self, name: str, line: str) -> None:
+        """Print a service's line, which has a time, and in JSON the service's name."""
+        if self.log_format == "json":  # Redis writes text
+            self._print(line if line.startswith("{") else json_line("info", name, line, name))
+        else:
+            self._print(f"{name} | {line}")
+
+    def _print(self, message: str) -> None:
         """Print a message as it is, as long as there is a terminal to print to."""
         try:
             self.console.print(message, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -91,6 +113,11 @@ class ClusterContext:
         """Where a client on this machine finds the routers."""
         return local_url(self.options.host, self.options.port)
 
+    @property
+    def operator_url(self) -> str:
+        """Where an operator on this machine finds the routers."""
+        return local_url(LOOPBACK, self.options.operator_port)
+
 
 async def run_cluster(context: ClusterContext) -> None:
     """Run a cluster until Ctrl-C, SIGTERM or SIGHUP; when it returns no process is left.
@@ -99,16 +126,31 @@ async def run_cluster(context: ClusterContext) -> None:
         ConfigError: a service refuses its configuration, or Redis does not answer.
         ClusterStartError: a service keeps dying before the cluster was ready.
     """
-    host, port = context.options.host, context.options.port
-    with bound_socket(host, port) as listener, private_dir() as private:
+    options = context.options
+    with (
+        bound_socket(options.host, options.port) as listener,
+        bound_socket(LOOPBACK, options.operator_port, "--operator-port") as operator,
+        private_dir() as private,
+    ):
+        options = replace(options, operator_port=operator.getsockname()[1])
+        context = replace(context, options=options)
+        sockets = RouterSockets(listener.fileno(), operator.fileno())
+        if not (context.needs_key or is_loopback(listener.getsockname()[0])):
+            context.say(
+                f"no API keys are set: all who reach {options.host} port {options.port} can use it "
+                "(--api-key-file, PAGEWIRE_API_KEY)"
+            )
         store = choose_store(context, private)
         grace_s = context.drain_timeout_s + LEAVE_S
         async with Supervisor(
-            context.log_dir, context.say, echo=context.echo, grace_s=grace_s
+            context.log_dir,
+            context.say,
+            echo=context.echo_line if context.echo else None,
+            grace_s=grace_s,
         ) as supervisor:
             stop = asyncio.Event()
             with _stop_on_signals(stop, supervisor, context):
-                await _run_until(stop, supervisor, context, store, listener.fileno())
+                await _run_until(stop, supervisor, context, store, sockets)
                 listener.close()  # new clients are refused; routers close theirs as they drain
                 await supervisor.stop()
 
@@ -135,9 +177,9 @@ async def _run_until(
     supervisor: Supervisor,
     context: ClusterContext,
     store: Store,
-    listener: int,
+    sockets: RouterSockets,
 ) -> None:
-    life = asyncio.create_task(_live(supervisor, context, store, listener))
+    life = asyncio.create_task(_live(supervisor, context, store, sockets))
     stopping = asyncio.create_task(stop.wait())
     try:
         watched: set[asyncio.Future[Any]] = {life, stopping, supervisor.failure}
@@ -153,17 +195,23 @@ async def _run_until(
 
 
 async def _live(
-    supervisor: Supervisor, context: ClusterContext, store: Store, listener: int
+    supervisor: Supervisor, context: ClusterContext, store: Store, sockets: RouterSockets
 ) -> None:
     """Start everything in order, show the ready box, then keep an eye on it."""
+    is_json = context.log_format == "json"
+    console = Console(quiet=True) if is_json else context.console
     async with httpx.AsyncClient(trust_env=False) as client:
-        with ProgressDisplay(context.console, lambda: supervisor.statuses) as progress:
-            await _start_all(supervisor, context, store, listener)
+        with ProgressDisplay(console, lambda: supervisor.statuses) as progress:
+            await _start_all(supervisor, context, store, sockets)
             health = await _wait_until_ready(supervisor, context, store, client, progress)
         supervisor.mark_cluster_ready()
         for name in context.options.router_names:
             supervisor.replace(restarted_router(supervisor.spec(name)))
-        show_ready_box(context.console, health, context.url, store.description, context.log_dir)
+        if is_json:
+            context.say(f"{health.model} is ready at {context.url}/v1; logs: {context.log_dir}")
+        urls = (context.url, context.operator_url)
+        facts = ReadyFacts(*urls, store.description, context.log_dir, context.needs_key)
+        show_ready_box(console, health, facts)
         with _announced(context, health):
             while True:
                 await _poll(supervisor, context, store, client)
@@ -178,6 +226,7 @@ def _announced(context: ClusterContext, health: Health) -> AbstractContextManage
         "pagewire": __version__,
         "pid": os.getpid(),
         "url": context.url,
+        "operator_url": context.operator_url,
         "model": health.model,
         "log_dir": str(context.log_dir),
         "services": msgspec.to_builtins(health.services),
@@ -186,7 +235,7 @@ def _announced(context: ClusterContext, health: Health) -> AbstractContextManage
 
 
 async def _start_all(
-    supervisor: Supervisor, context: ClusterContext, store: Store, listener: int
+    supervisor: Supervisor, context: ClusterContext, store: Store, sockets: RouterSockets
 ) -> None:
     if store.spec is None:
         await redis_process.wait_until_answering(store.url, FOREIGN_REDIS_ANSWER_S)
@@ -196,7 +245,7 @@ async def _start_all(
     env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
     if note := crowded_gpus(context.options, context.machine):
         context.say(note)
-    for spec in plan_services(context.options, context.machine, env, listener):
+    for spec in plan_services(context.options, context.machine, env, sockets):
         supervisor.start(spec)
 
 
@@ -220,7 +269,7 @@ async def _poll(
     supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
 ) -> Health | None:
     """Ask a router which workers and routers are there, and notify the supervisor."""
-    health = await fetch_health(client, context.url)
+    health = await fetch_health(client, context.operator_url)
     epochs: dict[str, int | None] = {}
     if health is not None:
         epochs = dict(health.ready_epochs)

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagewire.services.cli.up.machine import LOOPBACK, Machine
 from pagewire.services.cli.up.processes import ChildSpec
@@ -23,6 +23,7 @@ class ClusterOptions:
     """What `pagewire up` was asked for.
 
     Attributes:
+        operator_port: on the loopback address; 0 takes a free one.
         worker_options: settings of the workers by field name; None means "not given".
         router_options: settings of the router, likewise.
     """
@@ -32,6 +33,7 @@ class ClusterOptions:
     routers: int = 2
     host: str = LOOPBACK
     port: int = 8000
+    operator_port: int = 0
     device: str = "auto"
     worker_options: Mapping[str, Any] = field(default_factory=dict)
     router_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,8 +51,15 @@ class ClusterOptions:
         return [f"router-{index}" for index in range(self.routers)]
 
 
+class RouterSockets(NamedTuple):
+    """File descriptors of the bound sockets that all routers of a cluster accept from."""
+
+    endpoint: int
+    operator: int
+
+
 def plan_services(
-    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str], listener: int
+    options: ClusterOptions, machine: Machine, shared_env: Mapping[str, str], sockets: RouterSockets
 ) -> list[ChildSpec]:
     """Return the workers and the routers, in the order of their start.
 
@@ -58,7 +67,7 @@ def plan_services(
         options: of the command line.
         machine: whose cores and GPUs the workers share.
         shared_env: variables that every service gets: secret and Redis URL.
-        listener: file descriptor of the bound socket that the routers accept from.
+        sockets: that the routers accept from.
 
     Raises:
         ConfigError: the workers of one GPU would take more memory than it has.
@@ -66,9 +75,10 @@ def plan_services(
     specs = list(_plan_workers(options, machine, shared_env))
     env = {**shared_env, EXPECTED: ",".join(options.worker_names)}
     for name in options.router_names:
-        settings = {"router_id": name, **options.router_options, "host": LOOPBACK, "fd": listener}
+        settings = {"router_id": name, **options.router_options, "host": LOOPBACK}
+        settings |= {"fd": sockets.endpoint, "operator_fd": sockets.operator}
         argv = service_argv("router", settings)
-        specs.append(ChildSpec(name, argv, env, is_front=True, fds=(listener,)))
+        specs.append(ChildSpec(name, argv, env, is_front=True, fds=sockets))
     return specs
 
 

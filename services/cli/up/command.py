@@ -15,9 +15,10 @@ from pagewire.services.cli.up.cluster_plan import ClusterOptions
 from pagewire.services.cli.up.machine import inspect_machine
 from pagewire.services.cli.up.progress import ServerConsole
 from pagewire.services.cli.up.ready_file import ReadyFile
-from pagewire.services.cli.up.router_port import router_port
+from pagewire.services.cli.up.router_port import operator_port, router_port
 from pagewire.services.cli.up.run_dir import make_log_dir
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
@@ -30,12 +31,14 @@ ROUTER_ONLY = (
     "special_tokens_in_messages",
     "tool_parser",
     "reasoning_parser",
+    "api_key_file",
+    "cors_origins",
     "policy",
     "max_queue",
 )
-BOTH = ("model", "model_impl", "revision", "log_level")
+BOTH = ("model", "model_impl", "revision", "log_level", "log_format")
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
-OWN = ("host", "port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
+OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
 NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
 
 Prefill = Annotated[
@@ -74,6 +77,7 @@ def up(
     reasoning_parser: options.ReasoningParser = None,
     host: options.Host = None,
     port: options.Port = None,
+    operator_port: options.OperatorPort = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     load_format: options.LoadFormat = None,
@@ -90,11 +94,14 @@ def up(
     cuda_graphs: options.CudaGraphs = None,
     kv_transport: options.KvTransport = None,
     kv_network: options.KvNetwork = None,
+    api_key_file: options.ApiKeyFile = None,
+    cors_origins: options.CorsOrigins = None,
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
     redis_url: options.OwnRedisUrl = None,
     drain_timeout_s: options.OwnDrainTimeoutS = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     log_dir: LogDir = None,
     ready_file: ReadyFilePath = None,
     verbose: Verbose = False,
@@ -143,6 +150,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
             routers=params["routers"],
             host=router.host,
             port=port,
+            operator_port=operator_port(router.operator_port, port),
             device=worker.device,
             worker_options=worker_options,
             router_options=router_options,
@@ -154,5 +162,7 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         log_dir=make_log_dir(Path(params["log_dir"]) if params["log_dir"] else None),
         console=ServerConsole(),
         echo=params["verbose"],
+        log_format=router.log_format,
+        needs_key=load_keys(router) is not None,
         ready_file=ready_file,
     )

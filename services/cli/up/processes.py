@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from pagewire.services.cli.up import tether
+from pagewire.services.cli.up.log_lines import is_of_request
 
 TAIL_LINES = 40
 MAX_LINE_BYTES = 4096
@@ -58,6 +59,8 @@ class ExitStatus:
     def __str__(self) -> str:
         if self.code >= 0:
             return f"exit code {self.code}"
+        if self.code == -signal.SIGKILL:
+            return "killed by SIGKILL, which is what the system does when memory runs out"
         try:
             return f"killed by {signal.Signals(-self.code).name}"
         except ValueError:
@@ -65,7 +68,10 @@ class ExitStatus:
 
 
 class OutputLog:
-    """A child's output: whole in a file of bounded size, the last lines in memory."""
+    """A child's output: whole in a file of bounded size, the last lines in memory.
+
+    Lines about requests that have ended are not kept in memory: they do not explain a child's end.
+    """
 
     def __init__(self, path: Path, on_line: Callable[[str], None] | None = None) -> None:
         self.path = path
@@ -129,7 +135,8 @@ class OutputLog:
         line = raw[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()
         if not line:
             return
-        self._lines.append(line)
+        if not is_of_request(line):  # there may be hundreds in a second
+            self._lines.append(line)
         if self._on_line is not None:
             self._on_line(line)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -13,7 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.terminal import printable
+from pagewire.services.cli.up.log_lines import message_of
 from pagewire.services.cli.up.supervisor import ChildStatus, State
 
 STYLES = {
@@ -23,17 +22,6 @@ STYLES = {
     State.RESTARTING: "red",
     State.STOPPED: "dim",
 }
-
-
-# Time, level and logger in log lines of Pagewire and of Redis: there is room for the message alone.
-_PREFIXES = re.compile(
-    r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: |\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ [*#.-] "
-)
-
-
-def message_of(line: str) -> str:
-    """Return what a log line says, as printable text."""
-    return printable(_PREFIXES.sub("", line, count=1)).expandtabs(1)
 
 
 class ServerConsole(Console):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,33 @@ CHAT_CONTEXT = 128
 SHORT_PROMPT = "Lambda expressions"
 
 
-def show_ready_box(console: Console, health: Health, url: str, store: str, logs: Path) -> None:
+@dataclass(frozen=True)
+class ReadyFacts:
+    """What the box shows besides the cluster's health.
+
+    Attributes:
+        url: of the routers, without a path.
+        operator_url: of their operator port, likewise.
+        store: the cluster's Redis, in words.
+        logs: directory of the services' logs.
+        needs_key: clients must send an API key.
+    """
+
+    url: str
+    operator_url: str
+    store: str
+    logs: Path
+    needs_key: bool = False
+
+
+def show_ready_box(console: Console, health: Health, facts: ReadyFacts) -> None:
     """Print the box, and below it, free of any frame, commands to copy."""
     table = Table.grid(padding=(0, 2))
-    for label, value in _rows(health, url, store, logs):
+    for label, value in _rows(health, facts):
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
     console.print("Try, in another shell:", style="dim")
-    for command in (chat_command(url), curl_command(url, health)):
+    for command in (chat_command(facts.url), curl_command(facts.url, health, facts.needs_key)):
         console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
     console.print("Ctrl-C stops everything.", style="dim")
 
@@ -39,7 +59,7 @@ def chat_command(url: str) -> str:
     return f"{own_command()} chat --url {url}"
 
 
-def curl_command(url: str, health: Health) -> str:
+def curl_command(url: str, health: Health, needs_key: bool = False) -> str:
     """Return a shell command that asks for an answer that fits the context, on one line.
 
     It is as short as can be: curl needs no scheme, and the router no content type.
@@ -47,14 +67,16 @@ def curl_command(url: str, health: Health) -> str:
     address = url.removeprefix("http://")
     if health.max_model_len is not None and health.max_model_len < CHAT_CONTEXT:
         # Without `max_tokens` the answer takes what is left of the context, at most.
-        return _curl(f"{address}/v1/completions", {"model": health.model, "prompt": SHORT_PROMPT})
+        short = {"model": health.model, "prompt": SHORT_PROMPT}
+        return _curl(f"{address}/v1/completions", short, needs_key)
     body = {"model": health.model, "messages": [{"role": "user", "content": QUESTION}]}
-    return _curl(f"{address}/v1/chat/completions", body)
+    return _curl(f"{address}/v1/chat/completions", body, needs_key)
 
 
-def _curl(address: str, body: dict[str, Any]) -> str:
+def _curl(address: str, body: dict[str, Any], needs_key: bool) -> str:
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
-    return f"curl {address} -d {shlex.quote(text)}"
+    key = ' -H "x-api-key: $PAGEWIRE_API_KEY"' if needs_key else ""
+    return f"curl {address}{key} -d {shlex.quote(text)}"
 
 
 def link_lines(services: list[Service]) -> list[str]:
@@ -67,8 +89,11 @@ def link_lines(services: list[Service]) -> list[str]:
     return lines
 
 
-def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[str, str]]:
-    yield "URL", f"{url}/v1"
+def _rows(health: Health, facts: ReadyFacts) -> Iterator[tuple[str, str]]:
+    yield "URL", f"{facts.url}/v1"
+    yield "Operators", f"{facts.operator_url} (/cluster, /sd)"
+    if facts.needs_key:
+        yield "API key", "needed: the commands below send that in PAGEWIRE_API_KEY"
     yield "Model", health.model
     for index, line in enumerate(shrunk_contexts(health.services)):
         yield ("Context" if index == 0 else ""), line
@@ -83,5 +108,5 @@ def _rows(health: Health, url: str, store: str, logs: Path) -> Iterator[tuple[st
         links = ["none: decode workers prefill for themselves"]
     for index, line in enumerate(links):
         yield ("KV transport" if index == 0 else ""), line
-    yield "Redis", store
-    yield "Logs", str(logs)
+    yield "Redis", facts.store
+    yield "Logs", str(facts.logs)

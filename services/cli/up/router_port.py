@@ -1,11 +1,17 @@
-"""The port of a cluster's router, and which program has it if it is taken."""
+"""The ports of a cluster's routers, and which program has one if it is taken."""
 
 from __future__ import annotations
 
 import httpx
 
 from pagewire.services.cli.health import fetch_health
-from pagewire.services.cli.up.machine import PortTakenError, local_url, require_free_port
+from pagewire.services.cli.up.machine import (
+    LOOPBACK,
+    PortTakenError,
+    local_url,
+    require_free_port,
+)
+from pagewire.shared.addresses import usual_operator_port
 from pagewire.shared.errors import ConfigError
 
 NEAR = 20
@@ -24,13 +30,37 @@ async def router_port(host: str, port: int) -> int:
         free = free_port_near(host, port)
         url = local_url(host, port)
         async with httpx.AsyncClient(trust_env=False) as client:
-            health = await fetch_health(client, url)
+            health = await fetch_health(client, url, "/health")
         if health is not None and health.model:
             by, remedy = f" by a Pagewire that serves {health.model}", f"stop it (it is at {url})"
         else:
             by, remedy = "", "stop what listens there"
         raise PortTakenError(
             f"port {port} on {host} is in use{by}: {remedy}, or take another one: --port {free}",
+            free,
+        ) from exc
+
+
+def operator_port(asked: int | None, port: int) -> int:
+    """Return the operator port, which is this machine's alone.
+
+    Args:
+        asked: by the user; None takes the usual one, or a free one if that is taken.
+        port: of the endpoint.
+
+    Raises:
+        PortTakenError: the one asked for is taken; names a free one.
+        ConfigError: it is not allowed.
+    """
+    try:
+        return require_free_port(LOOPBACK, usual_operator_port(port) if asked is None else asked)
+    except PortTakenError as exc:
+        if asked is None:
+            return require_free_port(LOOPBACK, 0)
+        free = free_port_near(LOOPBACK, asked)
+        raise PortTakenError(
+            f"port {asked} on {LOOPBACK} is in use: stop what listens there, or take another one: "
+            f"--operator-port {free}",
             free,
         ) from exc
 

@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pagewire.services.cli.up.log_lines import message_of
 from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.shared.errors import ConfigError, PagewireError
 
 EXIT_CONFIG = 2
+RESTARTS = "PAGEWIRE_RESTARTS"
 PHASES = 3
 DRAINING = "draining: "  # how a service's line begins that says what it waits for
 STARTING_GRACE_S = 10.0
@@ -86,7 +88,7 @@ class ChildStatus:
         self.log = log
         self.state = State.STARTING
         self.since = time.monotonic()
-        self.failures = 0
+        self.failures = self.restarts = 0
         self.was_ready = False
         self.pid: int | None = None
         self.epoch: int | None = None
@@ -96,6 +98,11 @@ class ChildStatus:
     def name(self) -> str:
         """The child's name."""
         return self.spec.name
+
+    @property
+    def numbered_spec(self) -> ChildSpec:
+        """How to run it, with how often it has been restarted, for its metrics."""
+        return replace(self.spec, env={**self.spec.env, RESTARTS: str(self.restarts)})
 
     def enter(self, state: State) -> None:
         """Go to a state; what it is in already keeps its start time."""
@@ -115,7 +122,7 @@ class Supervisor:
         log_dir: of the children's output.
         say: prints a line for the user.
         policy: when a dead child is started again.
-        echo: print the children's output, too.
+        echo: gets each child's name and its lines.
         grace_s: for a child that is ready to end by itself, longer than it takes for that.
 
     Attributes:
@@ -127,7 +134,7 @@ class Supervisor:
         log_dir: Path,
         say: Callable[[str], None],
         policy: RestartPolicy | None = None,
-        echo: bool = False,
+        echo: Callable[[str, str], None] | None = None,
         grace_s: float = 10.0,
     ) -> None:
         self._log_dir = log_dir
@@ -216,10 +223,10 @@ class Supervisor:
     def _open_log(self, spec: ChildSpec) -> OutputLog:
         def on_line(line: str) -> None:
             self._statuses[spec.name].saw_output()
-            if self._echo:
-                self._say(f"{spec.name} | {line}")
+            if self._echo is not None:
+                self._echo(spec.name, line)
             elif DRAINING in line and self._stop[spec.stop_phase].is_set():
-                self._say(f"{spec.name}: {line.partition(DRAINING)[2]}")
+                self._say(f"{spec.name}: {message_of(line).partition(DRAINING)[2]}")
 
         return OutputLog(self._log_dir / f"{spec.name}.log", on_line)
 
@@ -230,7 +237,7 @@ class Supervisor:
             status.enter(State.STARTING)
             started = time.monotonic()
             try:
-                child = await Child.spawn(status.spec, status.log)
+                child = await Child.spawn(status.numbered_spec, status.log)
             except OSError as exc:
                 self._fail(ClusterStartError(f"cannot start {status.name}: {exc.strerror}"))
                 return
@@ -239,6 +246,7 @@ class Supervisor:
             status.pid, status.dead_epoch = None, status.epoch
             if not stop.is_set() and not await self._restart_delay(status, ended, started, stop):
                 return
+            status.restarts += 1
         status.enter(State.STOPPED)
 
     async def _wait_or_stop(
@@ -275,7 +283,7 @@ class Supervisor:
         if self._is_starting(status) and ended.code == EXIT_CONFIG:
             self._fail(ConfigError(f"{status.name}: {refusal_in(status.log.tail(REPORTED_LINES))}"))
             return False
-        self._say(_report(status, ended))
+        self._say(_report(status, ended, time.monotonic() - started))
         if self._is_starting(status) and status.failures >= self._policy.start_attempts:
             self._fail(ClusterStartError(f"giving up: {status.name} does not start"))
             return False
@@ -293,9 +301,12 @@ class Supervisor:
             self.failure.set_result(error)
 
 
-def _report(status: ChildStatus, ended: ExitStatus) -> str:
-    lines = [f"{status.name} died: {ended}; its last lines ({status.log.path}):"]
-    return "\n".join(lines + [f"  {line}" for line in status.log.tail(REPORTED_LINES)])
+def _report(status: ChildStatus, ended: ExitStatus, lived_s: float) -> str:
+    """Return what explains a child's end: its exit code or signal, and what it wrote last."""
+    head = f"{status.name} died: {ended}; it had run for {lived_s:.1f} s"
+    if not (lines := status.log.tail(REPORTED_LINES)):
+        return f"{head} and written nothing ({status.log.path})"
+    return "\n".join([f"{head}; its last lines ({status.log.path}):", *[f"  {x}" for x in lines]])
 
 
 def refusal_in(lines: list[str]) -> str:

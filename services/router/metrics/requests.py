@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import get_args
+from array import array
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
-from pagewire.shared.control.protocol import FinishReason, TokenOutput
+from pagewire.shared.control.protocol import FinishReason, Timings, TokenOutput
+from pagewire.shared.metrics.numbers import PlainCounter, PlainHistogram
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
@@ -25,7 +26,16 @@ REQUEST_BUCKETS = (
     .05, .1, .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
     7680,
 )
+TOKEN_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
+    200_000, 500_000, 1_000_000,
+)
+LOOKUP_BUCKETS = (.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1)
 # fmt: on
+
+# What becomes of a request for an answer: it began to be answered; there was no room or no worker;
+# the client asked for what cannot be; the server failed before the answer began; the client left.
+Outcome = Literal["answered", "refused", "invalid", "failed", "gone"]
 
 
 class RouterMetrics:
@@ -35,6 +45,8 @@ class RouterMetrics:
         registry: of this router alone.
         migrations: requests that lost their worker and continue at another or at its next run.
         request_errors: answers with a status of 400 or more.
+        outcomes: requests for an answer by what became of them; their sum is all that came.
+        index_lookup: seconds of lookups in the prefix index.
         unknown_fields: of accepted requests.
     """
 
@@ -56,6 +68,15 @@ class RouterMetrics:
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds", "Time of the prompt's computation", REQUEST_BUCKETS
         )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "Time from first to last token", REQUEST_BUCKETS
+        )
+        self.mean_gap = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between an answer's tokens",
+            INTER_TOKEN_BUCKETS,
+        )
+        self._make_token_histograms()
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started answers")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
         self.prefix_queries = self._counter(
@@ -69,11 +90,42 @@ class RouterMetrics:
             FIRST_TOKEN_BUCKETS,
             self.registry,
         )
+        self.index_lookup = PlainHistogram(
+            "pagewire_index_lookup_seconds",
+            "Time of a lookup in the prefix index, which a request waits for",
+            {},
+            LOOKUP_BUCKETS,
+            self.registry,
+        )
         self._make_request_counters()
 
-    def meter(self, num_prompt_tokens: int) -> RequestMeter:
-        """Return the meter of a new sequence."""
-        return RequestMeter(self, num_prompt_tokens)
+    def meter(self, num_prompt_tokens: int, answers: AnswerLengths | None = None) -> RequestMeter:
+        """Return the meter of a new sequence.
+
+        Args:
+            num_prompt_tokens: of its prompt.
+            answers: of the prompt; None if this is the only one.
+        """
+        return RequestMeter(self, num_prompt_tokens, answers or self.answers(1))
+
+    def answers(self, count: int) -> AnswerLengths:
+        """Return what the meters of a prompt's answers share."""
+        return AnswerLengths(self.longest_answer, count)
+
+    def _make_token_histograms(self) -> None:
+        """Make the histograms of complete answers' tokens, and vLLM's older name of the gaps."""
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of complete answers", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of complete answers", TOKEN_BUCKETS
+        )
+        self.longest_answer = self._histogram(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest of a prompt's answers",
+            TOKEN_BUCKETS,
+        )
+        self.inter_token_latency.show_also_as("vllm:time_per_output_token_seconds", self.registry)
 
     def _make_request_counters(self) -> None:
         """Make the counters of what happens at most once in a request."""
@@ -95,6 +147,14 @@ class RouterMetrics:
             ["status"],
             registry=self.registry,
         )
+        outcomes = Counter(
+            "pagewire_requests",
+            "Requests for answers, by what became of them: answered (or at least begun), refused, "
+            "invalid, failed, gone (the client left)",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.outcomes = {outcome: outcomes.labels(outcome) for outcome in get_args(Outcome)}
         self.unknown_fields = Counter(
             "pagewire_request_unknown_fields",
             "Fields of accepted requests that this API does not have, which were ignored",
@@ -110,30 +170,75 @@ class RouterMetrics:
         return PlainCounter(f"vllm:{name}", text, labels, self.registry)
 
 
-class RequestMeter:
-    """Measures one sequence, at the moment its tokens arrive and not when a client reads them."""
+class AnswerLengths:
+    """How long the longest of a prompt's answers is.
 
-    def __init__(self, metrics: RouterMetrics, num_prompt_tokens: int) -> None:
+    Args:
+        histogram: gets it when all have ended.
+        count: of answers.
+    """
+
+    def __init__(self, histogram: PlainHistogram, count: int) -> None:
+        self._histogram, self._left, self._longest = histogram, count, 0
+
+    def end(self, num_tokens: int) -> None:
+        """Note an answer's end.
+
+        Args:
+            num_tokens: of the answer; 0 if it is not complete.
+        """
+        self._left -= 1
+        self._longest = max(self._longest, num_tokens)
+        if not self._left and self._longest:
+            self._histogram.observe(self._longest)
+
+
+class RequestMeter:
+    """Measures one sequence, at the moment its tokens arrive and not when a client reads them.
+
+    Attributes:
+        start, first, last: when it was admitted, and its first and last token came; None before.
+        num_tokens: so far.
+        gaps: between its tokens; None where nobody asks for them.
+        timings: what a worker has last reported.
+    """
+
+    def __init__(
+        self, metrics: RouterMetrics, num_prompt_tokens: int, answers: AnswerLengths
+    ) -> None:
         self._metrics, self._num_prompt_tokens = metrics, num_prompt_tokens
-        self._start = time.monotonic()
-        self._last: float | None = None
+        self._answers = answers
+        self.start = self.first = time.monotonic()
+        self.last: float | None = None
+        self.num_tokens = 0
+        self.gaps: array[float] | None = None
+        self.timings: Timings | None = None
         self._ended = False
 
     def on_output(self, output: TokenOutput, now: float) -> None:
         """Count what a step gave, which has arrived at a time of the monotonic clock."""
         if count := len(output.token_ids):
-            metrics, last, self._last = self._metrics, self._last, now
+            metrics, last, self.last = self._metrics, self.last, now
             metrics.generation_tokens.value += count
+            self.num_tokens += count
             if last is None:
                 self._count_first(output, now)
             else:
                 metrics.inter_token_latency.observe((now - last) / count, count)
+                if self.gaps is not None:
+                    self.gaps.extend([(now - last) / count] * count)
         if output.timings is not None:
-            self._metrics.queue_time.observe(output.timings.queue_s)
-            self._metrics.prefill_time.observe(output.timings.prefill_s)
-            self._metrics.transfer_time.observe(output.timings.transfer_s)
+            self._take_timings(output.timings, output.finish_reason is not None)
         if output.finish_reason is not None and output.finish_reason != "abort":
             self.end(output.finish_reason)
+
+    def _take_timings(self, timings: Timings, is_last: bool) -> None:
+        """Keep what a worker reports; it counts once, with the last token."""
+        self.timings = timings
+        if is_last:
+            self._metrics.queue_time.observe(timings.queue_s)
+            self._metrics.prefill_time.observe(timings.prefill_s)
+            self._metrics.transfer_time.observe(timings.transfer_s)
 
     def end(self, reason: FinishReason) -> None:
         """Count the end. Idempotent: the first one counts."""
@@ -141,14 +246,29 @@ class RequestMeter:
             return
         self._ended = True
         self._metrics.finished[reason].inc()
-        if reason in ("stop", "length"):
-            self._metrics.e2e_latency.observe(time.monotonic() - self._start)
+        is_complete = reason in ("stop", "length")
+        if is_complete:
+            self._count_complete()
+        self._answers.end(self.num_tokens if is_complete else 0)
+
+    def _count_complete(self) -> None:
+        """Count what only complete answers have."""
+        metrics, count = self._metrics, self.num_tokens
+        metrics.e2e_latency.observe(time.monotonic() - self.start)
+        metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
+        metrics.request_generation_tokens.observe(count)
+        if self.last is not None:
+            metrics.decode_time.observe(self.last - self.first)
+            if count > 1:
+                metrics.mean_gap.observe((self.last - self.first) / (count - 1))
 
     def _count_first(self, output: TokenOutput, now: float) -> None:
-        metrics = self._metrics
-        metrics.time_to_first_token.observe(now - self._start)
+        metrics, self.first = self._metrics, now
+        metrics.time_to_first_token.observe(now - self.start)
         metrics.prompt_tokens.value += self._num_prompt_tokens
         metrics.prefix_queries.value += self._num_prompt_tokens
         metrics.prefix_hits.value += output.cached_tokens or 0
         if more := len(output.token_ids) - 1:
             metrics.inter_token_latency.observe(0.0, more)
+            if self.gaps is not None:
+                self.gaps.extend([0.0] * more)

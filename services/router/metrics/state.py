@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.services.router.placement.admission import Admission
-from pagewire.shared.cluster.registry import Registry, WorkerDirectory
+from pagewire.shared.cluster.registry import Registry, WorkerDirectory, WorkerRecord
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.metrics.faults import ignored_records
+
+ROLES = ("decode", "prefill")
+WORKER_STATES = ("ready", "draining", "unreachable", "another version")
 
 
 class StateCollector:
@@ -35,6 +41,11 @@ class StateCollector:
         ):
             yield of_model(self._model_name, name, text, value)
         yield GaugeMetricFamily(
+            "pagewire_queue_limit",
+            "Sequences that this router takes at once; more are refused",
+            value=self._admission.max_queue,
+        )
+        yield GaugeMetricFamily(
             "pagewire_redis_up",
             "Whether the worker registry answers",
             value=float(self._directory.redis_ok),
@@ -47,6 +58,47 @@ class StateCollector:
             "failures in a row",
             value=self._index.failed_lookups,
         )
+
+
+class WorkersCollector:
+    """Reads which workers the router knows, and what their records say of them.
+
+    A record is as old as the last heartbeat, and stands still while Redis does not answer.
+
+    Args:
+        model_name: what all of them serve.
+        directory: has their records.
+        services: describes them as `/cluster` does, with their states.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        directory: WorkerDirectory,
+        services: Callable[[], Sequence[dict[str, Any]]],
+    ) -> None:
+        self._model_name, self._directory, self._services = model_name, directory, services
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after another."""
+        found = Counter((each["role"], each["state"]) for each in self._services())
+        workers = GaugeMetricFamily(
+            "pagewire_workers",
+            "Workers that the router knows, by role and state",
+            labels=["worker_role", "state"],
+        )
+        for role, state in sorted({*product(ROLES, WORKER_STATES), *found}):
+            workers.add_metric([role, state.replace(" ", "_")], found[role, state])
+        yield workers
+        text = "Used share of the decode workers' KV blocks, 0 to 1, as their records say"
+        usage = used_share(self._directory.workers("decode"))
+        yield of_model(self._model_name, "kv_cache_usage_perc", text, usage)
+
+
+def used_share(decodes: Sequence[WorkerRecord]) -> float:
+    """Return the share of decode workers' KV blocks that their sequences hold, 0 to 1."""
+    total = sum(record.load.total_blocks for record in decodes)
+    return sum(record.load.used_blocks for record in decodes) / total if total else 0.0
 
 
 def of_model(model_name: str, name: str, text: str, value: float) -> Metric:

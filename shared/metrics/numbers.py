@@ -41,6 +41,10 @@ class PlainHistogram:
 
     Args:
         buckets: their upper bounds, inclusive, in ascending order; one without a bound follows.
+
+    Attributes:
+        bounds: those of the buckets.
+        counts: of values in each bucket, and in the one that follows.
     """
 
     def __init__(
@@ -52,24 +56,41 @@ class PlainHistogram:
         registry: CollectorRegistry,
     ) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(buckets) + 1)
+        self.bounds = tuple(buckets)
+        self.counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
         registry.register(self)
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value, perhaps several times."""
-        self._counts[bisect_left(self._bounds, value)] += times
+        self.counts[bisect_left(self.bounds, value)] += times
         self._sum += value * times
+
+    def show_also_as(self, name: str, registry: CollectorRegistry) -> None:
+        """Show it under another name, too."""
+        registry.register(_Alias(name, self))
 
     def collect(self) -> Iterator[Metric]:
         """Yield its family."""
-        bounds = [_shown(bound) for bound in (*self._bounds, float("inf"))]
-        counts = [float(count) for count in accumulate(self._counts)]
-        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        yield self.family(self._name)
+
+    def family(self, name: str) -> Metric:
+        """Return its family under a name."""
+        bounds = [_shown(bound) for bound in (*self.bounds, float("inf"))]
+        counts = [float(count) for count in accumulate(self.counts)]
+        family = HistogramMetricFamily(name, self._text, labels=list(self._labels))
         buckets = list(zip(bounds, counts, strict=True))
         family.add_metric(list(self._labels.values()), buckets, self._sum)
-        yield family
+        return family
+
+
+class _Alias:
+    def __init__(self, name: str, histogram: PlainHistogram) -> None:
+        self._name, self._histogram = name, histogram
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram's family."""
+        yield self._histogram.family(self._name)
 
 
 def _shown(bound: float) -> str:

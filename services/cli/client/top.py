@@ -1,0 +1,75 @@
+"""`pagewire top`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pagewire.services.cli.client import client_options as options
+from pagewire.services.cli.client.cluster_status import NoRouterError
+from pagewire.services.cli.client.endpoint_url import may_use_proxy
+from pagewire.services.cli.client.top_data import Snapshot, fetch_snapshot
+from pagewire.services.cli.client.top_view import render
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.terminal import print_whole
+
+WINDOW_S = 10.0  # shown are the numbers of the time since this long ago
+
+
+def top(
+    url: options.Url = None,
+    operator_url: options.OperatorUrl = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two looks.")
+    ] = 1.0,
+) -> None:
+    """Show a cluster live, with its last requests. Ctrl-C ends it.
+
+    It asks the operator port of a router, which must be reachable from here. Where the output is
+    not a terminal, it is printed once, with the numbers of one interval.
+
+    The same as a page for browsers is at /dashboard of the operator port.
+
+    Example: pagewire top --interval 2
+    """
+    with one_line_errors():
+        root = options.operator_endpoint(url, operator_url)
+        try:
+            asyncio.run(_show(root, interval))
+        except KeyboardInterrupt:
+            return
+
+
+async def _show(root: str, interval: float) -> None:
+    console = Console()
+    async with httpx.AsyncClient(trust_env=may_use_proxy(root)) as client:
+        before = await fetch_snapshot(client, root)
+        if console.is_terminal:
+            await _watch(client, root, interval, console, before)
+        else:
+            await asyncio.sleep(interval)
+            print_whole(console, render(before, await fetch_snapshot(client, root)))
+
+
+async def _watch(
+    client: httpx.AsyncClient, root: str, interval: float, console: Console, first: Snapshot
+) -> None:
+    """Redraw in place; a router that is away for a while ends nothing."""
+    seen = [first]
+    with Live(render(first, first), console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                seen.append(await fetch_snapshot(client, root))
+            except NoRouterError as exc:
+                live.update(Text(str(exc), style="red"), refresh=True)
+                continue
+            while len(seen) > 2 and seen[1].at <= seen[-1].at - WINDOW_S:
+                seen.pop(0)
+            live.update(render(seen[0], seen[-1], console.height), refresh=True)

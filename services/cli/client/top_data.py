@@ -1,0 +1,124 @@
+"""The document of the dashboard, as `pagewire top` reads it, and what two of them say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import httpx
+import msgspec
+
+from pagewire.services.cli.client.cluster_status import NoRouterError
+from pagewire.services.cli.health import PROBE_TIMEOUT_S, Health
+from pagewire.services.cli.program import own_command
+from pagewire.shared.errors import UNDECODABLE
+from pagewire.shared.metrics.live import Histogram, RecentRequest, RouterLive
+
+
+class Snapshot(Health, frozen=True):
+    """The cluster, and the numbers of its routers.
+
+    Attributes:
+        at: Unix time in seconds, by the clock of the router that answered.
+        live: of each router that answers.
+        silent: ids of the routers that do not.
+        requests: the last that have ended, the newest first.
+    """
+
+    at: float = 0.0
+    live: list[RouterLive] = msgspec.field(default_factory=list)
+    silent: list[str] = msgspec.field(default_factory=list)
+    requests: list[RecentRequest] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What happened between two snapshots. None: not known.
+
+    Attributes:
+        output, prompt: tokens a second.
+        cached_share: of the prompt tokens, 0 to 1.
+        ttft, gaps: in seconds.
+        transfer: KV bytes a second.
+    """
+
+    running: int
+    waiting: int
+    output: float | None
+    prompt: float | None
+    cached_share: float | None
+    ttft: Histogram
+    gaps: Histogram
+    transfer: float | None
+
+
+_decoder = msgspec.json.Decoder(Snapshot)
+
+
+async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
+    """Ask a router's operator port for the document.
+
+    Args:
+        client: owned by the caller.
+        url: of the operator port, without a path.
+
+    Raises:
+        NoRouterError: nothing there has one.
+    """
+    try:
+        response = await client.get(f"{url}/dashboard/data", timeout=PROBE_TIMEOUT_S)
+        found = _decoder.decode(response.content)
+    except (httpx.HTTPError, *UNDECODABLE) as exc:
+        raise _no_router(url) from exc
+    if not found.model:
+        raise _no_router(url)
+    return found
+
+
+def _no_router(url: str) -> NoRouterError:
+    return NoRouterError(
+        f"no Pagewire router answers operators at {url}; start a cluster with "
+        f"`{own_command()} up`, or name another with --operator-url"
+    )
+
+
+def between(before: Snapshot, now: Snapshot) -> Numbers:
+    """Return what happened between two snapshots. A router that was started again counts later."""
+    old = {(each.id, each.epoch): each for each in before.live}
+    pairs = [(old[key], each) for each in now.live if (key := (each.id, each.epoch)) in old]
+    seconds = now.at - before.at
+
+    def rate(value: float) -> float | None:
+        return value / seconds if seconds > 0 else None
+
+    prompt = sum(new.prompt_tokens - was.prompt_tokens for was, new in pairs)
+    cached = sum(new.cached_tokens - was.cached_tokens for was, new in pairs)
+    return Numbers(
+        running=sum(each.running for each in now.live),
+        waiting=sum(each.waiting for each in now.live),
+        output=rate(sum(new.output_tokens - was.output_tokens for was, new in pairs)),
+        prompt=rate(prompt),
+        cached_share=cached / prompt if prompt > 0 else None,
+        ttft=reduce(Histogram.plus, (new.ttft.since(was.ttft) for was, new in pairs), Histogram()),
+        gaps=reduce(Histogram.plus, (new.gaps.since(was.gaps) for was, new in pairs), Histogram()),
+        transfer=rate(sum(link_bytes(before, now).values())),
+    )
+
+
+def link_bytes(before: Snapshot, now: Snapshot) -> dict[tuple[str, str, str], int]:
+    """Return the bytes that crossed between two snapshots, by sender, receiver and transport.
+
+    A link counts from the second snapshot on that has it in the same runs of its workers.
+    """
+    old = _sent(before)
+    grown = {key: max(0, sent - old[key]) for key, sent in _sent(now).items() if key in old}
+    return {key[:3]: sent for key, sent in grown.items()}
+
+
+def _sent(found: Snapshot) -> dict[tuple[str, str, str, int | None, int | None], int]:
+    epochs = {each.id: each.epoch for each in found.services}
+    return {
+        (link.peer, to.id, link.transport, epochs.get(link.peer), to.epoch): link.bytes
+        for to in found.services
+        for link in to.links
+    }

@@ -1,0 +1,55 @@
+"""The dashboard's addresses, below `/dashboard` on the operator port."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from pagewire.services.router.dashboard.cluster_data import ClusterData
+
+PAGE = "/dashboard"
+FILES = {
+    "page.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "numbers.js": "text/javascript; charset=utf-8",
+}
+# Nothing from elsewhere, nothing inline: a name that looks like HTML could do nothing even if
+# it became some. Nobody's page may frame this one.
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+def dashboard_routes(data: ClusterData) -> list[BaseRoute]:
+    """Return the page, its files and its document.
+
+    Args:
+        data: makes the document.
+    """
+
+    async def show_data(_request: Request) -> Response:
+        return Response(await data.body(), media_type="application/json", headers=HEADERS)
+
+    routes: list[BaseRoute] = [Route(f"{PAGE}/data", show_data)]
+    folder = resources.files(__package__)
+    for name, kind in FILES.items():
+        path = PAGE if name == "page.html" else f"{PAGE}/{name}"
+        routes.append(_file_route(path, folder.joinpath(name).read_bytes(), kind))
+    return routes
+
+
+def _file_route(path: str, content: bytes, kind: str) -> Route:
+    async def show(_request: Request) -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
+
+    return Route(path, show)

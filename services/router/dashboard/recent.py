@@ -1,0 +1,112 @@
+"""The last requests of a router, for the dashboard."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pagewire.shared.control.protocol import Timings
+from pagewire.shared.metrics.live import MAX_REQUESTS, MAX_WORKERS_SHOWN, Part, RecentRequest
+
+ANSWER_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
+)
+UNAUTHORIZED = 401
+
+
+class _Entry(NamedTuple):
+    """What is kept of a request until somebody asks."""
+
+    request_id: str
+    ended_at: float
+    fields: Mapping[str, Any]
+    timings: Timings | None
+
+
+def is_shown(path: str, status: int) -> bool:
+    """Whether a request is one for an answer.
+
+    Those without a right key are not shown: anyone could push out the others with them.
+    """
+    return path in ANSWER_PATHS and status != UNAUTHORIZED
+
+
+class RecentRequests:
+    """A bounded ring of requests that have ended.
+
+    Args:
+        model: that all of them are answered with.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._ring: deque[_Entry] = deque(maxlen=MAX_REQUESTS)
+
+    def note(
+        self, request_id: str, fields: Mapping[str, Any], timings: Timings | None, now: float
+    ) -> None:
+        """Keep a request that is shown.
+
+        Args:
+            request_id: names it.
+            fields: of its log line, see `RequestRecord.fields`.
+            timings: what its workers have measured, if that is known.
+            now: Unix time in seconds.
+        """
+        self._ring.append(_Entry(request_id, now, fields, timings))
+
+    def newest_first(self) -> list[RecentRequest]:
+        """Return them all."""
+        return [self._shown(entry) for entry in reversed(self._ring)]
+
+    def _shown(self, entry: _Entry) -> RecentRequest:
+        fields = entry.fields
+        return RecentRequest(
+            id=entry.request_id,
+            ended_at=entry.ended_at,
+            path=fields["path"],
+            model=self._model,
+            status=fields["status"],
+            outcome=fields["outcome"],
+            duration_s=fields["duration_s"],
+            key=fields.get("key"),
+            prompt_tokens=fields.get("prompt_tokens"),
+            cached_tokens=fields.get("cached_tokens"),
+            output_tokens=fields.get("output_tokens"),
+            ttft_s=fields.get("ttft_s"),
+            workers=fields.get("workers", [])[:MAX_WORKERS_SHOWN],
+            parts=parts_of(fields["duration_s"], fields.get("ttft_s"), entry.timings),
+        )
+
+
+def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -> list[Part]:
+    """Return the parts of a request's time, in order. They make up its duration.
+
+    What is left of the time to the first token, after what the workers measured, is "first token":
+    the router's own work, and the way there and back. Each part is cut to what is left, because
+    several hosts have measured.
+
+    Args:
+        duration_s: of all.
+        ttft_s: to the first token; None if there was none.
+        timings: what its workers have measured; None if that is not known.
+    """
+    if ttft_s is None:
+        return [Part("no token", duration_s)]
+    said = timings or Timings()
+    before, after = min(ttft_s, duration_s), max(0.0, duration_s - ttft_s)
+    measured = [("queued", said.wait_s + said.queue_s), ("prefill", said.prefill_s)]
+    return [
+        *_filled(before, measured, "first token"),
+        *_filled(after, [("transfer", said.transfer_s)], "tokens"),
+    ]
+
+
+def _filled(total: float, measured: list[tuple[str, float]], rest: str) -> Iterator[Part]:
+    """Yield those parts that took time, and what is left of a total."""
+    for name, seconds in measured:
+        if (taken := min(seconds, total)) > 0:
+            yield Part(name, taken)
+            total -= taken
+    yield Part(rest, total)

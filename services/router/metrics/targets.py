@@ -1,0 +1,53 @@
+"""Where a cluster's processes show their metrics, as Prometheus' `http_sd_configs` read it.
+
+The label `instance` is the process's name, so that a series goes on after a restart, which may come
+with another port. A router's further label is `router`, a worker's `worker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from pagewire.shared.cluster.routers import RouterRecord
+from pagewire.shared.cluster.worker_record import WorkerRecord
+
+
+def describe_targets(
+    routers: Sequence[RouterRecord], workers: Sequence[WorkerRecord]
+) -> list[dict[str, Any]]:
+    """Return an object for each process whose metrics have an address, in order of their names.
+
+    Args:
+        routers: all that are alive.
+        workers: likewise.
+    """
+    found = [*_routers(routers), *_workers(workers)]
+    return sorted(found, key=lambda each: (each["labels"]["role"], each["labels"]["instance"]))
+
+
+def _routers(records: Sequence[RouterRecord]) -> Iterator[dict[str, Any]]:
+    for record in records:
+        if address := _address(record.metrics_endpoint):
+            name = record.router_id
+            labels = {"role": "router", "router": name, "instance": name}
+            yield {"targets": [address], "labels": labels}
+
+
+def _workers(records: Sequence[WorkerRecord]) -> Iterator[dict[str, Any]]:
+    for record in records:
+        if address := _address(record.metrics_endpoint):
+            name = record.worker_id
+            labels = {"role": record.role, "worker": name, "instance": name}
+            yield {"targets": [address], "labels": labels}
+
+
+def _address(endpoint: str) -> str | None:
+    """Return host and port of a base URL; None if it has none."""
+    try:
+        url = urlsplit(endpoint)
+        has_both = url.scheme == "http" and url.hostname and url.port
+    except ValueError:  # brackets that don't match, or a port that is none
+        return None
+    return url.netloc if has_both else None

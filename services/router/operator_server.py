@@ -1,0 +1,86 @@
+"""The operator port: what the cluster consists of, for people, `pagewire` and Prometheus.
+
+Clients never see it: a gateway leads to the HTTP endpoint alone. Routers that share a socket all
+give the same answers here. Each router's own metrics are at a port of its own, which `/sd` lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pagewire.services.router.dashboard.cluster_data import ClusterData
+from pagewire.services.router.dashboard.pages import dashboard_routes
+from pagewire.shared.addresses import with_host
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.http.side_server import SideServer, listening_socket
+from pagewire.shared.listener import inherited_socket
+
+OPERATOR_FD = "--operator-fd"
+OPERATOR_PORT = "--operator-port"
+
+
+class OperatorServer:
+    """Serves `/cluster`, `/sd` and `/dashboard`.
+
+    Args:
+        cluster: the body of `/cluster`, see `RouterService.cluster`.
+        targets: the body of `/sd`, see `RouterService.targets`.
+        data: the body of `/dashboard/data`.
+    """
+
+    def __init__(
+        self,
+        cluster: Callable[[], dict[str, Any]],
+        targets: Callable[[], list[dict[str, Any]]],
+        data: ClusterData,
+    ) -> None:
+        self._cluster, self._targets = cluster, targets
+        routes = [
+            Route("/cluster", self._show_cluster),
+            Route("/sd", self._show_targets),
+            Route("/metrics", self._refuse_metrics),
+            *dashboard_routes(data),
+        ]
+        self._server = SideServer("the operator port", routes)
+
+    async def start(self, settings: RouterSettings) -> str:
+        """Listen; return the base URL.
+
+        Raises:
+            ConfigError: the port is in use, or the file descriptor is not such a socket's.
+        """
+        if settings.operator_fd is not None:
+            listener = inherited_socket(settings.operator_fd, OPERATOR_FD)
+        else:
+            port = settings.chosen_operator_port
+            listener = await listening_socket(settings.host, port, OPERATOR_PORT, "operators")
+        self._server.start(listener)
+        host, port = listener.getsockname()[:2]
+        return with_host(f"http://:{port}", host)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._server.close()
+
+    async def _show_cluster(self, _request: Request) -> Response:
+        """Describe the cluster; 200 if it is ready."""
+        body = self._cluster()
+        return _json(body, 200 if body["status"] == "ok" else 503)
+
+    async def _show_targets(self, _request: Request) -> Response:
+        """List addresses as Prometheus' `http_sd_configs` read them."""
+        return _json(self._targets(), 200)
+
+    async def _refuse_metrics(self, _request: Request) -> Response:
+        text = "Each process shows its own metrics; /sd lists their addresses.\n"
+        return Response(text, 404, media_type="text/plain")
+
+
+def _json(content: object, status: int) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,103 @@
+"""An HTTP server of a few routes on a port of its own, next to what a process is there for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+
+from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.http.connections import Connections
+from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
+
+STOP_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64  # scrapers, operators and health checks
+KEEP_ALIVE_S = 5
+
+
+class SideServer:
+    """Serves routes on one socket, with bounds on its connections.
+
+    Args:
+        name: of the port, for the log.
+        routes: of the application.
+
+    Attributes:
+        connections: of the port.
+    """
+
+    def __init__(self, name: str, routes: Sequence[BaseRoute]) -> None:
+        self._name = name
+        self.connections = Connections(name, MAX_CONNECTIONS, KEEP_ALIVE_S)
+        self._app = Starlette(routes=list(routes))
+        self._listener: socket.socket | None = None
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        """Accept connections from a bound socket, which is closed with the server."""
+        self._listener = listener
+        config = uvicorn.Config(
+            self._app,
+            http=protocol_factory(BoundedHttpProtocol, self.connections),
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            backlog=MAX_CONNECTIONS,  # asyncio accepts as many at once
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _QuietServer(config)
+        self._task = start_task(self._server.serve(sockets=[listener]), f"server of {self._name}")
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
+            await end_task(self._task)
+        if self._listener is not None:
+            self._listener.close()
+
+
+async def listening_socket(host: str, port: int, option: str, purpose: str) -> socket.socket:
+    """Return a socket that listens.
+
+    Args:
+        host: name or address; empty means all.
+        port: 0 takes a free one.
+        option: of the command line that chooses the port, for the error.
+        purpose: of the port, likewise.
+
+    Raises:
+        ConfigError: the port is in use, or the host has no address.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, address = found[0][0], found[0][4]
+        # All addresses are those of both families, as for the control server.
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} for {purpose}: {exc.strerror}; "
+            f"choose another {option}, or 0 for a free one"
+        ) from exc
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the process's signal handlers alone: the service has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,78 @@
+"""What Prometheus sees of each process, whatever its service: release, use, restarts, loop lag."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, InfoMetricFamily, Metric
+
+from pagewire import __version__
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
+from pagewire.shared.metrics.numbers import PlainHistogram
+
+LAG_INTERVAL_S = 0.25
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+def describe_process(registry: CollectorRegistry, restarts: int) -> None:
+    """Show CPU, memory, file descriptors and start time of this process, and its release.
+
+    Args:
+        registry: where.
+        restarts: how often a supervisor has started this process again.
+    """
+    ProcessCollector(registry=registry)
+    registry.register(_Identity(restarts))
+
+
+class _Identity:
+    def __init__(self, restarts: int) -> None:
+        self._restarts = restarts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family after another."""
+        labels = {"version": __version__, "protocol": str(PROTOCOL_VERSION)}
+        yield InfoMetricFamily(
+            "pagewire_build", "Release and protocol version of this process", labels
+        )
+        yield CounterMetricFamily(
+            "pagewire_restarts",
+            "Times that `pagewire up` has started this process again",
+            value=self._restarts,
+        )
+
+
+class LoopLag:
+    """Measures how late the event loop calls what is due: what else it runs delays it.
+
+    Args:
+        registry: gets the histogram.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "How late the event loop calls what is due, looked at four times a second"
+        self._lag = PlainHistogram(
+            "pagewire_event_loop_lag_seconds", text, {}, LAG_BUCKETS, registry
+        )
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Look from now on, in the running loop."""
+        loop = asyncio.get_running_loop()
+        self._wait(loop)
+
+    def stop(self) -> None:
+        """Look no more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        due = loop.time() + LAG_INTERVAL_S
+        self._timer = loop.call_at(due, self._look, loop, due)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        self._lag.observe(max(0.0, loop.time() - due))
+        self._wait(loop)

@@ -1,0 +1,142 @@
+"""OpenTelemetry spans of requests, over router, decode worker and prefill worker.
+
+    router (server) --Generate.trace--> decode --Prefill.trace--> prefill
+                                          +--> transfer
+
+A service has a `Tracing` where an OTLP endpoint is set, and imports OpenTelemetry only then. A span
+is made where its trace is sampled. Spans are exported over HTTP by a thread of the SDK's, in
+batches, from a queue of bounded length; what does not fit it is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.installing import install_command
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span as SdkSpan
+    from opentelemetry.sdk.trace import TracerProvider
+
+MAX_QUEUED_SPANS = 2048
+EXPORT_TIMEOUT_S = 5.0
+FLUSH_S = 2.0  # at the end of a service
+Attributes = dict[str, str | int | float | bool]
+
+
+class TracedSpan:
+    """One span that runs. Its methods may be called from any thread.
+
+    Attributes:
+        trace: W3C's `traceparent` of those that have it as their parent.
+    """
+
+    __slots__ = ("_span", "_tracing", "trace")
+
+    def __init__(self, tracing: Tracing, span: SdkSpan) -> None:
+        self._tracing, self._span = tracing, span
+        context = span.get_span_context()
+        self.trace = (
+            f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        )
+
+    def note_child(self, name: str, duration_s: float, attributes: Attributes) -> None:
+        """Make a child that ends now and took so long."""
+        child = self._tracing.start(name, self.trace, ago_s=duration_s)
+        if child is not None:
+            child.end(attributes)
+
+    def end(self, attributes: Attributes, error: str | None = None) -> None:
+        """End it, now. Idempotent.
+
+        Args:
+            attributes: what is known of it at the end.
+            error: why it failed; None if it has not.
+        """
+        if not self._span.is_recording():
+            return
+        self._span.set_attributes(attributes)
+        if error is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class Tracing:
+    """The spans of one service's process. Make it with `open_tracing`.
+
+    Args:
+        provider: of the SDK.
+        is_server: its spans begin at a client's request; else at a message of a service.
+    """
+
+    def __init__(self, provider: TracerProvider, is_server: bool) -> None:
+        self._provider, self._is_server = provider, is_server
+        self._tracer = provider.get_tracer("pagewire")
+
+    def start(
+        self, name: str, trace: str | None, state: str | None = None, *, ago_s: float = 0.0
+    ) -> TracedSpan | None:
+        """Begin a span; None if its trace is not sampled.
+
+        Args:
+            name: of the span.
+            trace: the parent's `traceparent`; None, or one that is malformed: it has none.
+            state: the `tracestate` that came with it.
+            ago_s: it began this long ago.
+        """
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {"traceparent": trace or "", "tracestate": state or ""}
+        context = TraceContextTextMapPropagator().extract(carrier, Context())
+        kind = SpanKind.SERVER if self._is_server else SpanKind.INTERNAL
+        start_ns = time.time_ns() - int(ago_s * 1e9)
+        span: Any = self._tracer.start_span(name, context, kind, start_time=start_ns)
+        return TracedSpan(self, span) if span.is_recording() else None
+
+    def close(self) -> None:
+        """Export what is left, within `FLUSH_S`, and end the thread."""
+        self._provider.force_flush(int(1000 * FLUSH_S))
+        self._provider.shutdown()
+
+
+def open_tracing(
+    endpoint: str | None, service: str, instance: str, *, is_server: bool = False
+) -> Tracing | None:
+    """Return the spans of a service; None where no endpoint is set.
+
+    Args:
+        endpoint: base URL of an OTLP collector, as in OTEL_EXPORTER_OTLP_ENDPOINT.
+        service: "router", "prefill" or "decode".
+        instance: the service's id.
+        is_server: see `Tracing`.
+
+    Raises:
+        ConfigError: the packages are missing.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as exc:
+        raise ConfigError(
+            "otlp_endpoint (or OTEL_EXPORTER_OTLP_ENDPOINT) is set, and OpenTelemetry's packages "
+            f"are missing, the extra `otel`: {install_command('otel')}"
+        ) from exc
+    named = {"service.name": f"pagewire-{service}", "service.instance.id": instance}
+    provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(
+        endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S
+    )
+    provider.add_span_processor(
+        BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUED_SPANS, max_export_batch_size=512)
+    )
+    return Tracing(provider, is_server)

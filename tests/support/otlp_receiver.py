@@ -1,0 +1,67 @@
+"""A small OTLP collector: takes traces over HTTP, and keeps their spans."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+
+class Received:
+    """The spans that have come, with the service that sent each.
+
+    Attributes:
+        url: of the collector.
+        spans: pairs of a service's name and a span.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.spans: list[tuple[str, Any]] = []
+
+    def named(self, service: str, name: str) -> list[Any]:
+        """Return a service's spans of a name."""
+        return [span for who, span in self.spans if (who, span.name) == (service, name)]
+
+
+@contextmanager
+def otlp_receiver() -> Iterator[Received]:
+    """Run a collector until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            raw = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                raw = gzip.decompress(raw)
+            assert self.path == "/v1/traces"
+            for of_service in ExportTraceServiceRequest.FromString(raw).resource_spans:
+                names = {a.key: a.value.string_value for a in of_service.resource.attributes}
+                for scope in of_service.scope_spans:
+                    received.spans += [(names["service.name"], span) for span in scope.spans]
+            body = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(200)
+            self.send_header("content-type", "application/x-protobuf")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: object) -> None:
+            """Write nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        received = Received(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield received
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,142 @@
+"""API keys: what a file may have, which keys are valid, and what changes while a router runs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from pagewire.shared.config import RouterSettings, load_settings
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.http.api_keys import (
+    LOOK_S,
+    MAX_FILE_BYTES,
+    ApiKeys,
+    KeyTable,
+    load_keys,
+    parse_keys,
+)
+
+KEY, OTHER = "sk-0123456789", "another-key-of-bob"
+HASH = hashlib.sha256(OTHER.encode()).hexdigest()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_file_has_plain_keys_and_hashes_and_a_name_may_have_several() -> None:
+    text = f"# of the team\n\nalice: {KEY}\nalice:sk-abc:defgh\n  bob.b@x :  sha256:{HASH}\n"
+    table = KeyTable(parse_keys(text))
+    assert len(table) == 3
+    assert table.name_of(KEY.encode()) == "alice"
+    assert table.name_of(b"sk-abc:defgh") == "alice"
+    assert table.name_of(OTHER.encode()) == "bob.b@x"
+    for wrong in (b"", KEY[:-1].encode(), KEY.encode() + b"x", HASH.encode(), b"\xff" * 9999):
+        assert table.name_of(wrong) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (f"alice: {KEY}\n{OTHER}", "line 2 is not NAME: KEY"),
+        (f"sha256:{HASH}", "line 1 is not NAME: KEY"),
+        (f"a b: {KEY}", "line 1 is not NAME: KEY"),
+        (f"{'n' * 65}: {KEY}", "line 1 is not NAME: KEY"),
+        (f"a: {KEY}\nb: {KEY}", "line 2 has the key of a again"),
+        (f"a: {OTHER}\nb: sha256:{HASH.upper()}", "line 2 has the key of a again"),
+        ("alice: sha256:123", "64 hexadecimal digits"),
+        ("alice: short", "line 1 has a key that is not 8 to 512 printable ASCII characters"),
+        ("alice: clé-0123456789", "printable ASCII"),
+        (f"alice: {KEY} 2", "line 1 has a blank in its key"),
+        ("# nothing\n", "there are no keys"),
+    ],
+)
+def test_a_wrong_line_is_named_and_not_shown(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_keys(text)
+    assert problem in str(error.value)
+    assert not any(key in str(error.value) for key in (KEY, OTHER, HASH, "0123456789"))
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text(f"alice: {KEY}\n")
+    keys = ApiKeys(file, {"default": "of-the-environment"}, clock)
+    assert keys.name_of(KEY.encode()) == "alice"
+    file.write_text(f"bobby: {OTHER[: len(KEY)]}\n")  # as long as before
+    assert keys.name_of(KEY.encode()) == "alice"  # it is looked at once a second
+    clock.now = LOOK_S
+    assert keys.name_of(KEY.encode()) is None
+    assert keys.name_of(OTHER[: len(KEY)].encode()) == "bobby"
+    assert keys.name_of(b"of-the-environment") == "default"
+
+
+def test_a_file_that_is_replaced_with_an_old_one_is_noticed(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text(f"alice: {KEY}\n")
+    os.utime(file, (1000, 1000))
+    keys = ApiKeys(file, {}, clock)
+    new = tmp_path / "new"
+    new.write_text(f"bobby: {OTHER[: len(KEY)]}\n")
+    os.utime(new, (1000, 1000))
+    new.rename(file)
+    clock.now = LOOK_S
+    assert keys.name_of(KEY.encode()) is None
+
+
+@pytest.mark.parametrize("trouble", ["missing", "empty", "wrong", "no text", "too large"])
+def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    file.write_text(f"alice: {KEY}\n")
+    keys = ApiKeys(file, {}, clock)
+    contents = {"empty": b"", "wrong": b"x", "no text": b"\xff\n", "too large": b"#" * (1 << 21)}
+    assert len(contents["too large"]) > MAX_FILE_BYTES
+    if trouble == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(contents[trouble])
+    for second in (1, 2, 3):
+        clock.now = second * LOOK_S
+        assert keys.name_of(KEY.encode()) == "alice"
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(file) in warning.getMessage()
+    file.write_text(f"bob: {OTHER}\n")
+    clock.now += LOOK_S
+    assert keys.name_of(KEY.encode()) is None
+
+
+def test_a_file_that_is_wrong_from_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        ApiKeys(tmp_path / "none", {})
+    (tmp_path / "keys").write_text(KEY)
+    with pytest.raises(ConfigError, match=r"keys: line 1 is not NAME: KEY"):
+        ApiKeys(tmp_path / "keys", {})
+
+
+def test_settings_name_keys_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_keys(RouterSettings()) is None
+    monkeypatch.setenv("PAGEWIRE_API_KEY", KEY)
+    settings = load_settings(RouterSettings, {})
+    keys = load_keys(settings)
+    assert keys is not None
+    assert (keys.name_of(KEY.encode()), len(keys)) == ("default", 1)
+    assert KEY not in repr(settings)
+
+
+@pytest.mark.parametrize("key", ["", "seven77"])
+def test_a_key_that_is_too_short_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_API_KEY", key)
+    with pytest.raises(ConfigError, match="at least 8 characters") as error:
+        load_settings(RouterSettings, {})
+    assert "seven" not in str(error.value)

@@ -1,0 +1,157 @@
+"""What the dashboard and `pagewire top` compute: parts of a request's time, rates, quantiles."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from pagewire.services.cli.client.top_data import Snapshot, between, link_bytes
+from pagewire.services.cli.client.top_view import render
+from pagewire.services.router.dashboard.recent import RecentRequests, is_shown, parts_of
+from pagewire.shared.control.protocol import Timings
+from pagewire.shared.errors import ProtocolError
+from pagewire.shared.metrics.live import (
+    MAX_REQUESTS,
+    MAX_WORKERS_SHOWN,
+    Histogram,
+    LivePage,
+    RouterLive,
+    decode_live,
+    newest,
+)
+
+FIELDS = {"path": "/v1/completions", "status": 200, "outcome": "ok", "duration_s": 1.0}
+
+
+def parts(*arguments: Any) -> dict[str, float]:
+    return {part.name: round(part.seconds, 6) for part in parts_of(*arguments)}
+
+
+def test_parts_make_up_the_whole_time() -> None:
+    said = Timings(wait_s=0.04, queue_s=0.06, prefill_s=0.2, transfer_s=0.05)
+    assert parts(1.0, 0.4, said) == {
+        "queued": 0.1,
+        "prefill": 0.2,
+        "first token": 0.1,
+        "transfer": 0.05,
+        "tokens": 0.55,
+    }
+    assert parts(1.0, 0.4, None) == {"first token": 0.4, "tokens": 0.6}
+    assert parts(1.0, None, None) == {"no token": 1.0}
+
+
+@pytest.mark.parametrize("ttft", [0.0, 0.3, 1.0, 2.0])
+def test_clocks_of_several_hosts_make_no_part_negative_or_too_long(ttft: float) -> None:
+    said = Timings(queue_s=0.5, prefill_s=5.0, transfer_s=9.0)
+    found = parts_of(1.0, ttft, said)
+    assert all(part.seconds >= 0 for part in found)
+    assert sum(part.seconds for part in found) == pytest.approx(1.0)
+
+
+def test_the_ring_is_bounded_and_the_newest_comes_first() -> None:
+    ring = RecentRequests("m")
+    for number in range(MAX_REQUESTS + 5):
+        ring.note(f"r{number}", FIELDS | {"workers": ["w"] * 99}, None, float(number))
+    found = ring.newest_first()
+    assert len(found) == MAX_REQUESTS
+    assert [each.id for each in found[:2]] == ["r104", "r103"]
+    assert len(found[0].workers) == MAX_WORKERS_SHOWN
+    page = LivePage(router=RouterLive(id="r", epoch=1), requests=found)
+    assert decode_live(msgspec.json.encode(page)) == page
+
+
+def test_what_asks_for_no_answer_or_has_no_key_pushes_nothing_out() -> None:
+    assert is_shown("/v1/completions", 429)
+    assert not is_shown("/v1/models", 200)
+    assert not is_shown("/v1/completions", 401)
+
+
+def test_requests_of_several_routers_are_merged_by_time() -> None:
+    pages = []
+    for name, first in (("a", 0), ("b", 1)):
+        ring = RecentRequests("m")
+        for number in range(first, 160, 2):
+            ring.note(f"{name}{number}", FIELDS, None, float(number))
+        router = RouterLive(id=name, epoch=1)
+        pages.append(LivePage(router=router, requests=ring.newest_first()))
+    found = newest(pages)
+    assert [each.id for each in found[:3]] == ["b159", "a158", "b157"]
+    assert len(found) == MAX_REQUESTS
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"router": {"id": "", "epoch": 1}}'])
+def test_what_is_not_a_routers_page_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a router's numbers"):
+        decode_live(body)
+
+
+def test_quantiles_are_those_of_histogram_quantile() -> None:
+    values = Histogram([1.0, 2.0, 4.0], [2, 4, 2, 0])
+    assert values.quantile(0.5) == 1.5
+    assert values.quantile(0.25) == 1.0
+    assert values.quantile(0.875) == 3.0
+    assert Histogram([1.0, 2.0], [0, 0, 5]).quantile(0.5) == 2.0
+    assert Histogram([1.0], [0, 0]).quantile(0.5) is None
+    assert Histogram().quantile(0.5) is None
+
+
+def test_what_was_added_since_and_by_another() -> None:
+    old, new = Histogram([1.0], [1, 2]), Histogram([1.0], [4, 2])
+    assert new.since(old) == Histogram([1.0], [3, 0])
+    assert new.since(Histogram([2.0], [9, 9])) == new
+    assert Histogram().plus(new) == new
+    assert old.plus(new) == Histogram([1.0], [5, 4])
+
+
+def snapshot(at: float, epoch: int = 1, sent: int = 0, tokens: int = 0) -> Snapshot:
+    router = {"id": "r", "epoch": epoch, "output_tokens": tokens, "prompt_tokens": 2 * tokens}
+    router |= {"cached_tokens": tokens, "running": 1}
+    link = {"peer": "p", "transport": "zmq", "bytes": sent}
+    load = {"used_blocks": 16, "cached_blocks": 16, "total_blocks": 64}
+    services = [
+        {"id": "p", "role": "prefill", "epoch": 1},
+        {"id": "d[bold]", "role": "decode", "epoch": epoch, "links": [link], "load": load},
+    ]
+    request = FIELDS | {"id": "x\x1b[2J", "ended_at": 1.0, "model": "m", "ttft_s": 0.5}
+    request["parts"] = [{"name": "first token", "seconds": 0.5}, {"name": "new", "seconds": 0.5}]
+    body = {"status": "ok", "model": "m", "at": at, "live": [router], "services": services}
+    return msgspec.convert(body | {"requests": [request], "silent": ["r2"]}, Snapshot)
+
+
+def test_two_documents_give_rates() -> None:
+    found = between(snapshot(10.0), snapshot(12.0, sent=1000, tokens=50))
+    assert (found.output, found.prompt, found.cached_share) == (25.0, 50.0, 0.5)
+    assert (found.transfer, found.running) == (500.0, 1)
+    same = between(snapshot(10.0), snapshot(10.0))
+    assert (same.output, same.transfer) == (None, None)
+
+
+def test_a_router_or_worker_that_was_started_again_counts_from_its_next_document() -> None:
+    before, now = snapshot(10.0, 1, 9000, 90), snapshot(12.0, 2, 10, 5)
+    assert between(before, now).output == 0.0
+    assert link_bytes(before, now) == {}
+
+
+def shown(width: int, lines: int | None = None) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    console.print(render(snapshot(10.0), snapshot(12.0, sent=3000, tokens=50), lines))
+    return out.getvalue()
+
+
+def test_the_terminal_shows_it_all_and_nothing_that_a_terminal_obeys() -> None:
+    text = shown(120)
+    assert "25 generated/s, 50 prompt tokens/s, 50% of them cached" in text
+    assert "without the numbers of r2" in text
+    assert "d[bold]" in text
+    assert "\x1b" not in text
+    assert "■ first token ■ new" in text
+    [row] = [line for line in text.splitlines() if line.startswith("d[bold]")]
+    assert (row.count("█"), row.count("░"), row.split()[-1]) == (12, 12, "25%")
+    assert "1.5 kB/s" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(shown(120, 5).splitlines()) >= 14

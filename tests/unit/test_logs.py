@@ -1,0 +1,77 @@
+"""Log lines as text and as JSON, and the ids that requests have in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from pagewire.shared.http.request_id import request_id_of
+from pagewire.shared.logs import JsonFormatter, TextFormatter, about, current_request, json_line
+
+
+def record(message: str, *arguments: Any, **extra: Any) -> logging.LogRecord:
+    logger = logging.getLogger("pagewire.test")
+    return logger.makeRecord(
+        logger.name, logging.INFO, "file", 1, message, arguments, None, extra=extra
+    )
+
+
+FIELDS = {"path": "/a b", "status": 200, "ttft_s": 0.123456, "workers": ["p-0", "d-0"], "x": ""}
+
+
+def test_text_has_fields_and_the_requests_id_after_the_message() -> None:
+    line = TextFormatter().format(record("request", fields=FIELDS, **about("r-1")))
+    shown = 'path="/a b" status=200 ttft_s=0.1235 workers=p-0,d-0 x=""'
+    assert line.endswith(f" INFO pagewire.test: request {shown} [r-1]")
+
+
+def test_nothing_that_a_client_sends_begins_another_line() -> None:
+    line = TextFormatter().format(record("request", fields={"path": "/\n2026 ERROR", "q": '"'}))
+    assert "\n" not in line
+    assert JsonFormatter("s").format(record("x", fields={"path": "/\nb"})).count("\n") == 0
+
+
+def test_json_has_one_object_a_line() -> None:
+    formatter = JsonFormatter("router-0")
+    found = json.loads(formatter.format(record("to %s: \udcff", "x", fields=FIELDS, **about("r"))))
+    assert found.pop("time").endswith("+00:00")
+    expected = {"level": "info", "logger": "pagewire.test", "service": "router-0"}
+    assert found == {**expected, "message": "to x: \udcff", "request_id": "r", **FIELDS}
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        failed = record("failed")
+        failed.exc_info = sys.exc_info()
+    assert "ValueError: bad" in json.loads(formatter.format(failed))["exception"]
+
+
+def test_a_line_without_logging_looks_the_same() -> None:
+    formatted = json.loads(JsonFormatter("up").format(record("m")))
+    assert json.loads(json_line("info", "pagewire.up", "m", "up")).keys() == formatted.keys()
+
+
+def test_a_tasks_lines_have_its_requests_id() -> None:
+    token = current_request.set("of-task")
+    try:
+        assert TextFormatter().format(record("m")).endswith(": m [of-task]")
+        assert TextFormatter().format(record("m", **about("named"))).endswith(": m [named]")
+        assert TextFormatter().format(record("m", **about(None))).endswith(": m [of-task]")
+    finally:
+        current_request.reset(token)
+
+
+@pytest.mark.parametrize("given", ["a", "Root=1-67891233-abcdef01", "x" * 128, "req_1:2/3+4@5~6"])
+def test_a_well_formed_id_is_kept(given: str) -> None:
+    headers = [(b"host", b"x"), (b"x-request-id", given.encode()), (b"x-request-id", b"2nd")]
+    assert request_id_of(headers) == given
+
+
+@pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"a\nb", b"a\n", b"\xe9", b'"', b"a,b"])
+def test_any_other_id_is_replaced(given: bytes) -> None:
+    made = {request_id_of([(b"x-request-id", given)]) for _ in range(2)}
+    assert len(made) == 2
+    assert all(len(each) == 32 for each in made)
