@@ -17,6 +17,7 @@ from pagewire.services.router.http.acceptor import Acceptor
 from pagewire.services.router.http.app import create_app
 from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.service import KEEP_ALIVE_S, RouterService
+from pagewire.shared.addresses import is_loopback
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.http.protocol import protocol_factory
@@ -37,7 +38,7 @@ def run(settings: RouterSettings) -> int:
     Raises:
         ConfigError: the port is in use, the model cannot be read, Redis refuses.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format, settings.router_id)
     raise_open_file_limit()
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     # Each request is in the metrics; these libraries' own lines would only repeat them.
@@ -70,6 +71,13 @@ async def _serve(settings: RouterSettings) -> int:
             loop.add_signal_handler(name, server.stop)
         host, port = listener.getsockname()[:2]
         logger.info("the router listens on %s port %d", host, port)
+        if service.api_keys is None and not is_loopback(host):
+            logger.warning(
+                "no API keys are set: all who reach %s port %d can use it (--api-key-file, "
+                "PAGEWIRE_API_KEY)",
+                host,
+                port,
+            )
         try:
             await server.serve(sockets=[listener])
         finally:

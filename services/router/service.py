@@ -9,19 +9,26 @@ import secrets
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
-import httpx
+import msgspec
 from redis.asyncio import Redis
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from pagewire.services.router.dashboard.cluster_data import LIVE_PATH, ClusterData
+from pagewire.services.router.dashboard.own_numbers import own_numbers
+from pagewire.services.router.dashboard.recent import RecentRequests
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.http.body_reader import BodyReader
 from pagewire.services.router.http.grammar_checker import GrammarChecker
 from pagewire.services.router.http.health import describe_routers, describe_services
 from pagewire.services.router.http.http_io import BodyMemory
-from pagewire.services.router.metrics.pages import render
+from pagewire.services.router.http.response_store import ResponseStore
+from pagewire.services.router.metrics.by_key import KeyMeter
 from pagewire.services.router.metrics.requests import RouterMetrics
-from pagewire.services.router.metrics.routers import RouterScraper, merge_routers
-from pagewire.services.router.metrics.state import StateCollector
-from pagewire.services.router.metrics.workers import WorkerScraper
+from pagewire.services.router.metrics.state import StateCollector, WorkersCollector
+from pagewire.services.router.metrics.targets import describe_targets
+from pagewire.services.router.operator_server import OperatorServer
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.placement.worker_selector import WorkerSelector
@@ -36,10 +43,13 @@ from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
+from pagewire.shared.metrics.live import LivePage
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.open_files import connection_bound
+from pagewire.shared.tracing import Tracing, open_tracing
 
 KEEP_ALIVE_S = 75
 
@@ -50,15 +60,55 @@ class RouterService:
     Attributes:
         is_draining: shutting down: nothing new is taken.
         connections: of the HTTP endpoint.
+        metrics_endpoint, operator_endpoint: URLs of the ports for operators.
+        api_keys: of which requests need one; None: none is needed.
+        tracing: the spans of requests; None: there are none.
+        recent: requests that have ended.
     """
 
-    def __init__(self, settings: RouterSettings, model: ServedModel, redis: Redis) -> None:
+    def __init__(
+        self, settings: RouterSettings, model: ServedModel, redis: Redis, responses: Redis
+    ) -> None:
         self.settings, self.model = settings, model
         self.is_draining = False
+        self.api_keys = load_keys(settings)
+        self.tracing: Tracing | None = open_tracing(
+            settings.otlp_endpoint, "router", settings.router_id, is_server=True
+        )
         self._startup = Startup(settings.expected_workers)
-        self._redis = redis
+        self._redis, self._responses_redis = redis, responses
         secret = settings.cluster_secret.get_secret_value()
         tag = cluster_tag(secret)
+        workers = Registry(redis, secret, settings.lease_s)
+        self._follow_cluster(workers, redis, secret)
+        self.metrics = RouterMetrics(model.name)
+        note_lookup = self.metrics.index_lookup.observe
+        self._index = PrefixIndex(redis, tag, settings.router_id, note_lookup=note_lookup)
+        self.selector = WorkerSelector(
+            secret, self.directory, self._links, self._index, _policy(settings), self._in_flight
+        )
+        self.key_meter = KeyMeter(self.metrics.registry)
+        self.recent = RecentRequests(model.name)
+        self.dispatcher = Dispatcher(
+            self.selector,
+            self._links,
+            self._in_flight,
+            self.metrics,
+            settings.max_queue,
+            settings.request_timeout_s,
+        )
+        self.bodies = BodyMemory()
+        bound = connection_bound(settings.max_connections)
+        self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
+        self.body_reader = BodyReader(settings, model)
+        self.responses = ResponseStore(responses, tag, settings.responses_bytes)
+        self.grammar_checker = GrammarChecker(model)
+        self._stack = AsyncExitStack()
+        self._make_pages(workers)
+
+    def _follow_cluster(self, workers: Registry, redis: Redis, secret: str) -> None:
+        """Make what knows the cluster's workers and routers."""
+        settings = self.settings
         # A worker's record is renewed each heartbeat and read each half.
         self._in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self._links = DecodeLinks(
@@ -68,7 +118,6 @@ class RouterService:
             settings.lease_s,
             self._in_flight.note_report,
         )
-        workers = Registry(redis, secret, settings.lease_s)
         self.directory = WorkerDirectory(
             workers,
             settings.heartbeat_s / 2,
@@ -84,26 +133,6 @@ class RouterService:
             settings.lease_s,
             lambda: self._state,
         )
-        self._index = PrefixIndex(redis, tag, settings.router_id)
-        self.selector = WorkerSelector(
-            secret, self.directory, self._links, self._index, _policy(settings), self._in_flight
-        )
-        self.metrics = RouterMetrics(model.name)
-        self.dispatcher = Dispatcher(
-            self.selector,
-            self._links,
-            self._in_flight,
-            self.metrics,
-            settings.max_queue,
-            settings.request_timeout_s,
-        )
-        self.bodies = BodyMemory()
-        bound = connection_bound(settings.max_connections)
-        self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
-        self.body_reader = BodyReader(settings, model)
-        self.grammar_checker = GrammarChecker(model)
-        self._stack = AsyncExitStack()
-        self._make_pages(workers)
 
     @classmethod
     async def connect(cls, settings: RouterSettings) -> RouterService:
@@ -112,32 +141,37 @@ class RouterService:
         Raises:
             ModelLoadError: the model cannot be found or read.
             RedisSetupError: Redis refuses or does not answer.
-            ConfigError: the metrics port is in use, or there is no address to announce.
+            ConfigError: the metrics or operator port is in use, or there is no address to announce.
         """
         model = await asyncio.to_thread(ServedModel.load, settings)
-        redis = await connect_redis(settings.redis_url)
-        try:
-            service = cls(settings, model, redis)
+        async with AsyncExitStack() as stack:
+            redis = responses = await connect_redis(settings.redis_url)
+            stack.push_async_callback(redis.aclose)
+            if (url := settings.responses_redis_url) is not None:
+                responses = await connect_redis(url, setting="PAGEWIRE_RESPONSES_REDIS_URL")
+                stack.push_async_callback(responses.aclose)
+            service = cls(settings, model, redis, responses)
             await service._serve_metrics()
-        except BaseException:
-            await redis.aclose()
-            raise
+            stack.pop_all()
         return service
 
     async def __aenter__(self) -> RouterService:
         """Begin to look for workers. There may be none."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._redis.aclose)
-            stack.push_async_callback(self._http.aclose)
+            if self.tracing is not None:
+                stack.push_async_callback(asyncio.to_thread, self.tracing.close)
+            stack.push_async_callback(self._responses_redis.aclose)
             stack.callback(self.body_reader.close)
             stack.callback(self.grammar_checker.close)
             stack.push_async_callback(self._index.close)
             stack.push_async_callback(self._links.close)
             stack.push_async_callback(self.directory.close)
             stack.push_async_callback(self._metrics_server.close)
+            stack.push_async_callback(self._operator_server.close)
             await self.directory.start()
             stack.push_async_callback(self.routers.close)
-            await self.routers.start(self._metrics_endpoint)
+            await self.routers.start(self.metrics_endpoint)
             self._stack = stack.pop_all()
         return self
 
@@ -151,29 +185,34 @@ class RouterService:
         self._in_flight.forget(record.worker_id)
 
     def _make_pages(self, workers: Registry) -> None:
-        """Make what `/metrics` shows, and its server."""
+        """Make what the metrics and the operator port show, and their servers."""
         registry, name = self.metrics.registry, self.model.name
         admission = self.dispatcher.admission
         registry.register(StateCollector(name, admission, self.directory, workers, self._index))
+        registry.register(WorkersCollector(name, self.directory, self._services))
         registry.register(ConnectionCollector("pagewire_router", self.connections))
-        self._http = httpx.AsyncClient(trust_env=False)
-        self._worker_scraper = WorkerScraper(name, self._http, registry)
-        self._router_scraper = RouterScraper(self._http, registry)
         self._metrics_server = MetricsServer(
-            registry, lambda: self.can_serve, "pagewire_router_metrics"
+            registry,
+            lambda: self.can_serve,
+            "pagewire_router_metrics",
+            self.settings.restarts,
+            [Route(LIVE_PATH, self._show_live)],
         )
-        self._metrics_endpoint = ""
+        data = ClusterData(self.cluster, self.live, self.routers.others)
+        self._operator_server = OperatorServer(self.cluster, self.targets, data)
+        self.metrics_endpoint = self.operator_endpoint = ""
 
     async def _serve_metrics(self) -> None:
-        """Show this router's own metrics on a port of its own.
+        """Show this router's own metrics on a port, and the cluster on another.
 
         Raises:
-            ConfigError: the port is in use, or there is no address to announce.
+            ConfigError: a port is in use, or there is no address to announce.
         """
         settings = self.settings
         host = await advertised_host(settings.host, settings.advertise_host, settings.redis_url)
         bound = await self._metrics_server.start(settings.host, settings.metrics_port)
-        self._metrics_endpoint = with_host(bound, host)
+        self.metrics_endpoint = with_host(bound, host)
+        self.operator_endpoint = with_host(await self._operator_server.start(settings), host)
 
     @property
     def max_model_len(self) -> int:
@@ -211,7 +250,7 @@ class RouterService:
 
     @property
     def _state(self) -> RouterState:
-        """What the others are to know. The start ends even if nobody asks for `/health`."""
+        """What the others are to know. The start ends even if nobody asks for `/ready`."""
         if self.is_draining:
             return "draining"
         return "starting" if self._startup.waiting_for(self._services()) else "ready"
@@ -221,7 +260,12 @@ class RouterService:
         return describe_services(self.directory.workers(), self.directory.others, reachable)
 
     def health(self) -> dict[str, Any]:
-        """Return the body of `/health`; the cluster is ready where its status is "ok"."""
+        """Return the body of `/health`: what clients may know of the cluster."""
+        cluster = self.cluster()
+        return {name: cluster[name] for name in ("status", "model")}
+
+    def cluster(self) -> dict[str, Any]:
+        """Return the body of `/cluster`; the cluster is ready where its status is "ok"."""
         services = self._services()
         waiting_for = self._startup.waiting_for(services)
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
@@ -235,14 +279,20 @@ class RouterService:
             "services": services,
         }
 
-    async def metrics_text(self) -> bytes:
-        """Return the body of `/metrics`: of all routers and workers."""
-        relayed, others = await asyncio.gather(
-            self._worker_scraper.scrape(self.directory.workers()),
-            self._router_scraper.scrape(self.routers.others()),
+    def live(self) -> LivePage:
+        """Return this router's own numbers and its last requests."""
+        own = own_numbers(self.routers.own(), self.metrics, self.dispatcher.admission)
+        return LivePage(router=own, requests=self.recent.newest_first())
+
+    async def _show_live(self, _request: Request) -> Response:
+        body = msgspec.json.encode(self.live())
+        return Response(body, media_type="application/json")
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Return the body of `/sd`: where all routers and workers show their metrics."""
+        return describe_targets(
+            [self.routers.own(), *self.routers.others()], self.directory.workers()
         )
-        own = (self.settings.router_id, self.metrics.registry.collect())
-        return render(merge_routers(own, others), relayed)
 
 
 def _policy(settings: RouterSettings) -> Policy:

@@ -1,4 +1,4 @@
-"""What the router waits for before `/health` says ok, if it starts together with its cluster."""
+"""What the router waits for before `/ready` answers 200, if it starts together with its cluster."""
 
 from __future__ import annotations
 

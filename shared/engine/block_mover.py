@@ -102,7 +102,7 @@ class BlockMover:
 
     Attributes:
         ops: of the pool's device.
-        kv_pool: [NB, L, 2, KH, BS, D].
+        kv_pool: [NB, L, N, KH, BS, D].
         groups: the layer groups of its blocks.
     """
 

@@ -123,8 +123,8 @@ def build_engine(
     )
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
-    fingerprint = model_fingerprint(path, config, settings.load_format)
-    layout = _layout(fingerprint, config, dtype, shape, groups)
+    fingerprint = model_fingerprint(path, config, settings.load_format, full_model_len)
+    layout = _layout(fingerprint, dtype, shape, groups)
     pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
@@ -159,19 +159,16 @@ def _load(
 
 
 def _layout(
-    fingerprint: str,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    shape: KvShape,
-    groups: CacheGroups,
+    fingerprint: str, dtype: torch.dtype, shape: KvShape, groups: CacheGroups
 ) -> BlockLayout:
     return BlockLayout(
         fingerprint=fingerprint,
         dtype=str(dtype).removeprefix("torch."),
         block_size=shape.block_size,
         num_layers=shape.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_components=shape.token.components,
+        num_kv_heads=shape.token.heads,
+        head_dim=shape.token.size,
         block_bytes=shape.block_bytes,
         resume_blocks=groups.resume_blocks,
     )

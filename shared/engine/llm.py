@@ -13,6 +13,7 @@ import msgspec
 from pagewire.shared.config import LLMSettings, load_settings
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.chats import ChatArguments, ChatPrompt, read_chats
+from pagewire.shared.engine.embeddings import EmbeddingOutput, compute_embeddings
 from pagewire.shared.engine.llm_progress import GenerationProgress
 from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
@@ -24,11 +25,13 @@ from pagewire.shared.grammar.structures import grammar_text, read_structured_out
 from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.model.pooling import load_pooling
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.markers import NO_MARKERS
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.shown import fit_for
 from pagewire.shared.tools.syntax import ChatSyntax
 
 UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
@@ -75,6 +78,8 @@ class LLM:
                 self.settings.reasoning_parser,
                 self.tokenizer.marker_token_id,
             )
+            source = self.tokenizer.template_source or ""
+            self.tokenizer.fit_chats(fit_for(source, self._syntax.tools))
         self._defaults = load_sampling_defaults(
             self.engine.model_path, self.settings.generation_config
         )
@@ -139,6 +144,30 @@ class LLM:
         conversations = messages if several else [messages]
         prompts = read_chats(conversations, self.tokenizer, self._syntax, arguments)
         return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Seq[Prompt], add_special_tokens: bool = True
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of prompts, one token shorter than the context at most.
+
+        They are the last token's final hidden state, normalised, unless the model's directory has
+        the files of sentence-transformers, which may say otherwise.
+
+        Args:
+            prompts: as `generate` takes them.
+            add_special_tokens: begin and end texts as the model wants it.
+
+        Raises:
+            ConfigError: the model's files ask for what is not supported.
+            InvalidRequestError: a prompt is out of range.
+            RequestFailedError: the engine failed in the middle of a request.
+        """
+        rules = load_pooling(self.engine.model_path)
+        vocab_size = self.engine.config.vocab_size
+        tokenized = read_prompts(prompts, self.tokenizer, vocab_size, add_special_tokens)
+        named = {f"llm-{next(self._ids)}": prompt for prompt in tokenized}
+        with self._running:
+            return compute_embeddings(self.engine.core, named, rules)
 
     def block_counts(self) -> BlockCounts:
         """Return how many KV blocks are free, cached and used."""

@@ -25,6 +25,7 @@ from pagewire.shared.engine.cuda_graph import (
 from pagewire.shared.engine.device_state import DeviceState
 from pagewire.shared.engine.pending import LaunchedRows, PendingSupply, PendingTokens
 from pagewire.shared.engine.plan_events import PlanEvents
+from pagewire.shared.engine.pooling import Pooling
 from pagewire.shared.engine.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.sampling_stage import Forwarded, SamplingStage
 from pagewire.shared.engine.scoring import Scoring
@@ -40,13 +41,14 @@ class ModelRunner:
     """The executor of one process with one device; moves its KV blocks, too.
 
     Attributes:
-        kv_pool: [NB, L, 2, KH, BS, D], with the layers of one cache group.
+        kv_pool: [NB, L, N, KH, BS, D], with the layers of one cache group.
         groups: cache groups.
         vocab_size: logits of a row.
         decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
         mover: moves blocks of the pool.
         sampling: draws tokens from logits.
         scoring: computes log probabilities where a device slot asks for them.
+        pooling: makes embeddings of prompts that are to have one.
     """
 
     model: CausalLM
@@ -61,6 +63,7 @@ class ModelRunner:
     _layers: list[LayerKv] = field(init=False)
     sampling: SamplingStage = field(init=False)
     scoring: Scoring = field(init=False)
+    pooling: Pooling = field(default_factory=Pooling)
     _logits: torch.Tensor | None = None  # [static rows, vocab], of all graphs
     _events: PlanEvents = field(default_factory=PlanEvents)
     _group_events: list[DeviceEvent] = field(default_factory=list)  # of the present plan
@@ -97,6 +100,7 @@ class ModelRunner:
         self.state.apply(plan)
         self.sampling.apply(plan)
         self.scoring.apply(plan)
+        self.pooling.apply(plan)
         pending = self._launch(plan)
         if self._records_groups:
             is_complete = len(self._group_events) == self.mover.groups.count
@@ -146,7 +150,7 @@ class ModelRunner:
         if slots and (decodes is None or not decodes.fits(len(slots))):
             return None
         if chunks:
-            if prefills is not None:
+            if prefills is not None and not any(chunk.pooling for chunk in chunks):
                 shape = prefills.shape_of(chunks, with_decodes=bool(slots))
             if shape is None:
                 return None
@@ -176,7 +180,7 @@ class ModelRunner:
                 self.scoring.score_tokens(sampled, logits, part.slots, first)
             first += len(part.slots)
         joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-        return PendingTokens(number, joined, self.scoring.take())
+        return PendingTokens(number, joined, [*self.scoring.take(), *self.pooling.take()])
 
     def decode(self, slots: torch.Tensor) -> Forwarded:
         """Run the forward of a decode step of these device slots, [B] int64.
@@ -257,12 +261,12 @@ class ModelRunner:
         forward = inputs.forward_batch(state.block_tables)
         if not slots:
             hidden = self.model.forward(forward, self._layers, on_layer_end)
-            self._score_prompts(hidden, chunks)
+            self._read_prompts(hidden, chunks)
             return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
         decode_slots = state.upload([slots])[0]
         decodes = self._decode_inputs(decode_slots)
         hidden = self.model.forward(_joined(decodes, forward), self._layers, on_layer_end)
-        self._score_prompts(hidden[len(slots) :], chunks)
+        self._read_prompts(hidden[len(slots) :], chunks)
         decode_rows = torch.arange(len(slots), device=state.device)
         return (
             hidden[torch.cat([decode_rows, inputs.rows + len(slots)])],
@@ -270,12 +274,14 @@ class ModelRunner:
             torch.cat([decodes.positions + 1, inputs.sample_positions]),
         )
 
-    def _score_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
-        """Launch the log probabilities of the prompts that ask; `hidden` is [T, hidden]."""
+    def _read_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
+        """Launch the prompts' log probabilities and embeddings; `hidden` is [T, hidden]."""
         start = 0
         for index, chunk in enumerate(chunks):
+            own = hidden[start : start + chunk.length]
+            if chunk.pooling is not None:
+                self.pooling.pool(index, chunk, own)
             if chunk.scored:
-                own = hidden[start : start + chunk.length]
                 self.scoring.score_prompt(index, chunk, own, self.model.compute_logits)
             start += chunk.length
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagewire.shared.engine.pooling import DeviceEmbedding
 from pagewire.shared.engine.sampling_stage import Sampled
 from pagewire.shared.engine.scoring import DeviceScores
 from pagewire.shared.engine.step import StepResult, StepScores
@@ -42,7 +43,10 @@ class PendingTokens:
     __slots__ = ("_event", "_host", "_number", "_scores")
 
     def __init__(
-        self, number: int, tokens: torch.Tensor, scores: Sequence[DeviceScores] = ()
+        self,
+        number: int,
+        tokens: torch.Tensor,
+        scores: Sequence[DeviceScores | DeviceEmbedding] = (),
     ) -> None:
         self._number = number
         self._event: torch.cuda.Event | None = None

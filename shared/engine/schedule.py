@@ -241,4 +241,6 @@ def _chunk_of(chunk: ScheduledTokens) -> PrefillChunk:
     tokens, scored = sequence.token_ids[start:end], []
     if sequence.awaits_scores:
         scored = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
-    return PrefillChunk(device_slot_of(sequence), start, tokens, chunk.samples, scored)
+    return PrefillChunk(
+        device_slot_of(sequence), start, tokens, chunk.samples, scored, sequence.pooling
+    )

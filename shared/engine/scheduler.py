@@ -135,7 +135,7 @@ class Scheduler(SequenceTable):
             return []
         prefilling = []
         for sequence in [s for s in self.running if not s.decodes_from_device]:
-            if sequence.num_uncomputed_tokens > 1:
+            if not sequence.fits_row:
                 prefilling.append(sequence)
             elif sequence.status is RequestStatus.RUNNING:
                 self._enter_row(sequence, decision)
@@ -153,7 +153,7 @@ class Scheduler(SequenceTable):
     def _add_tokens(self, sequence: Sequence, budget: int, decision: Schedule) -> int:
         """Add what a sequence has to run, within the budget; returns the number of tokens."""
         missing = sequence.num_uncomputed_tokens
-        if missing == 1:
+        if sequence.fits_row:
             self._enter_row(sequence, decision)
             return 1
         start = sequence.num_computed_tokens
@@ -197,6 +197,7 @@ class Scheduler(SequenceTable):
         self._decoding.advance()
         for chunk in decision.chunks:
             chunk.sequence.num_computed_tokens = chunk.end
+            chunk.sequence.num_chunks += 1
             if chunk.samples:
                 chunk.sequence.decodes_from_device = True
                 if chunk.end < chunk.sequence.run_until:
@@ -295,7 +296,8 @@ class Scheduler(SequenceTable):
 
     def _usable_prefix(self, sequence: Sequence) -> list[BlockTable]:
         """Cached blocks of a sequence, at least one token short of all it has."""
-        if not self.pool.enable_caching or sequence.awaits_scores:
+        is_whole = sequence.awaits_scores or sequence.pooling is not None
+        if not self.pool.enable_caching or is_whole:
             return [BlockTable() for _ in range(len(self.pool.groups))]
         sequence.extend_hashes(self.hasher)
         most = (len(sequence.token_ids) - 1) // self.block_size

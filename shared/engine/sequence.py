@@ -11,6 +11,7 @@ from pagewire.shared.engine.status import RequestStatus, check_transition
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.kv.block_table import BlockTable
+from pagewire.shared.model.pooling import PoolingMode
 from pagewire.shared.sampling import RequestSpec
 
 
@@ -36,6 +37,8 @@ class Sequence:
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
         prefill_only: ends with its first token, and keeps its blocks until `forget`.
+        pooling: its embedding is wanted: its prompt is computed without the prefix cache, and
+            leaves nothing there.
         output_start: position of the first output. A prefill job's prompt may end with outputs of
             an interrupted answer, which are computed like the prompt.
         num_replayed_tokens: outputs that an earlier worker delivered; not delivered again.
@@ -45,6 +48,7 @@ class Sequence:
         block_hashes: of the full blocks of `token_ids`.
         num_late_tokens: sampled in an earlier life, and not known to the host yet.
         num_cached_tokens: found in the prefix cache at the first admission.
+        num_chunks: that its prompt has been computed in, so far.
         scored_until: position of the next prompt token whose log probability is to be reported.
         num_exported_blocks: of this life, reported as final to the KV side.
         device_slot: row of the device state while it runs.
@@ -62,6 +66,7 @@ class Sequence:
     arrival_s: float = 0.0
     remote_prefill: bool = False
     prefill_only: bool = False
+    pooling: PoolingMode | None = None
     output_start: int = 0
     num_replayed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -69,6 +74,7 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_late_tokens: int = 0
     num_cached_tokens: int | None = None
+    num_chunks: int = 0
     scored_until: int = 1
     num_exported_blocks: int = 0
     device_slot: int | None = None
@@ -112,6 +118,11 @@ class Sequence:
         return 1 if self.decodes_from_device else len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def fits_row(self) -> bool:
+        """Whether what it has to run can be a decode row: those are not pooled."""
+        return self.num_uncomputed_tokens == 1 and self.pooling is None
+
+    @property
     def awaits_scores(self) -> bool:
         """Whether log probabilities of its prompt are wanted and not all reported.
 
@@ -136,7 +147,7 @@ class Sequence:
 
     def extend_hashes(self, hasher: BlockHasher) -> None:
         """Hash the full blocks that `token_ids` has grown by."""
-        hasher.extend(self.block_hashes, self.token_ids)
+        hasher.extend(self.block_hashes, self.token_ids, self.spec.hash_extra)
 
 
 def new_sequence(

@@ -297,6 +297,8 @@ class SequenceTable:
         size = self.block_size
         if start // size == end // size or not self.pool.enable_caching:
             return
+        if sequence.pooling is not None:
+            return
         sequence.extend_hashes(self.hasher)
         full = min(end // size, len(sequence.block_hashes))
         self.pool.register(sequence.tables, sequence.block_hashes, start // size, full)

@@ -28,6 +28,7 @@ from itertools import compress
 import msgspec
 
 from pagewire.shared.logprobs import Logprobs
+from pagewire.shared.model.pooling import PoolingMode
 from pagewire.shared.sampling import RequestSpec
 
 
@@ -92,6 +93,7 @@ class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
         start: position of the first token.
         samples: a token is sampled after the last one.
         scored: the tokens from position `start + 1` on whose log probabilities are wanted.
+        pooling: what is made of the hidden states of the whole prompt, if anything.
     """
 
     slot: int
@@ -99,6 +101,7 @@ class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int]
     samples: bool
     scored: list[int] = []
+    pooling: PoolingMode | None = None
 
     @property
     def length(self) -> int:
@@ -197,10 +200,12 @@ class StepScores(msgspec.Struct, frozen=True):
     Attributes:
         tokens: index in `StepResult.tokens` -> of that token.
         prompts: index of a chunk -> of its `scored` tokens.
+        embeddings: index of a prompt's last chunk -> its embedding, float32.
     """
 
     tokens: dict[int, Logprobs] = {}
     prompts: dict[int, Logprobs] = {}
+    embeddings: dict[int, bytes] = {}
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):

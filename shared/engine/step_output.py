@@ -20,8 +20,10 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache; with the first output only.
         queue_s, prefill_s: time waited and computed until the first token; likewise.
+        chunks: steps that computed the prompt; likewise.
         logprobs: of the tokens, if the sequence asks for them.
         prompt_logprobs: of a part of the prompt, in an output of their own.
+        embedding: of the prompt, float32, before the output that ends it.
         param: the request's field that the error is due to, if it is the client's fault.
     """
 
@@ -35,6 +37,8 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     param: str | None = None
+    embedding: bytes | None = None
+    chunks: int = 0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):
@@ -91,13 +95,21 @@ def token_output(
         cached_tokens=min(sequence.num_cached_tokens or 0, sequence.num_prompt_tokens),
         queue_s=started - sequence.arrival_s,
         prefill_s=now_s - started,
+        chunks=sequence.num_chunks,
         logprobs=logprobs,
     )
 
 
 def scored_prompts(schedule: Schedule, scores: StepScores) -> list[StepOutput]:
-    """Return the log probabilities of prompts that a step gave, as `prompt_outputs` does."""
+    """Return the embeddings of prompts that a step gave, and their log probabilities.
+
+    The latter as `prompt_outputs` does.
+    """
     outputs: list[StepOutput] = []
+    for index, embedding in scores.embeddings.items():
+        sequence = schedule.chunks[index].sequence
+        if not sequence.is_finished:
+            outputs.append(StepOutput(sequence.request_id, [], embedding=embedding))
     for index, scored in scores.prompts.items():
         chunk = schedule.chunks[index]
         for sequence in (chunk.sequence, *chunk.sequence.children):

@@ -31,6 +31,7 @@ class Attempt:
 
     Attributes:
         request_id: random and of this attempt alone, so that nothing late is taken for another's.
+        prefilled_by: the prefill worker that has sampled the first token, if one has.
 
     Args:
         on_output: gets each output and the time of its arrival; what it raises ends the attempt.
@@ -40,6 +41,7 @@ class Attempt:
         self.link = link
         self.request_id = secrets.token_hex(16)
         self._on_output, self._in_flight = on_output, in_flight
+        self.prefilled_by: str | None = None
         self._last_heard = time.monotonic()
         self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
         self._outcome = asyncio.get_running_loop().create_future()
@@ -85,6 +87,7 @@ class Attempt:
         elif self._prefill_load is not None and output.token_ids:
             self._unload(prefill_only=True)
         if output.prefill_worker is not None and output.prefill_load is not None:
+            self.prefilled_by = output.prefill_worker
             self._in_flight.note_report(output.prefill_worker, output.prefill_load)
         try:
             self._on_output(output, now)

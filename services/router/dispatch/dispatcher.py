@@ -16,12 +16,14 @@ import asyncio
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
-from pagewire.services.router.metrics.requests import RouterMetrics
+from pagewire.services.router.dispatch.times import AnswerTimes, Watch
+from pagewire.services.router.metrics.requests import AnswerLengths, RouterMetrics
 from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Prompt
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 MAX_MIGRATIONS = 3  # a request that kills its workers must not kill all
 WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if none is left
 RETRY_S = 0.1
+NO_WATCH = Watch()
 
 
 class TokenStream:
@@ -52,6 +55,7 @@ class TokenStream:
 
     Attributes:
         sink: gets the tokens when they arrive, until a finish reason; what it raises ends `run`.
+        workers: ids of those that have worked on it, but for the present attempt's.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class TokenStream:
         place: Place,
         prompt_ids: list[int],
         spec: RequestSpec,
+        answers: AnswerLengths,
+        watch: Watch,
     ) -> None:
         self.sink: Callable[[TokenOutput], None]
         # With a seed any worker is able to go on with the same tokens.
@@ -69,8 +75,13 @@ class TokenStream:
         self._spec = msgspec.structs.replace(spec, seed=self._seed)
         self._output_ids: list[int] = []
         self._scored_until = 1  # the prompt's first token has no log probability
-        self._meter = dispatcher.metrics.meter(len(prompt_ids))
+        self._meter = dispatcher.metrics.meter(len(prompt_ids), answers)
+        self._watch = watch
+        if watch.timed:
+            self._meter.gaps = array("d")
+        self._sent_at: float | None = None
         self._attempt: Attempt | None = None
+        self.workers: list[str] = []
         self._refused_by: set[str] = set()
         self._overloaded = False
         self._migrations = 0
@@ -79,6 +90,24 @@ class TokenStream:
         self._first: TokenStream | None = None
         self._others: list[TokenStream] = []
         self._has_started = asyncio.Event()
+
+    @property
+    def times(self) -> AnswerTimes:
+        """Where its time went so far."""
+        meter, attempt = self._meter, self._attempt
+        present = [] if attempt is None else [attempt.prefilled_by, attempt.link.worker_id]
+        names = [*self.workers, *filter(None, present)]
+        return AnswerTimes(
+            placed_s=(self._sent_at or time.monotonic()) - meter.start,
+            first_token_s=None if meter.last is None else meter.first - meter.start,
+            decode_s=0.0 if meter.last is None else meter.last - meter.first,
+            num_tokens=meter.num_tokens,
+            gaps=meter.gaps,
+            workers_say=meter.timings,
+            migrations=self._migrations,
+            decode_worker=names[-1] if names else None,
+            workers=tuple(dict.fromkeys(names)),
+        )
 
     def start_with(self, first: TokenStream) -> None:
         """Leave it to another answer to the same prompt, run at the same time, to start this."""
@@ -140,6 +169,9 @@ class TokenStream:
     def _end_attempt(self, cancel: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
+            if attempt.prefilled_by is not None:
+                self.workers.append(attempt.prefilled_by)
+            self.workers.append(attempt.link.worker_id)
             attempt.end(cancel)
 
     async def _follow(self, attempt: Attempt) -> None:
@@ -163,6 +195,7 @@ class TokenStream:
     def _on_refused(self, worker_id: str, refused: Refused) -> None:
         if refused.reason == "invalid":
             raise InvalidRequestError(refused.message, refused.param)
+        self.workers.remove(worker_id)
         logger.info("%s is %s: %s", worker_id, refused.reason, refused.message)
         self._refused_by.add(worker_id)
         self._overloaded = self._overloaded or refused.reason == "overloaded"
@@ -234,7 +267,7 @@ class TokenStream:
     async def _try_workers(self) -> Attempt:
         try:
             placement, prompt = await self._dispatcher.selector.place(
-                self._prompt_ids + self._output_ids, self._refused_by
+                self._prompt_ids + self._output_ids, self._refused_by, self._spec.hash_extra
             )
         except NoWorkerError as exc:
             if self._overloaded:
@@ -271,15 +304,18 @@ class TokenStream:
                     Fork(request_id=fork.request_id, seed=other._seed)
                     for other, fork in zip(others, forks, strict=True)
                 ],
+                timed=self._watch.timed,
+                trace=self._watch.trace,
             ),
             prompt.missing_blocks(link.worker_id),
             prompt.uncached_tokens(prefills[0]) if prefills else 0,
         )
         self._dispatcher.selector.note_sent(prompt, (link.worker_id, *prefills[:1]))
         self._others = []
+        self._sent_at = self._sent_at or time.monotonic()
         for other, fork in zip(others, forks, strict=True):
             fork.start_with(attempt)
-            other._attempt = fork
+            other._attempt, other._sent_at = fork, self._sent_at
         return attempt
 
 
@@ -312,12 +348,15 @@ class Dispatcher:
         self.admission = Admission(max_queue)
         self.request_timeout_s = request_timeout_s
 
-    def open(self, requests: Iterable[tuple[list[int], RequestSpec, int]]) -> list[TokenStream]:
+    def open(
+        self, requests: Iterable[tuple[list[int], RequestSpec, int]], watch: Watch = NO_WATCH
+    ) -> list[TokenStream]:
         """Let sequences enter, all or none. The caller runs all at once, and closes each.
 
         Args:
             requests: a prompt, its parameters, and how many answers it is to have, at most
                 1 + `MAX_FORKS`.
+            watch: what is to be measured of them.
 
         Raises:
             InvalidRequestError: they are more than can ever be in the system.
@@ -327,8 +366,9 @@ class Dispatcher:
         places = iter(self.admission.enter(sum(count for _, _, count in requests)))
         streams = []
         for ids, spec, count in requests:
+            lengths = self.metrics.answers(count)
             answers = [
-                TokenStream(self, next(places), ids, spec.for_choice(choice))
+                TokenStream(self, next(places), ids, spec.for_choice(choice), lengths, watch)
                 for choice in range(count)
             ]
             for other in answers[1:]:

@@ -2,11 +2,21 @@
 
     body --> schemas.py --> inputs.py --> answers.py --> responses.py --> http_io.py --> client
 
+Before a body is read, each request passes `access_log.py` (its id, and its log line at the end),
+CORS, and `key_check.py` (its API key).
+
+The bodies of Anthropic's Messages API become chats (message_inputs.py, message_chat.py), and have
+responses and errors of their own form (message_format.py, error_forms.py).
+
 Entry point: `create_app` (app.py).
-Read first: `api.py` (routes), `inputs.py` (a body becomes token ids and parameters, or is refused;
-chooses `max_tokens` if a request gives none), `responses.py`, `http_io.py` (reads bodies, sends
-streams, cancels a request whose client has left or takes nothing for too long), `body_reader.py`
-(where a body is read).
+Read first: `api.py` (routes), `request_record.py` (what is known of a request), `inputs.py` (a body
+becomes token ids and parameters, or is refused; chooses `max_tokens` if a request gives none),
+`responses.py`, `http_io.py` (reads bodies, sends streams, cancels a request whose client has left
+or takes nothing for too long), `body_reader.py` (where a body is read).
+
+`/v1/responses` is a chat in another form: `response_routes.py` (what is stored, and when),
+`response_inputs.py` (a body becomes a chat's), `response_format.py` and `response_items.py` (the
+response object and its events).
 
 May import: all of the router. Nothing of a worker.
 """

@@ -1,22 +1,23 @@
-"""The routes: OpenAI's, health and metrics."""
+"""The routes: OpenAI's, and health."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from fastapi import APIRouter, Request
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from pagewire.services.router.http.answers import AnswerSet
 from pagewire.services.router.http.body_messages import BodyKind
 from pagewire.services.router.http.body_reader import INLINE_BODY_BYTES
+from pagewire.services.router.http.errors import describe, outcome_of
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect, received_body
 from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.logprobs import CompletionLogprobs
 from pagewire.services.router.http.parsed_chat import ParsedChatFormat
+from pagewire.services.router.http.request_record import record_of
 from pagewire.services.router.http.responses import (
     ChatFormat,
     CompletionFormat,
@@ -24,6 +25,9 @@ from pagewire.services.router.http.responses import (
     Format,
     model_record,
 )
+from pagewire.services.router.http.running_usage import RunningUsage
+from pagewire.services.router.http.timings import HEADER, wants_timings
+from pagewire.services.router.metrics.requests import Outcome
 from pagewire.services.router.service import RouterService
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
@@ -34,17 +38,20 @@ router = APIRouter(redirect_slashes=False)
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """List the one model."""
-    service = _service(request)
-    return _json({"object": "list", "data": [model_record(service.model, service.max_model_len)]})
+    """List the one model, by each of its names."""
+    service = service_of(request)
+    records = [
+        model_record(service.model, name, service.max_model_len) for name in service.model.names
+    ]
+    return _json({"object": "list", "data": records})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
     """Describe the model."""
-    service = _service(request)
+    service = service_of(request)
     service.model.check_name(model_id)
-    return _json(model_record(service.model, service.max_model_len))
+    return _json(model_record(service.model, model_id, service.max_model_len))
 
 
 @router.post("/v1/completions")
@@ -60,9 +67,9 @@ async def complete(request: Request) -> Response:
             for prompt in prompts
             if prompt.spec.logprobs is not None
         ]
-        return CompletionFormat(model.name, echoes, _extras(model, asked), logprobs)
+        return CompletionFormat(asked.model, echoes, _extras(model, asked), logprobs)
 
-    return await _generate(request, "completion", make_format)
+    return await generate(request, "completion", make_format)
 
 
 @router.post("/v1/chat/completions")
@@ -72,40 +79,70 @@ async def chat(request: Request) -> Response:
     def make_format(model: ServedModel, asked: GenerationInput) -> Format:
         if asked.reading is not None:
             return ParsedChatFormat(model, asked, _extras(model, asked))
-        return ChatFormat(model.name, asked.n, _extras(model, asked))
+        return ChatFormat(asked.model, asked.n, _extras(model, asked))
 
-    return await _generate(request, "chat", make_format)
+    return await generate(request, "chat", make_format)
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Describe the cluster; 200 if it is ready."""
-    found = _service(request).health()
-    return _json(found, 200 if found["status"] == "ok" else 503)
+    """Answer, since the router is alive; operators find the rest at the operator port."""
+    service = service_of(request)
+    found = service.health()
+    if service.api_keys is not None and record_of(request.scope).key is None:
+        found = {"status": found["status"]}
+    return _json(found)
 
 
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    """Show the router's metrics and, relayed, the workers'."""
-    text = await _service(request).metrics_text()
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Answer 200 if the router can serve now, else 503."""
+    status = service_of(request).health()["status"]
+    return _json({"status": status}, 200 if status == "ok" else 503)
 
 
-async def _generate(
+async def generate(
     request: Request,
     kind: BodyKind,
     make_format: Callable[[ServedModel, GenerationInput], Format],
 ) -> Response:
-    service = _service(request)
-    service.check_room()
-    async with received_body(request, service.bodies) as raw:
-        with service.admit():
-            asked = await _read(request, kind, raw)
-            asked = await _check_grammar(request, asked)
-    if asked.unknown_fields:
-        service.metrics.unknown_fields.inc(asked.unknown_fields)
+    """Answer a request with what the model generates, and count what becomes of it.
+
+    Args:
+        request: the request.
+        kind: of its body.
+        make_format: returns what writes the answers.
+
+    Raises:
+        PagewireError: the body is wrong, or the answers failed before their first token.
+    """
+    return await counted(request, _answer(request, kind, make_format))
+
+
+async def counted(request: Request, answer: Awaitable[Response]) -> Response:
+    """Return an answer to a request, and count what becomes of it."""
+    outcome: Outcome = "gone"  # where the server's end cancels it
+    try:
+        response = await answer
+        outcome = "answered"
+    except Exception as exc:
+        outcome = outcome_of(describe(exc).status)
+        raise
+    finally:
+        service_of(request).metrics.outcomes[outcome].inc()
+    return response
+
+
+async def _answer(
+    request: Request,
+    kind: BodyKind,
+    make_format: Callable[[ServedModel, GenerationInput], Format],
+) -> Response:
+    asked, service = await read_request(request, kind), service_of(request)
+    if wants_timings(request.headers.get(HEADER, "")):
+        asked = msgspec.structs.replace(asked, timings=True)
     form = make_format(service.model, asked)
-    answers = AnswerSet(service.dispatcher, service.model.tokenizer, asked)
+    answers = answers_to(request, asked)
     try:
         if not asked.stream:
             full = await cancel_on_disconnect(request, answers.collect())
@@ -118,15 +155,52 @@ async def _generate(
             return Response(body, media_type="application/json")
         # The status line waits for the first token, so that a refusal has a status of its own.
         rest = answers.deltas()
-        first = await cancel_on_disconnect(request, _first(rest))
+        first = await cancel_on_disconnect(request, first_delta(rest))
     except BaseException:
         answers.close()
         raise
     return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
 
 
+def answers_to(request: Request, asked: GenerationInput) -> AnswerSet:
+    """Return the answers to a request, which are to be closed; none has begun."""
+    service, record = service_of(request), record_of(request.scope)
+    trace = None if service.tracing is None else record.begin_span(service.tracing)
+    record.answers = AnswerSet(
+        service.dispatcher, service.model.tokenizer, asked, record.request_id, record.start, trace
+    )
+    return record.answers
+
+
+async def read_request(
+    request: Request,
+    kind: BodyKind,
+    frame: Callable[[bytearray], Awaitable[bytes | bytearray]] | None = None,
+) -> GenerationInput:
+    """Receive and check a request.
+
+    Args:
+        request: whose body has not been read.
+        kind: of the body.
+        frame: makes of the body what its reader takes; None: that is the body.
+
+    Raises:
+        PagewireError: it is refused.
+    """
+    service = service_of(request)
+    service.check_room()
+    async with received_body(request, service.bodies) as raw:
+        with service.admit():
+            framed = raw if frame is None else await frame(raw)
+            asked = await _read(request, kind, framed)
+            asked = await _check_grammar(request, asked)
+    if asked.unknown_fields:
+        service.metrics.unknown_fields.inc(asked.unknown_fields)
+    return asked
+
+
 async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
-    service = _service(request)
+    service = service_of(request)
     reader, max_model_len = service.body_reader, service.max_model_len
     if len(raw) <= INLINE_BODY_BYTES:
         return await reader.read_here(kind, raw, max_model_len)
@@ -137,7 +211,7 @@ async def _check_grammar(request: Request, asked: GenerationInput) -> Generation
     """Return the request with the first of its grammars that is not refused."""
     others = list(asked.other_grammars)
     while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
-        checker = _service(request).grammar_checker
+        checker = service_of(request).grammar_checker
         try:
             await cancel_on_disconnect(request, checker.check(text, asked.form_field))
         except InvalidRequestError:
@@ -149,20 +223,25 @@ async def _check_grammar(request: Request, asked: GenerationInput) -> Generation
     return asked
 
 
-async def _first(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
+async def first_delta(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
+    """Return the first delta of an answer."""
     return await anext(deltas)
 
 
 def _extras(model: ServedModel, asked: GenerationInput) -> Extras:
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in asked.prompts)
     return Extras(
         usage=asked.include_usage,
+        running=RunningUsage(prompt_tokens) if asked.running_usage else None,
+        service_tier=asked.service_tier,
         token_ids=asked.return_token_ids,
         prompt_logprobs=asked.prompt_logprobs,
         token_bytes=model.tokenizer.token_bytes,
     )
 
 
-def _service(request: Request) -> RouterService:
+def service_of(request: Request) -> RouterService:
+    """Return the router's service."""
     service: RouterService = request.app.state.service
     return service
 

@@ -1,26 +1,39 @@
-"""The router as an ASGI application."""
+"""The router as an ASGI application.
+
+AccessLog > CORSMiddleware > KeyCheck > CutRequests > routes
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
+from pagewire.services.router.http.access_log import AccessLog
 from pagewire.services.router.http.api import router
 from pagewire.services.router.http.cut import CutRequests
-from pagewire.services.router.http.errors import SERVER_ERROR, describe
+from pagewire.services.router.http.error_forms import error_response
+from pagewire.services.router.http.errors import describe
+from pagewire.services.router.http.key_check import KeyCheck
+from pagewire.services.router.http.messages_api import messages_router
+from pagewire.services.router.http.request_record import record_of
+from pagewire.services.router.http.response_routes import response_router
+from pagewire.services.router.http.token_api import token_router
 from pagewire.services.router.service import RouterService
 from pagewire.shared.errors import PagewireError
 
-logger = logging.getLogger(__name__)
+CORS_METHODS = ("GET", "POST", "DELETE")
+CORS_EXPOSED = ("x-request-id", "retry-after")  # what a page may read of a response's headers
+CORS_MAX_AGE_S = 600
 
 
-def create_app(service: RouterService) -> FastAPI:
+def create_app(service: RouterService) -> ASGIApp:
     """Return the application; its lifespan opens and closes the service.
 
     Args:
@@ -34,23 +47,32 @@ def create_app(service: RouterService) -> FastAPI:
 
     # Bodies are checked by our own models; the pages of documentation would load scripts from
     # elsewhere.
-    app = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.state.service = service
-    app.include_router(router)
-    app.add_middleware(CutRequests, service=service)
+    routes = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    routes.state.service = service
+    routes.include_router(router)
+    routes.include_router(messages_router)
+    routes.include_router(token_router)
+    routes.include_router(response_router)
     for kind in (PagewireError, HTTPException, Exception):
-        app.add_exception_handler(kind, _on_error)
-    return app
+        routes.add_exception_handler(kind, _on_error)
+    # Outside of the routes' own middleware, which answers errors that nobody expects.
+    app: ASGIApp = KeyCheck(CutRequests(routes, service), service)
+    if origins := service.settings.cors_origins:
+        app = CORSMiddleware(  # a browser asks first without a key
+            app,
+            allow_origins=origins,
+            allow_methods=CORS_METHODS,
+            allow_headers=["*"],
+            expose_headers=CORS_EXPOSED,
+            max_age=CORS_MAX_AGE_S,
+        )
+    return AccessLog(app, service)
 
 
 async def _on_error(request: Request, exc: Exception) -> Response:
-    """Answer with OpenAI's error object; the log has the rest."""
-    error = describe(exc)
-    level = logging.WARNING if error.status == SERVER_ERROR else logging.INFO
-    client = request.client.host if request.client else "-"
-    logger.log(
-        level, "%s %s %r: %d: %r", client, request.method, request.url.path, error.status, exc
-    )
+    """Answer with the route's error object; the request's log line has the rest."""
+    error, record = describe(exc), record_of(request.scope)
+    record.fail(exc)
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
-    return error.response()
+    return error_response(error, request.scope)

@@ -19,7 +19,9 @@ from pagewire.shared.errors import ChannelError, InvalidRequestError, ModelNotFo
 LENGTH_BYTES = 4
 
 MessageT = TypeVar("MessageT")
-BodyKind = Literal["chat", "completion"]
+BodyKind = Literal[
+    "chat", "completion", "response", "message", "message count", "tokenize", "detokenize"
+]
 RefusalKind = Literal["InvalidRequestError", "ContextLengthError", "ModelNotFoundError"]
 
 _REFUSALS: dict[RefusalKind, type[InvalidRequestError]] = {
@@ -47,16 +49,17 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     kind: RefusalKind
     message: str
     param: str | None
+    code: str | None
 
     @classmethod
     def of(cls, error: InvalidRequestError) -> Refusal:
         """Return an error as a message."""
         (kind,) = [name for name, each in _REFUSALS.items() if type(error) is each]
-        return cls(kind, error.message, error.param)
+        return cls(kind, error.message, error.param, error.code)
 
     def error(self) -> InvalidRequestError:
         """Return the error."""
-        return _REFUSALS[self.kind](self.message, self.param)
+        return _REFUSALS[self.kind](self.message, self.param, self.code)
 
 
 class Reply(msgspec.Struct, frozen=True):

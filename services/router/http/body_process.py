@@ -25,11 +25,22 @@ from pagewire.services.router.http.body_messages import (
 )
 from pagewire.services.router.http.child_serving import memory_bytes, run
 from pagewire.services.router.http.inputs import InputReader, read_chat, read_completion
+from pagewire.services.router.http.message_inputs import read_message, read_message_count
+from pagewire.services.router.http.response_inputs import read_response
+from pagewire.services.router.http.token_inputs import read_detokenize, read_tokenize
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError
 
-READERS: dict[BodyKind, InputReader] = {"chat": read_chat, "completion": read_completion}
+READERS: dict[BodyKind, InputReader] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "message": read_message,
+    "message count": read_message_count,
+    "tokenize": read_tokenize,
+    "detokenize": read_detokenize,
+    "response": read_response,
+}
 
 
 def serve(connection: socket.socket) -> None:

@@ -35,6 +35,7 @@ WAIT_S = 120.0  # for a thread or process to come free, and to read
 TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
 
 _PROGRAM = "pagewire.services.router.http.body_process"
+_NOT_ITS_OWN = {"cluster_secret", "redis_url", "responses_redis_url", "api_key", "api_key_file"}
 
 
 class BodyReader:
@@ -107,8 +108,8 @@ class _Processes:
 
     def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
         self.threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="large-body")
-        own = settings.model_dump(mode="json", exclude={"cluster_secret", "redis_url"})
-        self._settings = own | {"model": str(model.path), "served_model_name": model.name}
+        own = settings.model_dump(mode="json", exclude=_NOT_ITS_OWN)
+        self._settings = own | {"model": str(model.path), "served_model_name": model.names}
         self._lock = Lock()
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()

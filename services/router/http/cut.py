@@ -7,8 +7,9 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagewire.services.router.http.error_forms import end_with_error, error_response
 from pagewire.services.router.http.errors import ShutDownError, describe
-from pagewire.services.router.http.responses import DONE, error_event
+from pagewire.services.router.http.request_record import record_of
 from pagewire.services.router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,11 @@ class CutRequests:
                 logger.info("a client took nothing for %g s, not even the end", SEND_TIMEOUT_S)
 
     async def _end(self, start: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
-        error = describe(ShutDownError("cut, the drain time is over"))
+        error, record = describe(ShutDownError("cut, the drain time is over")), record_of(scope)
+        record.outcome = "cut"
         self._service.metrics.request_errors.labels(error.status).inc()
         if start is None:
-            await error.response()(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         elif any(value.startswith(b"text/event-stream") for _, value in start["headers"]):
-            last = error_event(error.body()) + DONE
+            last = end_with_error(error, scope)
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from pagewire.services.router.metrics.requests import Outcome
 from pagewire.shared.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -21,6 +22,7 @@ from pagewire.shared.http.refusals import error_object
 
 NO_WORKER_RETRY_S = 2.0
 SERVER_ERROR = 500
+REFUSALS = (429, 503)  # no room, no worker
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; so nginx names it in access logs
 
 _INVALID = "invalid_request_error"
@@ -48,6 +50,34 @@ class ClientGoneError(PagewireError):
     """The client closed its connection before it was answered."""
 
 
+class InvalidKeyError(PagewireError):
+    """The request has no valid API key.
+
+    Attributes:
+        was_sent: it has one that is not valid.
+    """
+
+    def __init__(self, was_sent: bool) -> None:
+        super().__init__("a wrong API key" if was_sent else "no API key")
+        self.was_sent = was_sent
+
+
+class ResponseNotFoundError(PagewireError):
+    """No response that the client may read has this id.
+
+    Attributes:
+        param: the field that names it; None: the path does.
+    """
+
+    def __init__(self, response_id: str, param: str | None) -> None:
+        super().__init__(f"no response {response_id[:100]!r}")
+        self.response_id, self.param = response_id[:100], param
+
+
+class StoreUnavailableError(PagewireError):
+    """Stored responses cannot be read or removed now."""
+
+
 class ShutDownError(PagewireError):
     """The router ends before the request has its answer."""
 
@@ -69,15 +99,14 @@ class ApiError:
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> bytes:
-        """Return the JSON error object."""
-        return error_object(self.message, self.kind, self.param, self.code)
+    def body(self, request_id: str) -> bytes:
+        """Return the JSON error object of a request."""
+        return error_object(self.message, self.kind, self.param, self.code, request_id)
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
-        return Response(
-            self.body(), self.status, headers=self.headers, media_type="application/json"
-        )
+    def response(self, request_id: str) -> Response:
+        """Return the HTTP response to a request."""
+        body = self.body(request_id)
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
 def describe(exc: Exception) -> ApiError:
@@ -92,7 +121,13 @@ def describe(exc: Exception) -> ApiError:
         case BodyTimeoutError():
             return ApiError(408, exc.message, _INVALID, exc.param, "request_timeout")
         case InvalidRequestError():
-            return ApiError(400, exc.message, _INVALID, exc.param)
+            code = exc.code or ("invalid_value" if exc.param else None)
+            return ApiError(400, exc.message, _INVALID, exc.param, code)
+        case InvalidKeyError():
+            problem = "The API key is not valid" if exc.was_sent else "This server needs an API key"
+            message = f"{problem}: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            headers = {"WWW-Authenticate": "Bearer"}
+            return ApiError(401, message, _INVALID, None, "invalid_api_key", headers)
         case OverloadedError():
             headers = _retry_after(exc.retry_after_s)
             message = "The server is overloaded: it holds all the requests it can. Try again later."
@@ -102,6 +137,12 @@ def describe(exc: Exception) -> ApiError:
             problem = f"came back within {exc.waited_s:g} s" if exc.waited_s else "can answer now"
             message = f"No worker {problem}. Try again in a moment."
             return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
+        case ResponseNotFoundError():
+            return _describe_missing(exc)
+        case StoreUnavailableError():
+            headers = _retry_after(NO_WORKER_RETRY_S)
+            message = "Stored responses cannot be read now. Try again in a moment."
+            return ApiError(503, message, _SERVER, None, "store_unavailable", headers)
         case ShutDownError():
             headers = _retry_after(NO_WORKER_RETRY_S)
             message = "The server shuts down. Send the request again in a moment."
@@ -112,6 +153,23 @@ def describe(exc: Exception) -> ApiError:
             return _describe_http(exc)
         case _:
             return ApiError(SERVER_ERROR, _INTERNAL_MESSAGE, _SERVER, None, "internal_error")
+
+
+def _describe_missing(exc: ResponseNotFoundError) -> ApiError:
+    if exc.param is None:
+        message = f"Response with id '{exc.response_id}' not found."
+        return ApiError(404, message, _INVALID, None, "response_not_found")
+    message = f"Previous response with id '{exc.response_id}' not found."
+    return ApiError(404, message, _INVALID, exc.param, "previous_response_not_found")
+
+
+def outcome_of(status: int) -> Outcome:
+    """Return what became of a request that was answered with an error status."""
+    if status in REFUSALS:
+        return "refused"
+    if status == CLIENT_CLOSED_REQUEST:
+        return "gone"
+    return "failed" if status >= SERVER_ERROR else "invalid"
 
 
 def _describe_http(exc: HTTPException) -> ApiError:

@@ -1,9 +1,11 @@
-"""The router's view of its cluster, for `/health`."""
+"""The router's view of its cluster, for `/cluster` on the operator port."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
+
+import msgspec
 
 from pagewire.shared.cluster.registry import LinkInfo, OtherVersion, WorkerRecord
 from pagewire.shared.cluster.routers import RouterRecord
@@ -49,6 +51,7 @@ def describe_services(
                 "max_model_len": record.max_model_len,
                 "full_model_len": record.full_model_len,
                 "kv_transports": record.kv_transports,
+                "load": msgspec.to_builtins(record.load),
                 "links": own_links,
                 "missing_links": sorted(wanted - {link["peer"] for link in own_links}),
             }
@@ -87,6 +90,7 @@ def _links_by_decode_worker(records: Sequence[WorkerRecord]) -> dict[str, list[d
                 "peer": prefill,
                 "transport": link.transport,
                 "gb_per_s": link.gbps or None,
+                "bytes": link.bytes,
             }
         )
     return by_decode

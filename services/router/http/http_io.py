@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pagewire.services.router.http.answers import AnswerSet
 from pagewire.services.router.http.direct_writer import DirectWriter, direct_writer
+from pagewire.services.router.http.error_forms import end_with_error
 from pagewire.services.router.http.errors import (
     SERVER_ERROR,
     BodyTimeoutError,
@@ -22,12 +22,11 @@ from pagewire.services.router.http.errors import (
     ClientGoneError,
     describe,
 )
-from pagewire.services.router.http.responses import DONE, Format, error_event
+from pagewire.services.router.http.request_record import record_of
+from pagewire.services.router.http.responses import Format
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.errors import OverloadedError, PagewireError
 from pagewire.shared.text.answer_text import TextDelta
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -164,6 +163,8 @@ class EventStream(Response):
             await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if sender.done():
                 sender.result()
+            else:
+                record_of(scope).outcome = "cancelled"
         finally:
             await end_task(sender)
             await end_task(watcher)
@@ -180,18 +181,18 @@ class EventStream(Response):
         await send(start)
         try:
             async with aclosing(self._rest) as rest:
+                await self._send_chunk(send, self._form.begin(self._answers.usage))
                 await self._send_chunk(send, self._form.stream_chunk(*self._first))
                 async for index, delta in rest:
                     await self._send_chunk(send, self._form.stream_chunk(index, delta))
             await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
         except ClientGoneError as exc:
-            logger.info("a stream ended early: %s", exc)
+            record_of(scope).fail(exc, "cancelled")
             return  # without the end of the body: the server closes the connection
         except PagewireError as exc:
-            error = describe(exc)
-            if error.status >= SERVER_ERROR:
-                logger.warning("a stream ended with an error: %s", exc)
-            await self._send_chunk(send, error_event(error.body()) + DONE, last=True)
+            error, record = describe(exc), record_of(scope)
+            record.fail(exc, "failed" if error.status >= SERVER_ERROR else "refused")
+            await self._send_chunk(send, end_with_error(error, scope), last=True)
 
     def _write(self, writer: DirectWriter, index: int, delta: TextDelta) -> bool:
         """Write the event of a delta at once, if the client has taken what was written before."""

@@ -18,6 +18,7 @@ from pagewire.services.router.http.chat_inputs import (
     template_options,
 )
 from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.response_turn import ResponseTurn
 from pagewire.services.router.http.schemas import (
     PROMPT_RULE,
     ChatBody,
@@ -31,6 +32,7 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextRules
+from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
@@ -50,7 +52,8 @@ class PromptInput(msgspec.Struct, frozen=True):
 
     Attributes:
         spec: its seed is None where the client gave none.
-        echo: text to repeat in front of the answer; None if it is not asked for.
+        echo: text to repeat in front of the answer, or that of tokens which `/detokenize` is given;
+            None if it is not asked for.
     """
 
     token_ids: list[int]
@@ -62,17 +65,24 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     """One checked request.
 
     Attributes:
+        model: the name that was asked for, one of the model's.
         prompts: at least one; each is answered `n` times.
         rules: of the answers' texts.
+        running_usage: each chunk of a stream carries the usage so far.
+        service_tier: the response names one.
         return_token_ids: the answer carries its token ids as well as its text.
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
         reading: how calls and reasoning are found in the answers; None: they are only content.
         form_field: the body's field that asks for a form; the prompts' specs have its grammar.
+        timings: the response says where the time went.
         other_grammars: to be used in this order if that grammar is refused; None: any answer.
+        return_token_strs: the response of `/tokenize` has the tokens as the vocabulary writes them.
+        turn: what only a request of `/v1/responses` has.
     """
 
+    model: str
     prompts: tuple[PromptInput, ...]
     n: int
     rules: TextRules
@@ -82,9 +92,14 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     generates: bool
     prompt_logprobs: bool
     unknown_fields: int
+    running_usage: bool = False
+    service_tier: bool = False
     reading: AnswerReading | None = None
     form_field: str | None = None
     other_grammars: tuple[str | None, ...] = ()
+    timings: bool = False
+    return_token_strs: bool = False
+    turn: ResponseTurn | None = None
 
     def with_grammar(self, text: str | None) -> GenerationInput:
         """Return the request with another grammar for its answers."""
@@ -123,7 +138,7 @@ def read_completion(
     sampling = sampling_of(body, body.logprobs)
     adds_special = body.add_special_tokens is not False
     for prompt in _split_prompts(body.prompt):
-        ids = sampling.truncate(_prompt_ids(prompt, model, max_model_len, adds_special))
+        ids = sampling.truncate(prompt_ids(prompt, model, max_model_len, adds_special))
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
         max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
         if body.max_tokens is not None:
@@ -146,12 +161,44 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     """
     body, unknown_fields = parse_body(ChatBody, raw)
     model.check_name(body.model)
-    messages, options = conversation(body), template_options(body, raw)
-    wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
+    return chat_input(body, template_options(body, raw), unknown_fields, model, max_model_len)
+
+
+def chat_ids(
+    body: ChatBody, options: ChatOptions, model: ServedModel, max_model_len: int
+) -> list[int]:
+    """Return the token ids of a conversation, none of them cut off.
+
+    Raises:
+        InvalidRequestError: a message is wrong, or the template refuses it; names the field.
+    """
+    messages = conversation(body)
     _check_chars(num_chars(messages, options), max_model_len, "messages")
+    return model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
+
+
+def chat_input(
+    body: ChatBody,
+    options: ChatOptions,
+    unknown_fields: int,
+    model: ServedModel,
+    max_model_len: int,
+) -> GenerationInput:
+    """Render and tokenize a chat.
+
+    Args:
+        body: the checked body, or one made of another API's.
+        options: what the template is given besides the body's messages.
+        unknown_fields: how many the request had.
+        model: the model.
+        max_model_len: prompt and answer together, in tokens.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
-    adds_special = body.add_special_tokens is True
-    ids = sampling.truncate(model.tokenizer.encode_chat(messages, options, adds_special))
+    ids = sampling.truncate(chat_ids(body, options, model, max_model_len))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
@@ -173,6 +220,31 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     return found
 
 
+def counted_input(
+    name: str, ids: list[int], unknown_fields: int, model: ServedModel
+) -> GenerationInput:
+    """Return a request whose prompt is tokenized and not answered.
+
+    Args:
+        name: of the model, as it was asked for.
+        ids: the prompt.
+        unknown_fields: how many the request had.
+        model: the model.
+    """
+    return GenerationInput(
+        model=name,
+        prompts=(PromptInput(ids, _spec(SamplingParams(), 1, model)),),
+        n=1,
+        rules=TextRules(),
+        stream=False,
+        include_usage=False,
+        return_token_ids=True,
+        generates=False,
+        prompt_logprobs=False,
+        unknown_fields=unknown_fields,
+    )
+
+
 def _input(
     body: GenerationBody, prompts: list[PromptInput], unknown_fields: int, model: ServedModel
 ) -> GenerationInput:
@@ -183,16 +255,20 @@ def _input(
     if form is not None:
         prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
     return GenerationInput(
+        model=body.model,
         prompts=tuple(prompts),
         n=body.n or 1,
         rules=TextRules.of(body, stops),
         stream=bool(body.stream),
         include_usage=bool(options is not None and options.include_usage),
+        running_usage=bool(options is not None and options.continuous_usage_stats),
+        service_tier=body.service_tier is not None,
         return_token_ids=bool(body.return_token_ids),
         generates=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         unknown_fields=unknown_fields,
         form_field=None if form is None else form[1],
+        timings=bool(body.timings),
     )
 
 
@@ -266,9 +342,14 @@ def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
     return all(isinstance(item, list) and item and _are_ints(item) for item in value)
 
 
-def _prompt_ids(
+def prompt_ids(
     prompt: str | list[int], model: ServedModel, max_model_len: int, adds_special: bool
 ) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        InvalidRequestError: it is too long, or has ids that the model lacks.
+    """
     if isinstance(prompt, str):
         _check_chars(len(prompt), max_model_len, "prompt")
         return model.tokenizer.encode(prompt, adds_special)

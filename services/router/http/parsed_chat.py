@@ -16,8 +16,8 @@ from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.tools.answer import (
     AnswerMessage,
-    AnswerParser,
     AnswerReading,
+    answer_parser,
     count_reasoning,
 )
 from pagewire.shared.tools.events import (
@@ -39,10 +39,10 @@ class ParsedChatFormat(ChatFormat):
     """
 
     def __init__(self, model: ServedModel, asked: GenerationInput, extras: Extras) -> None:
-        super().__init__(model.name, asked.n, extras)
+        super().__init__(asked.model, asked.n, extras)
         reading = asked.reading or AnswerReading()
         self._is_named = reading.is_named
-        self._answers = [_Answer(model, asked, reading) for _ in range(asked.n)]
+        self._answers = [ParsedAnswer(model, asked, reading) for _ in range(asked.n)]
 
     def message(self, index: int, answer: TextDelta) -> dict[str, Any]:
         """Return the message of a whole answer."""
@@ -93,11 +93,11 @@ class ParsedChatFormat(ChatFormat):
         return replace(usage, reasoning_tokens=sum(known) if known else None)
 
 
-class _Answer:
+class ParsedAnswer:
     """One answer while it is read, and how many of its tokens are reasoning."""
 
     def __init__(self, model: ServedModel, asked: GenerationInput, reading: AnswerReading) -> None:
-        self._parser = AnswerParser(model.syntax, reading)
+        self._parser = answer_parser(model.syntax, reading)
         self._splits = reading.reasoning is not None
         self._detokenizer = make_detokenizer(
             model.tokenizer,
@@ -110,6 +110,7 @@ class _Answer:
 
     @property
     def has_calls(self) -> bool:
+        """Whether any call has begun."""
         return self._parser.has_calls
 
     @property

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from pagewire.services.router.http.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
+from pagewire.services.router.http.running_usage import RunningUsage
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.token_bytes import TokenBytes
@@ -31,15 +32,43 @@ class Extras:
 
     Attributes:
         usage: a stream ends with a chunk that carries the usage.
+        running: each chunk carries the usage so far.
+        service_tier: named, as in OpenAI's responses to requests that name one.
         token_ids: choices carry their token ids, as `token_ids`.
         prompt_logprobs: a response without streaming has vLLM's field of this name.
         token_bytes: the vocabulary; given if there are log probabilities.
     """
 
     usage: bool = False
+    running: RunningUsage | None = None
+    service_tier: bool = False
     token_ids: bool = False
     prompt_logprobs: bool = False
     token_bytes: TokenBytes | None = None
+
+    def head(self, prefix: str, kind: str, model: str) -> dict[str, Any]:
+        """Return the fields that a response and all its chunks have."""
+        head = {
+            "id": prefix + secrets.token_hex(16),
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        return {**head, "service_tier": "default"} if self.service_tier else head
+
+    def event(self, head: dict[str, Any], choices: list[dict[str, Any]]) -> bytes:
+        """Return the event of a chunk."""
+        chunk = {**head, "choices": choices}
+        if self.running is not None:
+            chunk["usage"] = self.running.fields()
+        elif self.usage:
+            chunk["usage"] = None  # as OpenAI has it: null in all but the last chunk
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def count(self, delta: TextDelta) -> None:
+        """Count a delta for the usage so far; to be called once for each."""
+        if self.running is not None:
+            self.running.add(delta)
 
     def prompt(self, answer: TextDelta) -> dict[str, Any]:
         """Return the field with the prompt's log probabilities, if the response has it."""
@@ -55,28 +84,56 @@ class _PlainEvents:
         head: of the chunk.
         choice: without its index, with an empty text.
         empty: the field with the text in it, encoded.
-        with_usage: see `Extras`.
+        extras: what all chunks carry, nothing that changes.
     """
 
     def __init__(
-        self, head: dict[str, Any], choice: dict[str, Any], empty: bytes, with_usage: bool
+        self, head: dict[str, Any], choice: dict[str, Any], empty: bytes, extras: Extras
     ) -> None:
         self._head, self._choice, self._empty = head, choice, empty
-        self._with_usage = with_usage
+        self._extras = extras
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def event(self, index: int, text: str) -> bytes:
         """Return the event of a choice's text."""
         around = self._around.get(index)
         if around is None:
-            event = _event(self._head, [{"index": index, **self._choice}], self._with_usage)
+            event = self._extras.event(self._head, [{"index": index, **self._choice}])
             # No string within JSON has the field: its quotes would be escaped.
             before, _, after = event.partition(self._empty)
             around = self._around[index] = before + self._empty.removesuffix(b'""'), after
         return around[0] + _encode(text) + around[1]
 
 
-class CompletionFormat:
+class Format(Protocol):
+    """Writes the answers to one request in the form of one route."""
+
+    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
+        ...
+
+    def begin(self, usage: Usage) -> bytes:
+        """Return the events at the beginning of a stream; empty if there are none."""
+        ...
+
+    def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Return the events of a delta; empty if there is nothing to send."""
+        ...
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the events at the end of a stream."""
+        ...
+
+
+class _OpenAIFormat:
+    """Streams of OpenAI's form begin with the first delta."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """Return no events."""
+        return b""
+
+
+class CompletionFormat(_OpenAIFormat):
     """Responses of `/v1/completions`.
 
     Args:
@@ -92,10 +149,10 @@ class CompletionFormat:
         logprobs: Sequence[CompletionLogprobs] = (),
     ) -> None:
         self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
-        self._head = _head("cmpl-", "text_completion", model)
+        self._head = extras.head("cmpl-", "text_completion", model)
         choice = {"text": "", "logprobs": None, "finish_reason": None}
-        self._plain = _PlainEvents(self._head, choice, b'"text":""', extras.usage)
-        self._may_be_plain = not (logprobs or extras.token_ids)
+        self._plain = _PlainEvents(self._head, choice, b'"text":""', extras)
+        self._may_be_plain = not (logprobs or extras.token_ids or extras.running)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
@@ -106,10 +163,11 @@ class CompletionFormat:
             }
             for index, answer in enumerate(answers)
         ]
-        return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
+        return _encode({**self._head, "choices": choices, **_totals(usage)})
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
+        self._extras.count(delta)
         text = delta.text
         if text and delta.finish_reason is None and self._may_be_plain and not self._echoes[index]:
             return self._plain.event(index, text)
@@ -118,7 +176,7 @@ class CompletionFormat:
         choice = self._choice(index, text, delta)
         if not text and delta.finish_reason is None and not _has_tokens(choice):
             return b""
-        return _event(self._head, [choice], self._extras.usage)
+        return self._extras.event(self._head, [choice])
 
     def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
         return {
@@ -134,16 +192,16 @@ class CompletionFormat:
         return _last(self._head, usage, self._extras.usage)
 
 
-class ChatFormat:
+class ChatFormat(_OpenAIFormat):
     """Responses of `/v1/chat/completions`."""
 
     def __init__(self, model: str, num_choices: int, extras: Extras) -> None:
         self._extras = extras
         self._unbegun = set(range(num_choices))
-        self._head = _head("chatcmpl-", "chat.completion", model)
+        self._head = extras.head("chatcmpl-", "chat.completion", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         choice = {"delta": {"content": ""}, "logprobs": None, "finish_reason": None}
-        self._plain = _PlainEvents(self._chunk_head, choice, b'"content":""', extras.usage)
+        self._plain = _PlainEvents(self._chunk_head, choice, b'"content":""', extras)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
@@ -158,7 +216,7 @@ class ChatFormat:
             for index, answer in enumerate(answers)
         ]
         head = {**self._head, **self._extras.prompt(answers[0])}
-        return _encode({**head, "choices": choices, "usage": _usage(self.usage(usage))})
+        return _encode({**head, "choices": choices, **_totals(self.usage(usage))})
 
     def message(self, index: int, answer: TextDelta) -> dict[str, Any]:
         """Return the message of a whole answer."""
@@ -175,7 +233,8 @@ class ChatFormat:
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
         text, is_begun = delta.text, index not in self._unbegun
-        has_more = delta.finish_reason or delta.logprobs or self._extras.token_ids
+        extras = self._extras
+        has_more = delta.finish_reason or delta.logprobs or extras.token_ids or extras.running
         if text and is_begun and not has_more:
             return self._plain.event(index, text)
         content: dict[str, str] = {"content": text} if text else {}
@@ -186,6 +245,7 @@ class ChatFormat:
 
     def chunk(self, index: int, content: dict[str, Any], delta: TextDelta) -> bytes:
         """Return the event of what a delta adds to a message; empty if that is nothing."""
+        self._extras.count(delta)
         choice = {
             "index": index,
             "delta": content,
@@ -195,7 +255,7 @@ class ChatFormat:
         }
         if not content and delta.finish_reason is None and not _has_tokens(choice):
             return b""
-        return _event(self._chunk_head, [choice], self._extras.usage)
+        return self._extras.event(self._chunk_head, [choice])
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if not delta.logprobs or self._extras.token_bytes is None:
@@ -207,33 +267,21 @@ class ChatFormat:
         return _last(self._chunk_head, self.usage(usage), self._extras.usage)
 
 
-Format = CompletionFormat | ChatFormat
-
-
 def error_event(body: bytes) -> bytes:
     """Return the event of an error in the middle of a stream."""
     return b"data: " + body + b"\n\n"
 
 
-def model_record(model: ServedModel, max_model_len: int) -> dict[str, Any]:
-    """Return the model object."""
+def model_record(model: ServedModel, name: str, max_model_len: int) -> dict[str, Any]:
+    """Return the model object, by one of the model's names."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "pagewire",
         "root": model.name,
         "parent": None,
         "max_model_len": max_model_len,
-    }
-
-
-def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    return {
-        "id": prefix + secrets.token_hex(16),
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
     }
 
 
@@ -257,15 +305,19 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return fields
 
 
-def _event(head: dict[str, Any], choices: list[dict[str, Any]], with_usage: bool) -> bytes:
-    chunk = {**head, "choices": choices}
-    if with_usage:
-        chunk["usage"] = None  # as OpenAI has it: null in all but the last chunk
-    return b"data: " + _encode(chunk) + b"\n\n"
+def _totals(usage: Usage) -> dict[str, Any]:
+    """Return the fields of a request as a whole, once it is answered."""
+    fields: dict[str, Any] = {"usage": _usage(usage)}
+    if usage.timings is not None:
+        fields["timings"] = usage.timings
+    return fields
 
 
 def _last(head: dict[str, Any], usage: Usage, with_usage: bool) -> bytes:
+    fields = _totals(usage)
     if not with_usage:
+        del fields["usage"]
+    if not fields:
         return DONE
-    chunk = {**head, "choices": [], "usage": _usage(usage)}
+    chunk = {**head, "choices": [], **fields}
     return b"data: " + _encode(chunk) + b"\n\n" + DONE

@@ -32,7 +32,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
-MAX_METADATA = 64
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_LABEL_CHARS = 512  # of a text that only names something
 
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
@@ -52,9 +55,24 @@ StopStrings = Annotated[
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**63 - 1, description="a positive integer below 2**63")]
 AtLeastZero = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer from 0 to 2**63 - 1")]
 Metadata = Annotated[
-    dict[str, str],
-    Meta(max_length=MAX_METADATA, description=f"an object of at most {MAX_METADATA} strings"),
+    dict[
+        Annotated[str, Meta(max_length=MAX_METADATA_KEY)],
+        Annotated[str, Meta(max_length=MAX_METADATA_VALUE)],
+    ],
+    Meta(
+        max_length=MAX_METADATA,
+        description=f"an object of at most {MAX_METADATA} strings of up to {MAX_METADATA_VALUE} "
+        f"characters, with names of up to {MAX_METADATA_KEY}",
+    ),
 ]
+Label = Annotated[
+    str,
+    Meta(
+        max_length=MAX_LABEL_CHARS, description=f"a string of at most {MAX_LABEL_CHARS} characters"
+    ),
+]
+Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 NumChoices = Annotated[
     int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
 ]
@@ -67,9 +85,15 @@ Prompt = Annotated[str | list[str | int | list[int]], Meta(description=PROMPT_RU
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides the answer."""
+    """What a stream carries besides the answer.
+
+    Attributes:
+        include_usage: a last chunk with the usage.
+        continuous_usage_stats: the usage so far in each chunk.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(FormFields, frozen=True, kw_only=True):
@@ -78,7 +102,9 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     Attributes:
         add_special_tokens: begin and end the prompt's text as the model wants it; by default the
             text of a completion does, and the chat template alone decides for a chat.
-        user: changes no answer, nor do the fields after it.
+        service_tier: there is one; a response to a request that names any names "default".
+        timings: the response says where the time went.
+        user: changes nothing, nor do the fields after it.
     """
 
     model: str
@@ -89,11 +115,15 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    user: str | None = None
+    service_tier: ServiceTier | None = None
+    timings: bool | None = None
+    user: Label | None = None
     metadata: Metadata | None = None
-    request_id: str | None = None
-    service_tier: str | None = None
+    request_id: Label | None = None
     store: bool | None = None
+    priority: Priority | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -142,7 +172,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         chat_template_kwargs: given to the chat template.
         add_generation_prompt: the prompt ends where an answer begins; by default it does.
         continue_final_message: the answer goes on with the last message.
-        prompt_cache_key: changes no answer, nor do the fields after it.
+        verbosity: changes nothing.
     """
 
     messages: Annotated[
@@ -164,9 +194,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    verbosity: str | None = None
+    verbosity: Label | None = None
 
 
 def parse_body(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:

@@ -15,19 +15,16 @@ from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import SamplingFields
 
 _OFF = (None, False)
-_ZERO = (None, 0)
 MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the others need no decoding
 
 # The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
-    "cache_salt": (None,),
     "ebnf": (None,),
     "guided_whitespace_pattern": (None,),
     "json_schema": (None,),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
-    "priority": _ZERO,
     "regex": (None,),
     "structural_tag": (None,),
     "use_beam_search": _OFF,
@@ -69,7 +66,8 @@ def refuse_unsupported(fields: dict[str, msgspec.Raw], chat: bool) -> None:
         if name in SamplingFields.__struct_fields__:
             continue
         if name in fields and not _is_neutral(fields[name], neutral):
-            raise InvalidRequestError(f"{name} is not supported", name)
+            code = "unsupported_parameter"
+            raise InvalidRequestError(f"{name} is not supported", name, code)
 
 
 def _is_neutral(encoded: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:

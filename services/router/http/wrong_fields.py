@@ -17,6 +17,7 @@ MAX_SHOWN_BYTES = 200  # a longer value is shown as it is encoded, without its e
 _PATH = re.compile(r"`\$([^`]*)`$")
 _PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_WRONG_TYPE = re.compile(r"^Expected `[^`]+`, got ")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 
 
@@ -38,16 +39,18 @@ def describe_wrong_field(
         return InvalidRequestError("the body must be a JSON object")
     if unknown := _UNKNOWN.match(str(error)):
         field = _joined(path)
-        return InvalidRequestError(f"{field}: the field {unknown[1][:100]!r} is unknown", field)
+        problem = f"{field}: the field {unknown[1][:100]!r} is unknown"
+        return InvalidRequestError(problem, field, "unknown_parameter")
     depth, rule = rule_at(inspect.type_info(kind), path)
     field = _joined(path[:depth])
     if missing and depth == len(path):
-        return InvalidRequestError(f"{field} is required", field)
+        return InvalidRequestError(f"{field} is required", field, "missing_required_parameter")
     try:
         shown = f", not {_shown(raw, path[:depth])}"
     except (*UNDECODABLE, LookupError):  # nested too deeply, or the field is there twice
         shown = ""
-    return InvalidRequestError(f"{field} must be {rule}{shown}", field)
+    code = "invalid_type" if _WRONG_TYPE.search(str(error)) else "invalid_value"
+    return InvalidRequestError(f"{field} must be {rule}{shown}", field, code)
 
 
 def _joined(path: Sequence[str | int]) -> str:

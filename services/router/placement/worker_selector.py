@@ -66,13 +66,14 @@ class WorkerSelector:
         return min([model_len, *(record.max_model_len for record in self.decode_records())])
 
     async def place(
-        self, token_ids: Sequence[int], excluded: AbstractSet[str]
+        self, token_ids: Sequence[int], excluded: AbstractSet[str], hash_extra: bytes = b""
     ) -> tuple[Placement, Prompt]:
         """Choose workers for a sequence whose tokens so far are to be computed.
 
         Args:
             token_ids: at least one.
             excluded: decode workers that are not to be used.
+            hash_extra: what the block hashes depend on besides, see `RequestSpec`.
 
         Raises:
             NoWorkerError: no decode worker is left.
@@ -89,7 +90,7 @@ class WorkerSelector:
         hashes: Sequence[BlockHash] | None = None
         found = Found({}, {})
         if self._policy.uses_hits and (len(decodes) > 1 or len(prefills) > 1):
-            hashes = self._hasher(layout).hash_prompt(token_ids)
+            hashes = self._hasher(layout).hash_prompt(token_ids, hash_extra)
             epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
             found = await self._index.lookup(hashes, epochs, layout.resume_blocks)
         prompt = Prompt(len(token_ids), layout.block_size, found.hits, hashes)

@@ -13,6 +13,7 @@ from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import default_served_name, resolve_model
 from pagewire.shared.sampling import SamplingDefaults
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.shown import fit_for
 from pagewire.shared.tools.syntax import ChatSyntax
 
 
@@ -21,7 +22,7 @@ class ServedModel:
     """The one model of a cluster.
 
     Attributes:
-        name: under which clients ask for it.
+        names: under which clients ask for it, at least one.
         path: of its files.
         vocab_size: width of the logits: token ids lie below it.
         max_model_len: prompt and answer together, in tokens; a worker may allow less.
@@ -30,7 +31,7 @@ class ServedModel:
         eos_token_ids: any of them ends an answer.
     """
 
-    name: str
+    names: tuple[str, ...]
     path: Path
     tokenizer: Tokenizer
     vocab_size: int
@@ -56,10 +57,11 @@ class ServedModel:
             settings.reasoning_parser,
             tokenizer.marker_token_id,
         )
+        tokenizer.fit_chats(fit_for(tokenizer.template_source or "", syntax.tools))
         # Made now: the first request must not wait for it.
         tokenizer.table_with(syntax.tokens.values())
         return cls(
-            name=settings.served_model_name or default_served_name(settings.model),
+            names=settings.served_model_name or (default_served_name(settings.model),),
             path=path,
             tokenizer=tokenizer,
             vocab_size=config.vocab_size,
@@ -69,13 +71,19 @@ class ServedModel:
             eos_token_ids=config.eos_token_ids,
         )
 
+    @property
+    def name(self) -> str:
+        """The first of its names, which is that of the metrics."""
+        return self.names[0]
+
     def check_name(self, name: str) -> None:
         """Check that a client asks for this model.
 
         Raises:
             ModelNotFoundError: it asks for another.
         """
-        if name != self.name:
+        if name not in self.names:
+            known = ", ".join(f"`{each}`" for each in self.names)
             raise ModelNotFoundError(
-                f"The model `{name[:200]}` does not exist; this server has `{self.name}`.", "model"
+                f"The model `{name[:200]}` does not exist; this server has {known}.", "model"
             )

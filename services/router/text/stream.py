@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pagewire.shared.control.protocol import TokenOutput
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta
@@ -15,10 +17,12 @@ class AnswerStream:
 
     Attributes:
         cached_tokens: prompt tokens that nobody had to compute; known with the first output.
+        first_at: when that came, on the monotonic clock.
     """
 
     def __init__(self, assembler: TextAssembler, generates: bool = True) -> None:
         self.cached_tokens: int | None = None
+        self.first_at: float | None = None
         self._assembler, self._generates = assembler, generates
 
     @property
@@ -37,6 +41,7 @@ class AnswerStream:
             return TextDelta("", prompt_logprobs=output.prompt_logprobs.tokens)
         if self.cached_tokens is None:  # what a migration finds cached is the answer itself
             self.cached_tokens = output.cached_tokens
+            self.first_at = self.first_at or time.monotonic()
         reason = output.finish_reason
         if reason == "error" and output.param is not None:
             raise InvalidRequestError(output.error or "the request cannot be done", output.param)

@@ -1,0 +1,55 @@
+"""Where the time of one answer went, as the router and the answer's workers measured it.
+
+Every number is a duration that one host measured, so that no two hosts' clocks are compared.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from pagewire.shared.control.protocol import Timings, Trace
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """What is to be measured of a request beyond what is measured of all.
+
+    Attributes:
+        timed: its timings are wanted in the response, those of each step included.
+        trace: the router's span, where there is one.
+    """
+
+    timed: bool = False
+    trace: Trace | None = None
+
+
+class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of one answer went; in seconds.
+
+    Attributes:
+        placed_s: from its admission until it was sent to a decode worker for the first time.
+        first_token_s: from its admission to the first token; None before that.
+        decode_s: from the first token to the last so far.
+        num_tokens: so far.
+        gaps: between its tokens, `[num_tokens - 1]`; None where they are not asked for.
+        workers_say: what the last of its workers has reported; None before that.
+        migrations: to another worker, or to its worker's next run.
+        decode_worker: its last one's id; None before it was sent to one.
+        workers: ids of all that have worked on it, each once.
+    """
+
+    placed_s: float = 0.0
+    first_token_s: float | None = None
+    decode_s: float = 0.0
+    num_tokens: int = 0
+    gaps: array[float] | None = None
+    workers_say: Timings | None = None
+    migrations: int = 0
+    decode_worker: str | None = None
+    workers: tuple[str, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps: each gave one token."""
+        return max(0, self.num_tokens - 1)

@@ -1,0 +1,82 @@
+"""Computes the embeddings of prompts in an engine that nothing else uses meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.prompts import TokenizedPrompt
+from pagewire.shared.engine.sequence import Sequence, new_sequence
+from pagewire.shared.errors import RequestFailedError
+from pagewire.shared.model.pooling import PoolingMode, PoolingRules
+from pagewire.shared.sampling import RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """What came of one prompt.
+
+    Attributes:
+        prompt: its text; None if token ids were given.
+        embedding: as many numbers as the model's hidden states have.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+
+
+def pooled_sequence(request_id: str, token_ids: list[int], mode: PoolingMode) -> Sequence:
+    """Return the sequence of a prompt that is to have an embedding.
+
+    It ends with the first token, which is sampled as others are and means nothing.
+    """
+    spec = RequestSpec(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+    sequence = new_sequence(request_id, token_ids, spec, ())
+    sequence.pooling = mode
+    return sequence
+
+
+def compute_embeddings(
+    core: EngineCore, prompts: Mapping[str, TokenizedPrompt], rules: PoolingRules
+) -> list[EmbeddingOutput]:
+    """Return the embeddings of named prompts. The engine holds nothing of them afterwards.
+
+    Raises:
+        InvalidRequestError: a prompt is empty or too long.
+        RequestFailedError: the engine failed.
+    """
+    found: dict[str, list[float]] = {}
+    unfinished = set(prompts)
+    try:
+        for name, prompt in prompts.items():
+            core.add(pooled_sequence(name, prompt.token_ids, rules.mode))
+        while unfinished:
+            outputs, _worked = core.step()
+            for output in outputs.others:
+                if output.embedding is not None and output.request_id in unfinished:
+                    found[output.request_id] = finished_embedding(output.embedding, rules)
+                if output.finish_reason in ("error", "abort"):
+                    raise RequestFailedError(output.error or "the engine failed")
+                if output.finish_reason is not None:
+                    unfinished.discard(output.request_id)
+        core.step()  # reads what an overlapped step left in flight
+    finally:
+        for name in prompts:
+            core.abort(name)
+    return [
+        EmbeddingOutput(prompt.text, prompt.token_ids, found[name])
+        for name, prompt in prompts.items()
+    ]
+
+
+def finished_embedding(pooled: bytes, rules: PoolingRules) -> list[float]:
+    """Return the numbers of a pooled prompt, with the length 1 if the rules say so."""
+    vector = np.frombuffer(pooled, np.float32)
+    if rules.normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    numbers: list[float] = vector.tolist()
+    return numbers

@@ -1,0 +1,393 @@
+"""`/v1/responses` with OpenAI's client, against a router whose worker answers given tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, TEXT, TOKENIZER, LiveRouter, with_worker
+from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.tool_answers import TOOLS as CHAT_TOOLS
+from pagewire.tests.support.tool_answers import written
+from pagewire.tests.support.tool_models import SPECIAL, make_model
+
+TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
+CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
+QUESTION = "The weather in Łódź, and the time?"
+THINKS = "<think>\nTwo calls.\n</think>\n\n"
+STEPS = pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
+
+Scenario = Callable[[openai.OpenAI, FakeDecodeWorker], Any]
+
+
+class Answer(BaseModel):
+    size: int
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder, name) for name in SPECIAL}
+
+
+@pytest.fixture
+def ask(redis_url: str, models: dict[str, Path]) -> Callable[..., Any]:
+    """Run a scenario with the client, which blocks, in a thread."""
+
+    def run(text: str, scenario: Scenario, name: str | None = "hermes") -> Any:
+        results = []
+        model = {} if name is None else {"model": str(models[name])}
+        tokenizer = TOKENIZER if name is None else Tokenizer.from_dir(models[name])
+        answer = tokenizer.encode(text, add_special_tokens=False)
+
+        async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+            worker.answer = answer
+
+            def call() -> Any:
+                with openai.OpenAI(
+                    base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=15
+                ) as client:
+                    return scenario(client, worker)
+
+            results.append(await asyncio.to_thread(call))
+
+        with_worker(redis_url, main, **model)
+        return results[0]
+
+    return run
+
+
+def calls_in(name: str = "hermes") -> str:
+    return written(TOOL_FORMATS[name], CALLS)
+
+
+def read(items: Any) -> list[tuple[str, Any]]:
+    calls = [item for item in items if item.type == "function_call"]
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def prompt_of(worker: FakeDecodeWorker, tokenizer: Tokenizer = TOKENIZER) -> str:
+    ids = worker.generated[-1].prompt_token_ids
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_text(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.cached_tokens = 3
+        answer = client.responses.create(
+            model=MODEL,
+            input="Hello",
+            instructions="Be short.",
+            temperature=0.5,
+            top_p=0.25,
+            metadata={"a": "b"},
+            user="me",
+            store=False,
+        )
+        assert answer.output_text == TEXT
+        (item,) = answer.output
+        assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+        assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+        assert (answer.temperature, answer.top_p) == (0.5, 0.25)
+        assert (answer.metadata, answer.user) == ({"a": "b"}, "me")
+        assert answer.instructions == "Be short."
+        assert answer.model_extra["store"] is False
+        usage = answer.usage
+        assert usage.input_tokens == len(worker.generated[0].prompt_token_ids)
+        assert usage.input_tokens_details.cached_tokens == 3
+        assert usage.output_tokens == len(worker.answer)
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        spec = worker.generated[0].spec
+        assert (spec.temperature, spec.top_p) == (0.5, 0.25)
+        prompt = prompt_of(worker)
+        assert prompt.index("Be short.") < prompt.index("Hello")
+
+    ask(TEXT, scenario, None)
+
+
+def test_items_are_the_messages_of_a_chat(ask: Callable[..., Any], models: dict[str, Path]) -> None:
+    call = {"name": "clock", "arguments": "{}"}
+    items: Any = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "input_text", "text": "The "}] * 2},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "A call."}
+        ]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [
+            {"type": "output_text", "text": "I look.", "annotations": []}
+        ]},
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", **call},
+        {"type": "function_call", "id": "fc_2", "call_id": "call_2", **call},
+        {"type": "function_call_output", "call_id": "call_1", "output": "7"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [
+            {"type": "input_text", "text": "8"}
+        ]},
+    ]  # fmt: skip
+    calls = [{"id": f"call_{number}", "type": "function", "function": call} for number in (1, 2)]
+    messages: Any = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "The The "},
+        {
+            "role": "assistant",
+            "reasoning": "A call.",
+            "content": "I look.",
+            "tool_calls": calls,
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "7"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "8"},
+    ]
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        client.responses.create(model=MODEL, input=items, tools=TOOLS, reasoning={"effort": "low"})
+        client.chat.completions.create(
+            model=MODEL, messages=messages, tools=CHAT_TOOLS, reasoning_effort="low"
+        )
+        ours, chats = worker.generated
+        assert ours.prompt_token_ids == chats.prompt_token_ids
+        assert ours.spec.grammar == chats.spec.grammar
+
+    ask("Yes.", scenario)
+
+
+@STEPS
+def test_reasoning_text_and_calls(ask: Callable[..., Any], step: float) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s = step
+        asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "tools": TOOLS}
+        with client.responses.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            streamed = stream.get_final_response()
+        whole = client.responses.create(**asked)
+        for answer in (streamed, whole):
+            assert answer.status == "completed"
+            assert [item.type for item in answer.output] == [
+                "reasoning",
+                "message",
+                *["function_call"] * 2,
+            ]
+            assert answer.output[0].content[0].text == "Two calls."
+            assert answer.output_text == "Let me see."
+            assert read(answer.output) == CALLS
+            assert {item.status for item in answer.output} == {"completed"}
+            assert 4 < answer.usage.output_tokens_details.reasoning_tokens < len(worker.answer) - 20
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        assert kinds.count("response.output_item.added") == 4
+        assert kinds.count("response.output_item.done") == 4
+        assert kinds.count("response.function_call_arguments.done") == 2
+        assert kinds.count("response.reasoning_text.done") == 1
+
+    ask(THINKS + "Let me see.\n" + calls_in(), scenario)
+
+
+@STEPS
+def test_events_come_in_openais_order_and_add_up(ask: Callable[..., Any], step: float) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s = step
+        events = list(
+            client.responses.create(model=MODEL, input=QUESTION, tools=TOOLS, stream=True)
+        )
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        final = events[-1].response
+        assert {event.response.id for event in events if hasattr(event, "response")} == {final.id}
+        assert events[0].response.status == "in_progress"
+        assert events[0].response.output == []
+        for index, item in enumerate(final.output):
+            own = [event for event in events if getattr(event, "output_index", None) == index]
+            assert own[0].type == "response.output_item.added"
+            assert own[0].item.status == "in_progress"
+            assert own[-1].type == "response.output_item.done"
+            assert own[-1].item == item
+            assert {event.item_id for event in own[1:-1]} == {item.id}
+            deltas = "".join(event.delta for event in own if event.type.endswith(".delta"))
+            if item.type == "function_call":
+                assert own[-2].type == "response.function_call_arguments.done"
+                assert deltas == own[-2].arguments == item.arguments
+            else:
+                assert own[1].type == "response.content_part.added"
+                assert own[-2].type == "response.content_part.done"
+                assert deltas == own[-3].text == own[-2].part.text == item.content[0].text
+
+    ask(THINKS + "Let me see.\n" + calls_in(), scenario)
+
+
+def test_a_form_is_parsed(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        answer = client.responses.parse(model=MODEL, input="How large?", text_format=Answer)
+        assert answer.output_parsed == Answer(size=12)
+        assert answer.text.format.type == "json_schema"
+        with client.responses.stream(model=MODEL, input="How large?", text_format=Answer) as stream:
+            assert stream.get_final_response().output_parsed == Answer(size=12)
+        client.responses.create(
+            model=MODEL, input="How large?", text={"format": {"type": "json_object"}}
+        )
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "How large?"}],
+            response_format={"type": "json_object"},
+        )
+        grammars = [each.spec.grammar for each in worker.generated]
+        assert "size" in (grammars[0] or "") and grammars[0] == grammars[1]
+        assert grammars[2] == grammars[3]
+
+    ask('{"size": 12}', scenario, None)
+
+
+def test_a_cut_answer_is_incomplete(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        asked: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 2}
+        whole = client.responses.create(**asked)
+        *_, last = client.responses.create(**asked, stream=True)
+        assert last.type == "response.incomplete"
+        for answer in (whole, last.response):
+            assert answer.status == answer.output[0].status == "incomplete"
+            assert answer.incomplete_details.reason == "max_output_tokens"
+            assert answer.usage.output_tokens == 2
+            assert answer.max_output_tokens == 2
+
+    ask(TEXT, scenario, None)
+
+
+def test_choices_of_tools(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "tools": TOOLS}
+        named = client.responses.create(**asked, tool_choice={"type": "function", "name": "clock"})
+        assert read(named.output) == CALLS[1:]
+        one = client.responses.create(**asked, parallel_tool_calls=False)
+        assert read(one.output) == CALLS[:1]
+        assert one.parallel_tool_calls is False
+        none = client.responses.create(**asked, tool_choice="none")
+        assert none.output_text == calls_in()
+        assert none.tool_choice == "none"
+        ids = [item.call_id for item in one.output]
+        assert all(ids)
+
+    ask(calls_in(), scenario)
+
+
+@STEPS
+def test_log_probabilities_are_of_the_text_alone(ask: Callable[..., Any], step: float) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s = step
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "input": QUESTION,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        }
+        whole = client.responses.create(**asked)
+        *_, last = client.responses.create(**asked, stream=True)
+        for answer in (whole, last.response):
+            part = answer.output[-1].content[0]
+            assert part.text == "The café — 東京."
+            tokens = [bytes(each.bytes) for each in part.logprobs]
+            assert b"".join(tokens).strip() == part.text.encode()
+            assert worker.generated[0].spec.logprobs == 2
+
+    ask(THINKS + "The café — 東京.", scenario)
+
+
+def test_an_error_within_a_stream_is_the_responses_own(redis_url: str) -> None:
+    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        worker.hold.clear()
+        worker.step_s = 0.001
+        async with openai.AsyncOpenAI(
+            base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=15
+        ) as client:
+            worker.hold.set()
+            events: list[Any] = []
+            async for event in await client.responses.create(
+                model=MODEL, input="Hello", stream=True
+            ):
+                worker.error = "Traceback at /secret"
+                events.append(event)
+        assert events[-1].type == "response.failed"
+        failed = events[-1].response
+        assert (failed.status, failed.error.code) == ("failed", "server_error")
+        assert "secret" not in failed.error.message
+        response = await router.http.get(f"/v1/responses/{failed.id}")
+        assert response.status_code == 404
+
+    with_worker(redis_url, main)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"content": "Hi"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": "Hi"}, {"role": "user", "content": ""}]},
+         "input[1].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]},
+         "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 1 << 40}, "input"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": "a"}, "top_k"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "a"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]},
+         "tools[0].parameters"),
+        ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools[1].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}}}},
+         "text.format"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"model": "other"}, "model"),
+        ({"audio": {}}, "audio"),
+        ({"metadata": {"a": 1}}, "metadata"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: str) -> None:
+    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        body = {"model": MODEL, "input": "Hello", **fields}
+        response = await router.http.post("/v1/responses", json=body)
+        assert response.status_code == (404 if param == "model" else 400), response.text
+        error = response.json()["error"]
+        assert error["param"].startswith(param), error
+        assert "messages" not in error["message"]
+        assert not worker.generated
+
+    with_worker(redis_url, main)
+
+
+def test_unknown_fields_are_counted_and_large_bodies_are_read_elsewhere(redis_url: str) -> None:
+    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        body = {"model": MODEL, "input": "Hello", "unheard": 1, "of": 2}
+        assert (await router.http.post("/v1/responses", json=body)).status_code == 200
+        assert await router.metric("pagewire_request_unknown_fields_total") == 2
+        body |= {"input": "Hello " * 40_000, "truncate_prompt_tokens": 1000}
+        response = await router.http.post("/v1/responses", json=body)
+        assert response.json()["output"][0]["content"][0]["text"] == TEXT
+        assert len(worker.generated[1].prompt_token_ids) == 1000
+
+    with_worker(redis_url, main)
