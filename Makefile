@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # For pip, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126; empty chooses by the machine.
 TORCH_INDEX ?=
+# Not empty: the environment has exactly what requirements/ has, and pip checks hashes.
+LOCKED ?=
 # For the command: make up ARGS="--decode 2", make test ARGS="-k scheduler"
 ARGS ?=
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14,\
@@ -19,7 +21,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-gpu test-compose loadtest bench-router bench-gpu bench-gpu-2 lint fmt clean redis
+.PHONY: help setup up test test-gpu test-compose test-release loadtest bench-router bench-gpu bench-gpu-2 lint fmt lock clean redis prometheus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +31,7 @@ setup: $(STAMP) ## Make the environment; every other target does it by itself
 up: $(STAMP) ## Start a cluster on this machine; options: ARGS="--prefill 1 --decode 2"
 	@$(BIN)/pagewire up $(ARGS)
 
-test: $(STAMP) redis ## Run all tests that this machine can run
+test: $(STAMP) redis prometheus ## Run all tests that this machine can run
 ifneq ($(ARGS),)
 	$(BIN)/pytest $(ARGS)
 else
@@ -56,6 +58,10 @@ test-compose: $(STAMP) ## Build, start and torment the containers; needs a Docke
 	@tests/compose/base_image.sh
 	$(BIN)/pytest -m compose $(ARGS)
 
+test-release: $(STAMP) ## Install the wheel in a clean environment; upgrade containers one by one under load (20 minutes)
+	@tests/compose/base_image.sh
+	$(BIN)/pytest -m release $(ARGS)
+
 lint: $(STAMP) .typing/pagewire ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,20 +71,29 @@ fmt: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+lock: .venv-lock/bin/uv ## Write requirements/ from pyproject.toml; ARGS="--upgrade" takes newer versions
+	@$(PYTHON) .ci/lock.py $< $(ARGS)
+
+.venv-lock/bin/uv:
+	@$(PYTHON) -m venv .venv-lock && .venv-lock/bin/pip install --quiet uv
+
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 redis: $(STAMP)
 	@$(BIN)/python .ci/bootstrap.py redis
 
-$(STAMP): pyproject.toml .ci/bootstrap.py
+prometheus: $(STAMP)
+	@$(BIN)/python .ci/bootstrap.py prometheus
+
+$(STAMP): pyproject.toml .ci/bootstrap.py $(if $(LOCKED),$(wildcard requirements/*.txt))
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Pagewire needs Python 3.11 or newer; python3 here is:" \
 			"$$(python3 --version 2>&1 || true). Install one, or name it: make PYTHON=/path" >&2; \
 		exit 1; \
 	fi
-	@$(PYTHON) .ci/bootstrap.py venv $(VENV) $(TORCH_INDEX)
+	@$(PYTHON) .ci/bootstrap.py $(if $(LOCKED),locked-venv $(VENV),venv $(VENV) $(TORCH_INDEX))
 	@touch $@
 
 # Type checkers don't follow an editable install; this is how they find the package.

@@ -2,7 +2,9 @@
 
 Usage:
     bootstrap.py venv DIRECTORY [TORCH_INDEX]: a virtual environment with Pagewire in it.
+    bootstrap.py locked-venv DIRECTORY: likewise, with exactly what requirements/ has, by hashes.
     bootstrap.py redis: a real Redis server, for the tests.
+    bootstrap.py prometheus: a real Prometheus with promtool, likewise.
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ REDIS_INSTALLERS = {
     "apk": ["apk", "add", "-q", "redis"],
     "brew": ["brew", "install", "-q", "redis"],
 }
+PROMETHEUS_INSTALLERS = {
+    "apt-get": ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "prometheus"],
+    "dnf": ["dnf", "install", "-q", "-y", "golang-github-prometheus"],
+    "apk": ["apk", "add", "-q", "prometheus"],
+    "brew": ["brew", "install", "-q", "prometheus"],
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -42,19 +50,20 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case ["venv", directory, *index]:
             make_venv(Path(directory).resolve(), "".join(index))
+        case ["locked-venv", directory]:
+            make_locked_venv(Path(directory).resolve())
         case ["redis"]:
-            install_redis()
+            install("redis-server or valkey-server", REDIS_SERVERS, REDIS_INSTALLERS)
+        case ["prometheus"]:
+            if install("prometheus and promtool", ("promtool",), PROMETHEUS_INSTALLERS):
+                stop_service("prometheus")
         case _:
             sys.exit(__doc__)
 
 
 def make_venv(directory: Path, torch_index: str) -> None:
     """Make or update the environment, with a CPU build of torch where that is all it needs."""
-    python = str(directory / "bin" / "python")
-    if not succeeds(python, "-c", "import pip"):
-        say(f"making {directory.name} with Python {platform.python_version()}")
-        if not succeeds(sys.executable, "-m", "venv", "--clear", str(directory), quiet=False):
-            sys.exit("making it failed; on Debian and Ubuntu: apt-get install python3-venv")
+    python = make_bare_venv(directory)
     index = index_arguments(torch_index)
     build = "CPU build" if index and index[-1].rstrip("/").endswith("cpu") else "CUDA build"
     source = f", also from {index[1]}" if index else ""
@@ -71,6 +80,36 @@ def make_venv(directory: Path, torch_index: str) -> None:
         say("that failed; trying without UCX (KV blocks then cross over ZeroMQ)")
         if not pip_install(python, *index, "--editable", ".[worker,dev]"):
             sys.exit("installing failed; pip says why above")
+
+
+def make_locked_venv(directory: Path) -> None:
+    """Make or update the environment from the lock files; pip checks each file's hash.
+
+    Without a GPU it takes torch's CPU build, or the other one where there is no such build.
+    """
+    python = make_bare_venv(directory)
+    hashed = ("--no-deps", "--require-hashes", "--requirement")
+    on_cpu = not shutil.which("nvidia-smi")
+    say("installing what requirements/ has, by hashes")
+    index = ("--extra-index-url", CPU_INDEX)
+    if not (on_cpu and pip_install(python, *index, *hashed, "requirements/torch-cpu.txt")):
+        if on_cpu:
+            say("torch's CPU build is not to be had here: taking the one for CUDA")
+        if not pip_install(python, *hashed, "requirements/torch-cuda.txt"):
+            sys.exit("installing torch failed; pip says why above")
+    here = ("--no-deps", "--no-build-isolation", "--editable", ".")
+    if not (pip_install(python, *hashed, "requirements/dev.txt") and pip_install(python, *here)):
+        sys.exit("installing failed; pip says why above")
+
+
+def make_bare_venv(directory: Path) -> str:
+    """Make the environment if there is none, and return its Python."""
+    python = str(directory / "bin" / "python")
+    if not succeeds(python, "-c", "import pip"):
+        say(f"making {directory.name} with Python {platform.python_version()}")
+        if not succeeds(sys.executable, "-m", "venv", "--clear", str(directory), quiet=False):
+            sys.exit("making it failed; on Debian and Ubuntu: apt-get install python3-venv")
+    return python
 
 
 def pip_install(python: str, *arguments: str) -> bool:
@@ -112,21 +151,31 @@ def index_arguments(torch_index: str) -> list[str]:
         return []
 
 
-def install_redis() -> None:
-    """Install a Redis server with the system's package manager, unless there is one."""
-    if any(shutil.which(name) for name in REDIS_SERVERS):
-        return
-    manager = next((name for name in REDIS_INSTALLERS if shutil.which(name)), None)
+def install(what: str, programs: tuple[str, ...], installers: dict[str, list[str]]) -> bool:
+    """Install something with the system's package manager, unless there is one of its programs.
+
+    Returns whether it had to be installed.
+    """
+    if any(shutil.which(name) for name in programs):
+        return False
+    manager = next((name for name in installers if shutil.which(name)), None)
     if manager is not None:
         as_root = [] if os.geteuid() == 0 or manager == "brew" else ["sudo"]
-        command = [*as_root, *REDIS_INSTALLERS[manager]]
-        say(f"the tests need a real redis-server: {' '.join(command)}")
+        command = [*as_root, *installers[manager]]
+        say(f"the tests need {what}: {' '.join(command)}")
         if manager == "apt-get":
             os.environ["DEBIAN_FRONTEND"] = "noninteractive"
             succeeds(*as_root, "apt-get", "update", "-qq", quiet=False)
         if succeeds(*command, quiet=False):
-            return
-    sys.exit("the tests need redis-server or valkey-server on the PATH: install one of them")
+            return True
+    sys.exit(f"the tests need {what} on the PATH: install it")
+
+
+def stop_service(name: str) -> None:
+    """Stop what a package has started, where there is a systemd: tests start their own."""
+    as_root = [] if os.geteuid() == 0 else ["sudo"]
+    if shutil.which("systemctl"):
+        succeeds(*as_root, "systemctl", "disable", "--now", name)
 
 
 def succeeds(*command: str, quiet: bool = True) -> bool:

@@ -21,9 +21,8 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from pagewire.loadtest.cluster import used_blocks
+from pagewire.loadtest.sampler import blocks_of, parse_metrics
+from pagewire.shared.metrics.pages import joined
 from pagewire.tests.support.documents import ROOT, blocks
 from pagewire.tests.support.local_cluster import free_port
 
@@ -33,6 +32,27 @@ HEALTHY_TIMEOUT_S = 180.0
 WHEELS_PORT = 8765  # the same each time, since the builder's cache knows the URL
 FOREIGN_IMAGES = {"REDIS_IMAGE": "redis:7.4-alpine", "GATEWAY_IMAGE": "haproxy:3.0-alpine"}
 STAND_IN = "pagewire-test-services"
+_CLUSTER = """
+import urllib.error, urllib.request
+try:
+    answer = urllib.request.urlopen("http://127.0.0.1:9000/cluster", timeout=10)
+except urllib.error.HTTPError as error:  # 503: it is not ready
+    answer = error
+print(answer.read().decode())
+"""
+# By the names that Prometheus has for the routers and, from them, for all processes.
+_SCRAPE = """
+import json, urllib.request
+def fetch(url):
+    try:
+        return urllib.request.urlopen(url, timeout=10).read().decode()
+    except OSError:  # it has just ended
+        return ""
+found = json.loads(fetch("http://router:9000/sd"))
+for each in found:
+    each["page"] = fetch(f"http://{each['targets'][0]}/metrics")
+print(json.dumps(found))
+"""
 
 
 def run(
@@ -75,10 +95,12 @@ class ComposeCluster:
     Attributes:
         url: of the gateway.
         network: the one between the services.
+        settings: what this machine sets in its .env.
     """
 
     def __init__(self, tree: Path, settings: dict[str, str]) -> None:
         self._tree = tree
+        self.settings = settings
         self.project = f"pagewire-test-{os.getpid()}"
         self.network = f"{self.project}_cluster"
         self.port = free_port()
@@ -90,6 +112,10 @@ class ComposeCluster:
             "PAGEWIRE_TAG": "test",
             **settings,
         }
+
+    def set(self, **settings: str) -> None:
+        """Change settings of `.env`, for what is started from now on."""
+        self._env |= settings
 
     def compose(self, *arguments: str, timeout: float = CALL_TIMEOUT_S) -> str:
         command = (*compose_command(), *arguments)
@@ -139,8 +165,21 @@ class ComposeCluster:
         return self.compose("logs", "--no-color", "--tail", "60")
 
     def health(self) -> dict[str, Any]:
-        body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        """Return the cluster as an operator port describes it."""
+        body: dict[str, Any] = self._in_router(_CLUSTER)
         return body
+
+    def pages(self) -> list[dict[str, Any]]:
+        """Return what `/sd` lists, each target with its page of metrics."""
+        found: list[dict[str, Any]] = self._in_router(_SCRAPE)
+        return found
+
+    def _in_router(self, code: str) -> Any:
+        """Return what some code prints as JSON in the container of a router that runs."""
+        states = {each["Name"]: each["State"] for each in self.containers("router")}
+        running = [name for name, each in states.items() if each["Running"] and not each["Paused"]]
+        assert running, states
+        return json.loads(run("docker", "exec", running[0].strip("/"), "python", "-c", code))
 
     def wait_for_workers(self, count: int, links: int, timeout: float = 60.0) -> None:
         """Wait until `count` workers are ready and `links` KV links between them measured."""
@@ -158,7 +197,9 @@ class ComposeCluster:
         """Wait until no worker's sequences hold a KV block."""
         deadline = time.monotonic() + timeout
         while True:
-            used = used_blocks(self.url)
+            text = joined((each["labels"], each["page"]) for each in self.pages())
+            blocks = blocks_of(parse_metrics(text))
+            used = {name: states["used"] for name, states in blocks.items()}
             if len(used) == workers and not any(used.values()):
                 return
             assert time.monotonic() < deadline, f"blocks are still held: {used}\n{self.logs()}"

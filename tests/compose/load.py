@@ -69,8 +69,16 @@ class Load:
 
             return await asyncio.gather(*[one(index) for index in range(len(self.prompts))])
 
-    async def during(self, trouble: Callable[[], None], users: int = 4) -> Outcome:
-        """Ask until the trouble, which runs in a thread, is over."""
+    async def during(
+        self, trouble: Callable[[], None], users: int = 4, fresh: bool = False
+    ) -> Outcome:
+        """Ask until the trouble, which runs in a thread, is over.
+
+        Args:
+            trouble: what happens meanwhile.
+            users: requests at once.
+            fresh: whether each request has a connection of its own, to where `url` leads then.
+        """
         outcome, over = Outcome(), asyncio.Event()
 
         async def user(client: openai.AsyncOpenAI, number: int) -> None:
@@ -78,7 +86,11 @@ class Load:
             while not over.is_set():
                 began = time.monotonic()
                 try:
-                    tokens = await self.ask(client, index)
+                    if fresh:
+                        async with self._client() as own:
+                            tokens = await self.ask(own, index)
+                    else:
+                        tokens = await self.ask(client, index)
                 except openai.OpenAIError as exc:
                     outcome.failures.append(f"{type(exc).__name__}: {exc}")
                 else:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import yaml
 
 from pagewire import LLM, SamplingParams
 from pagewire.tests.compose.cluster import (
@@ -54,8 +56,11 @@ def load(cluster: ComposeCluster) -> Load:
     return Load(cluster.url, prompts, [o.token_ids for o in llm.generate(prompts, greedy)])
 
 
-def _config(*files: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _config(
+    *files: str, env: dict[str, str], profile: str | None = None
+) -> subprocess.CompletedProcess[str]:
     flags = [word for name in files for word in ("-f", name)]
+    flags += [] if profile is None else ["--profile", profile]
     command = [*compose_command(), "--env-file", ".env.example", *flags, "config"]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PAGEWIRE_", "REDIS_"))}
     return subprocess.run(
@@ -75,6 +80,18 @@ def test_the_gpu_override_fits() -> None:
     done = _config("docker-compose.yml", "docker-compose.gpu.yml", env=SECRETS)
     assert done.returncode == 0, done.stderr
     assert "nvidia" in done.stdout
+
+
+def test_the_profile_watch_adds_two_services_that_can_do_little() -> None:
+    done = _config("docker-compose.yml", env=SECRETS, profile="watch")
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    for name in ("prometheus", "grafana"):
+        assert services[name]["read_only"] is True
+        assert services[name]["cap_drop"] == ["ALL"]
+        assert services[name]["user"] not in ("", "0", "root")
+    assert "ports" not in services["prometheus"]
+    assert "127.0.0.1" in str(services["grafana"]["ports"])
 
 
 def test_each_knob_of_the_example_is_one_of_the_compose_files() -> None:
@@ -102,6 +119,45 @@ def test_containers_can_do_little(cluster: ComposeCluster) -> None:
     assert published == ["gateway"]
     networks = json.loads(run("docker", "network", "inspect", cluster.network))
     assert networks[0]["Internal"]
+
+
+def test_containers_have_bounds(cluster: ComposeCluster) -> None:
+    """Workers' memory has none: it is the model's."""
+    gib = 1 << 30
+    memory = {"redis": gib, "gateway": 2 * gib, "router": 8 * gib, "prefill": 0, "decode": 0}
+    for container in cluster.containers():
+        name, host = container["Name"], container["HostConfig"]
+        service = container["Config"]["Labels"]["com.docker.compose.service"]
+        assert host["Memory"] == memory[service], name
+        assert host["PidsLimit"] == 4096, name
+        log = {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "4"}}
+        assert host["LogConfig"] == log, name
+
+
+def test_a_workers_memory_can_be_bounded() -> None:
+    done = _config("docker-compose.yml", env=SECRETS | {"WORKER_MEMORY": "48g"})
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"mem_limit: '?(?:48g|51539607552)'?", done.stdout)) == 2
+
+
+def test_compiled_kernels_outlive_their_worker(cluster: ComposeCluster) -> None:
+    """All workers write to one volume, which the next ones find; nothing else can be written."""
+    one, other = cluster.names("prefill")[0], cluster.names("decode")[0]
+    write = 'mkdir -p "$TRITON_CACHE_DIR" && echo compiled > "$TRITON_CACHE_DIR/kernel"'
+    run("docker", "exec", one, "sh", "-c", write)
+    read = run("docker", "exec", other, "sh", "-c", 'cat "$TRITON_CACHE_DIR/kernel"')
+    assert read.strip() == "compiled"
+    assert succeeds("docker", "exec", one, "sh", "-c", 'test -n "$TORCHINDUCTOR_CACHE_DIR"')
+    assert not succeeds("docker", "exec", one, "sh", "-c", "touch /run/pagewire/file")
+
+
+def test_operators_find_all_metrics_inside_and_clients_find_none(cluster: ComposeCluster) -> None:
+    found = cluster.pages()
+    roles = sorted(each["labels"]["role"] for each in found)
+    assert roles == ["decode", "decode", "prefill", "prefill", "router", "router"]
+    assert all("process_open_fds" in each["page"] for each in found)
+    for path in ("/metrics", "/cluster", "/sd"):
+        assert httpx.get(f"{cluster.url}{path}", timeout=10).status_code == 404
 
 
 def test_the_router_has_no_torch_and_the_redis_wants_its_password(cluster: ComposeCluster) -> None:
