@@ -11,6 +11,7 @@ import time
 
 import requests
 
+from pagewire.loadtest.cluster import key_headers
 from pagewire.loadtest.records import RequestRecord
 from pagewire.loadtest.workloads import Ask
 from pagewire.services.cli.client.openai_client import ChunkReader, EndpointError, Reply, refusal
@@ -33,6 +34,7 @@ class ChatClient:
         self._url, self._model = url.rstrip("/") + PATH, model
         self._session = requests.Session()
         self._session.trust_env = False  # no proxies between us and what is measured
+        self._session.headers.update(key_headers())
 
     def close(self) -> None:
         """Close the connection."""

@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.loadtest.sampler import blocks_of, parse_metrics
+from pagewire.services.cli.client.client_options import endpoint
+from pagewire.services.cli.client.endpoint_url import usual_operator_url
+from pagewire.services.cli.client.openai_client import key_header
+from pagewire.shared.metrics.pages import decode_targets, joined
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0  # longer than `pagewire up` takes: 30 s for requests, 15 s to leave
 POLL_S = 0.1
+FETCH_TIMEOUT_S = 5.0
 PROGRAM = "pagewire.services.cli.main"
 
 
@@ -33,11 +38,13 @@ class Running:
     """A cluster of Pagewire that runs.
 
     Attributes:
+        operator_url: where a router describes the cluster.
         pid: of `pagewire up`.
         services: as its ready file lists them.
     """
 
     url: str
+    operator_url: str
     pid: int
     services: list[dict[str, Any]]
 
@@ -60,7 +67,7 @@ def running_cluster(
     log = log_dir / "up.log"
     with server(up_command(log_dir, "--port", "0", *options), log) as process:
         ready = wait_ready(process, log, lambda: read_ready_file(process, log_dir), timeout)
-        yield Running(ready["url"], process.pid, ready["services"])
+        yield Running(ready["url"], ready["operator_url"], process.pid, ready["services"])
     if process.returncode == -signal.SIGKILL:
         raise BenchError(f"the cluster did not stop in {STOP_TIMEOUT_S:g} s")
 
@@ -155,22 +162,63 @@ def gist(log: str) -> str:
     return "\n".join([*errors[:20], "...", *lines[-10:]])
 
 
-def metrics(url: str) -> dict[str, float]:
-    """Return a router's metrics: the sample's name with its labels -> value."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310 - our http
-        return parse_metrics(answer.read().decode())
+def key_headers() -> dict[str, str]:
+    """Return the header with the API key that the environment names, as `pagewire bench` does."""
+    return key_header(endpoint(None)[1])
 
 
-def used_blocks(url: str) -> dict[str, float]:
+def metrics_page(operator_url: str) -> str:
+    """Return the metrics of all routers and workers, in Prometheus' text format.
+
+    A process that does not answer, since it has just ended, is left out.
+
+    Raises:
+        OSError: no router answers operators there.
+    """
+    pages = []
+    for target in decode_targets(_fetch(f"{operator_url}/sd")):
+        for url in target.urls:
+            with contextlib.suppress(OSError):
+                pages.append((target.labels, _fetch(url).decode()))
+    return joined(pages)
+
+
+def metrics(operator_url: str) -> dict[str, float]:
+    """Return the metrics of all processes: the sample's name with its labels -> value."""
+    return parse_metrics(metrics_page(operator_url))
+
+
+def metrics_near(url: str) -> str:
+    """Return the metrics of the cluster, or of the server of another make, with an endpoint.
+
+    Args:
+        url: of the endpoint; a cluster's operator port is taken to be the usual one.
+
+    Raises:
+        OSError: nothing answers there.
+    """
+    try:
+        return metrics_page(usual_operator_url(url))
+    except OSError:
+        return _fetch(f"{url}/metrics").decode()
+
+
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:  # noqa: S310 - our http
+        body: bytes = answer.read()
+        return body
+
+
+def used_blocks(operator_url: str) -> dict[str, float]:
     """Return how many KV blocks each worker's sequences hold."""
-    return {name: states["used"] for name, states in blocks_of(metrics(url)).items()}
+    return {name: states["used"] for name, states in blocks_of(metrics(operator_url)).items()}
 
 
-def wait_idle(url: str, timeout: float = 30.0, workers: int | None = None) -> None:
+def wait_idle(operator_url: str, timeout: float = 30.0, workers: int | None = None) -> None:
     """Wait until no worker's sequences hold a KV block.
 
     Args:
-        url: of the router.
+        operator_url: of a router.
         timeout: in seconds.
         workers: number of those whose blocks must be known; None: any.
 
@@ -179,7 +227,7 @@ def wait_idle(url: str, timeout: float = 30.0, workers: int | None = None) -> No
     """
     deadline = time.monotonic() + timeout
     while True:
-        used = used_blocks(url)
+        used = used_blocks(operator_url)
         if workers in (None, len(used)) and not any(used.values()):
             return
         if time.monotonic() > deadline:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from pagewire.loadtest.cluster import BenchError, running_cluster, wait_idle
 from pagewire.loadtest.cpu import CpuSampler
@@ -29,6 +30,7 @@ from pagewire.loadtest.report import write_report
 from pagewire.loadtest.results import CPU_FILE, Manifest, RunPlan, RunResult, load_results
 from pagewire.loadtest.shapes import SHAPES, schedule
 from pagewire.loadtest.slo import Slo
+from pagewire.services.cli.client.endpoint_url import usual_operator_url
 
 HERE = Path(__file__).resolve().parent
 LOCUSTFILE = HERE / "locustfile.py"
@@ -58,6 +60,13 @@ PLANS = (
 COMPARISONS = (("disaggregated", "aggregated"), ("prefix-aware", "round-robin"))
 
 
+class Urls(NamedTuple):
+    """Of a cluster's HTTP endpoint and of its operator port."""
+
+    endpoint: str
+    operator: str
+
+
 @dataclass(frozen=True)
 class Load:
     """What every run is given.
@@ -81,10 +90,11 @@ class Load:
         """The objectives."""
         return Slo(self.slo_ttft_ms / 1000, self.slo_itl_ms / 1000)
 
-    def locust_command(self, url: str, out: Path, users: Sequence[str]) -> list[str]:
+    def locust_command(self, urls: Urls, out: Path, users: Sequence[str]) -> list[str]:
         """Return the command line of a run against a router, with all users if none is named."""
         command = [sys.executable, "-P", "-m", "locust", "-f", str(LOCUSTFILE), *users]
-        command += ["--headless", "--only-summary", "--host", url, "--out", str(out)]
+        command += ["--headless", "--only-summary", "--host", urls.endpoint, "--out", str(out)]
+        command += ["--operator-url", urls.operator]
         command += ["--stop-timeout", str(STOP_TIMEOUT_S), "--html", str(out / "locust.html")]
         command += ["--json-file", str(out / "locust"), "--load-shape", self.shape]
         command += ["--rates", self.rates, "--stage-s", str(self.stage_s)]
@@ -104,8 +114,15 @@ def plans(options: argparse.Namespace) -> tuple[RunPlan, ...]:
     )
 
 
-def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str) -> bool:
+def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, given: Urls | None) -> bool:
     """Put the load on one cluster; returns whether all requests were answered.
+
+    Args:
+        plan: of the run.
+        load: to put on it.
+        duration_s: of the load.
+        directory: gets what the run writes.
+        given: a cluster that runs; None starts one.
 
     Raises:
         BenchError: the cluster did not come up, did not stop, or still holds blocks at the end.
@@ -114,20 +131,20 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
     directory.mkdir(parents=True)
     say(f"{plan.label}: {duration_s:.0f} s of load")
     with (
-        _endpoint(plan, directory, host) as url,
+        _endpoint(plan, directory, given) as urls,
         (directory / "locust.log").open("wb") as log,
         CpuSampler() as cpu,
     ):
         done = subprocess.run(
-            load.locust_command(url, directory, plan.users),
+            load.locust_command(urls, directory, plan.users),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             timeout=duration_s + STOP_TIMEOUT_S + SPARE_S,
             check=False,
         )
-        if not host:
-            wait_idle(url)
+        if given is None:
+            wait_idle(urls.operator)
     if not (directory / "records.jsonl").exists():
         raise BenchError(f"locust did not start; {directory / 'locust.log'} says why")
     began = float((directory / BEGAN_FILE).read_text(encoding="utf-8"))
@@ -136,12 +153,12 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, host: str
 
 
 @contextlib.contextmanager
-def _endpoint(plan: RunPlan, directory: Path, host: str) -> Iterator[str]:
-    if host:
-        yield host
+def _endpoint(plan: RunPlan, directory: Path, given: Urls | None) -> Iterator[Urls]:
+    if given is not None:
+        yield given
     else:
         with running_cluster(plan.options, directory / "logs") as cluster:
-            yield cluster.url
+            yield Urls(cluster.url, cluster.operator_url)
 
 
 def versions() -> dict[str, str]:
@@ -223,6 +240,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--host", default="", help="test this running cluster instead")
+    parser.add_argument("--operator-url", default="", help="its; default: its port plus 1000")
     parser.add_argument("--quick", action="store_true", help="one cluster, a few seconds")
     parser.add_argument("--shape", choices=SHAPES, default="steps", help="of the offered load")
     parser.add_argument("--rates", default="", help=f"requests/s of the stages; default {RATES}")
@@ -262,7 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = options.out / time.strftime("%Y%m%d-%H%M%S")
     directory.mkdir(parents=True)
     manifest.save(directory)
-    fine = [run(plan, load, stages[-1].end, directory / plan.name, options.host) for plan in chosen]
+    given = None
+    if options.host:
+        given = Urls(options.host, options.operator_url or usual_operator_url(options.host))
+    fine = [run(plan, load, stages[-1].end, directory / plan.name, given) for plan in chosen]
     report = write_report(directory)
     for result in load_results(directory, manifest):
         print(*table(result), sep="\n")

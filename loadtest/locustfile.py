@@ -31,10 +31,13 @@ from locust.env import Environment
 
 from pagewire.loadtest import workloads
 from pagewire.loadtest.client import ChatClient
+from pagewire.loadtest.cluster import key_headers, metrics_page
 from pagewire.loadtest.records import BEGAN_FILE, RequestRecord
 from pagewire.loadtest.sampler import parse_sample
 from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
 from pagewire.loadtest.slo import Slo
+from pagewire.services.cli.client.endpoint_url import usual_operator_url
+from pagewire.shared.errors import ProtocolError
 
 USER_RATE = 0.25  # requests a second of one user; many slow users are close to an open loop
 SPAWN_RATE = 1000  # users a second: a stage begins at its full rate
@@ -66,15 +69,13 @@ class LoadTest:
         (out / BEGAN_FILE).write_text(repr(time.monotonic()), encoding="utf-8")
         self._records = (out / "records.jsonl").open("w", buffering=1, encoding="utf-8")
         self._samples = (out / "samples.jsonl").open("w", buffering=1, encoding="utf-8")
-        self._session = requests.Session()
-        self._session.trust_env = False
+        self._operator_url = options.operator_url or usual_operator_url(self.host)
         self._sampler = gevent.spawn(self._sample)
 
     def close(self) -> None:
         """Take a last sample and close everything."""
         self._sampler.kill()
         self._sample_once()
-        self._session.close()
         self._records.close()
         self._samples.close()
 
@@ -125,13 +126,12 @@ class LoadTest:
 
     def _sample_once(self) -> None:
         try:
-            page = self._session.get(f"{self.host}/metrics", timeout=HTTP_TIMEOUT_S)
-            page.raise_for_status()
-        except requests.RequestException as exc:
+            page = metrics_page(self._operator_url)
+        except (OSError, ProtocolError) as exc:
             print(f"no sample: {exc}", file=sys.stderr)
             return
         at = time.perf_counter() - self._began
-        _write(self._samples, parse_sample(page.text, round(at, 3)).to_json())
+        _write(self._samples, parse_sample(page, round(at, 3)).to_json())
 
 
 _tests: dict[Environment, LoadTest] = {}
@@ -273,6 +273,7 @@ def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     group.add_argument("--slo-ttft-ms", type=float, default=500.0, help="latest first token")
     group.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
     group.add_argument("--model", default="", help="name to ask for; default: the first served")
+    group.add_argument("--operator-url", default="", help="default: the host's port plus 1000")
     group.add_argument("--seed", type=int, default=0, help="equal seeds give equal prompts")
     group.add_argument("--out", default="loadtest/report/run", help="directory of the raw data")
 
@@ -302,7 +303,7 @@ def _rates(text: str) -> list[float]:
 
 
 def _served_model(host: str) -> str:
-    answer = requests.get(f"{host}/v1/models", timeout=HTTP_TIMEOUT_S)
+    answer = requests.get(f"{host}/v1/models", timeout=HTTP_TIMEOUT_S, headers=key_headers())
     answer.raise_for_status()
     return str(answer.json()["data"][0]["id"])
 

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from pagewire.shared.errors import ConfigError
 
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not bound
+MAX_PORT = 65535
+OPERATOR_OFFSET = 1000
 _LOOPBACK = "127.0.0.1"
 _REDIS_PORT = 6379
 
@@ -46,6 +48,23 @@ async def advertised_host(host: str, advertise_host: str | None, redis_url: str)
             f"no own address on the way to {url.hostname}: {exc.strerror}; "
             "set PAGEWIRE_ADVERTISE_HOST to one that the other services reach"
         ) from exc
+
+
+def usual_operator_port(port: int) -> int:
+    """Return the operator port that goes with an endpoint's port by default.
+
+    It is not the next one, which a second cluster may have for its endpoint. 0, which takes a free
+    one, goes with 0 and with the highest ports.
+    """
+    return port + OPERATOR_OFFSET if 0 < port <= MAX_PORT - OPERATOR_OFFSET else 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def with_host(endpoint: str, host: str) -> str:

@@ -1,4 +1,4 @@
-"""Settings that several services have, each with its one description."""
+"""Settings that several services have, each with its one description, and those of responses."""
 
 from __future__ import annotations
 
@@ -21,6 +21,26 @@ MODEL_IMPL: Any = described(
     "`transformers`.",
 )
 METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
+OPERATOR_PORT: Any = described(
+    None,
+    "Port for operators, never for clients: /cluster describes the cluster, /sd lists for "
+    "Prometheus where all metrics are. 0 takes a free one.",
+    unset="`port` plus 1000",
+)
+OPERATOR_FD: Any = described(
+    None,
+    "File descriptor of a bound TCP socket to use instead of the operator port. Several routers "
+    "can have the same socket.",
+    unset="none",
+)
+OPERATOR_URL: Any = described(
+    None,
+    "URL of a router's operator port, which describes the cluster.",
+    unset="the endpoint's, with its port plus 1000",
+)
+RESTARTS: Any = described(
+    0, "Times that a supervisor has started this process again; only its metrics show it."
+)
 
 SPECIAL_TOKENS: Any = described(
     "text",
@@ -37,4 +57,14 @@ REASONING_PARSER: Any = described(
     "auto",
     "How the model writes reasoning, which is split from its answers; auto goes by its chat "
     "template.",
+)
+
+RESPONSES_REDIS_URL: Any = described(
+    None,
+    "URL of a Redis for the responses of /v1/responses that are stored, like that of redis_url.",
+    unset="the Redis of redis_url",
+)
+RESPONSES_BYTES: Any = described(
+    64 << 20,
+    "Bytes of all stored responses; the oldest make room for new ones. 0: none is stored.",
 )

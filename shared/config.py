@@ -9,158 +9,58 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SecretStr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
-from pagewire.shared.addresses import WILDCARDS
+from pagewire.shared.addresses import usual_operator_port
+from pagewire.shared.base_settings import ClusterSettings, Settings
 from pagewire.shared.common_settings import (
     GENERATION_CONFIG,
     METRICS_PORT,
     MODEL_IMPL,
+    OPERATOR_FD,
+    OPERATOR_PORT,
+    OPERATOR_URL,
     REASONING_PARSER,
+    RESPONSES_BYTES,
+    RESPONSES_REDIS_URL,
     REVISION,
     SPECIAL_TOKENS,
     TOOL_PARSER,
 )
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.setting_names import (
-    PREFIX,
     check_environment,
     check_keywords,
-    is_from_kubernetes,
 )
 from pagewire.shared.setting_texts import described, description
+from pagewire.shared.setting_types import (
+    BlockSize,
+    Device,
+    Dtype,
+    GenerationConfig,
+    Kernels,
+    KvNetwork,
+    KvTransport,
+    LoadFormat,
+    ModelImpl,
+    ModelNames,
+    Origins,
+    Policy,
+    Port,
+    Positive,
+    ReasoningParserName,
+    Revision,
+    Seconds,
+    ServiceId,
+    ServiceIds,
+    SpecialTokens,
+    ToolParserName,
+)
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
-
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-ServiceId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
-
-
-def _number_from_text(value: Any) -> Any:
-    """Give what a `Literal` of numbers needs: the environment knows only text."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
-def _ids_from_text(value: Any) -> Any:
-    """Return the ids in a comma-separated text."""
-    if not isinstance(value, str):
-        return value
-    return [each.strip() for each in value.split(",") if each.strip()]
-
-
-ServiceIds = Annotated[tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)]
-HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
-BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-GenerationConfig = Literal["auto", "none"]
-SpecialTokens = Literal["text", "tokens"]
-# Names of rows in shared/tools/formats.py and reasoning.py, which a test compares.
-ToolParserName = Literal[
-    "auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "pythonic"
-]
-ReasoningParserName = Literal["auto", "none", "think", "mistral"]
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-LoadFormat = Literal["safetensors", "dummy"]
-ModelImpl = Literal["auto", "pagewire", "transformers"]
-Kernels = Literal["auto", "triton", "torch"]
-KvTransport = Literal["auto", "ipc", "ucx", "zmq"]
-KvNetwork = Literal["untrusted", "private"]
-Policy = Literal["prefix", "round_robin"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-Revision = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}\z")]
-
-
-class Settings(BaseSettings):
-    """Read from the environment."""
-
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Prefer keywords to the environment, and leave out what describes a Kubernetes Service."""
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = {
-                name: value
-                for name, value in env_settings.env_vars.items()
-                if not is_from_kubernetes(name.upper().removeprefix(PREFIX), value or "")
-            }
-        return init_settings, env_settings
-
-
-class ClusterSettings(Settings):
-    """What must be the same for every service of one cluster."""
-
-    cluster_secret: SecretStr = described(
-        lambda: SecretStr(secrets.token_hex(32)),
-        "Keys of the control channel and of block hashes derive from it; the same in all services.",
-        unset="random",
-        min_length=8,
-    )
-    redis_url: str = described(
-        "redis://127.0.0.1:6379/0",
-        "Redis with prefix index and worker records: redis://[:password@]host:port/db or "
-        "unix:///path.",
-    )
-    host: str = described("127.0.0.1", "Address to listen on.")
-    advertise_host: HostName | None = described(
-        None,
-        "Name or address that other services reach this one by.",
-        unset="`host`, or this machine's own address if that is all addresses",
-    )
-    lease_s: Seconds = described(
-        5.0, "A worker whose record was not renewed for this many seconds is dead."
-    )
-    heartbeat_s: Seconds = described(
-        1.0, "Seconds between renewals of worker records, and between pings."
-    )
-    drain_timeout_s: Seconds = described(
-        300.0,
-        "Seconds for running requests to finish after SIGTERM. Those that do not then end with an "
-        "error, or migrate from a decode worker to another.",
-    )
-    log_level: LogLevel = described("info", "Level of the services' logs.")
-
-    @field_validator("advertise_host")
-    @classmethod
-    def _leads_somewhere(cls, value: str | None) -> str | None:
-        if value in WILDCARDS:
-            raise ValueError("a name or address that others reach this service by")
-        return value
-
-    @field_validator("heartbeat_s")
-    @classmethod
-    def _lease_outlasts_two_heartbeats(cls, value: float, info: ValidationInfo) -> float:
-        lease_s = info.data.get("lease_s")
-        if lease_s is not None and value > lease_s / 2:
-            raise ValueError(f"at most half of lease_s, which is {lease_s:g}")
-        return value
 
 
 class EngineSettings(Settings):
@@ -286,9 +186,10 @@ class RouterSettings(ClusterSettings):
     )
     revision: Revision | None = REVISION
     model_impl: ModelImpl = MODEL_IMPL
-    served_model_name: str | None = described(
+    served_model_name: ModelNames | None = described(
         None,
-        "The name that clients ask for.",
+        "The name that clients ask for, or several, separated by commas. The first is that of the "
+        "metrics; an answer has the name that was asked for.",
         unset="the last part of the model's directory or hub id",
     )
     generation_config: GenerationConfig = GENERATION_CONFIG
@@ -301,15 +202,36 @@ class RouterSettings(ClusterSettings):
         unset="a random one",
     )
     port: Port = described(8000, "Port of the HTTP endpoint.")
+    api_key: SecretStr | None = described(
+        None,
+        "A key that clients must send; the commands that talk to an endpoint send it, too. Its "
+        "name in logs and metrics is `default`.",
+        unset="none: without this and a file of keys, the endpoint is open to all who reach it",
+        min_length=8,
+    )
+    api_key_file: Path | None = described(
+        None,
+        "File of keys of which clients must send one: a line `NAME: KEY` for each, where KEY may "
+        "be `sha256:` and a hash. It is read again within 2 s of a change.",
+        unset="none",
+    )
+    responses_redis_url: str | None = RESPONSES_REDIS_URL
+    responses_bytes: Annotated[int, Field(ge=0)] = RESPONSES_BYTES
+    cors_origins: Origins | None = described(
+        None,
+        "Origins, separated by commas, whose pages may use the endpoint from a browser, such as "
+        "https://chat.example.com; * allows all.",
+        unset="none",
+    )
     fd: Annotated[int, Field(ge=3)] | None = described(
         None,
         "File descriptor of a bound TCP socket to accept connections from, instead of host and "
         "port. Several routers can have the same socket.",
         unset="none",
     )
-    # The HTTP endpoint has /metrics and /health, too. This port is for the other routers, since one
-    # socket may be that of several.
     metrics_port: Port = METRICS_PORT
+    operator_port: Port | None = OPERATOR_PORT
+    operator_fd: Annotated[int, Field(ge=3)] | None = OPERATOR_FD
     policy: Policy = described(
         "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
     )
@@ -332,16 +254,28 @@ class RouterSettings(ClusterSettings):
     )
     expected_workers: ServiceIds = described(
         (),
-        "Ids, separated by commas, of the workers that /health waits for after the start "
-        "before it says ok; requests are served meanwhile.",
+        "Ids, separated by commas, of the workers that /ready waits for after the start "
+        "before it answers 200; requests are served meanwhile.",
     )
+
+    @property
+    def chosen_operator_port(self) -> int:
+        """The operator port; 0 takes a free one."""
+        if self.operator_port is not None:
+            return self.operator_port
+        return usual_operator_port(0 if self.fd is not None else self.port)
 
 
 class ClientSettings(Settings):
     """The commands that talk to an endpoint."""
 
     url: str = described("http://127.0.0.1:8000", "URL of the endpoint, with or without /v1.")
-    api_key: SecretStr | None = described(None, "Sent as a bearer token.", unset="none")
+    operator_url: str | None = OPERATOR_URL
+    api_key: SecretStr | None = described(
+        lambda: SecretStr(key) if (key := os.environ.get("OPENAI_API_KEY")) else None,
+        "Sent as a bearer token.",
+        unset="OPENAI_API_KEY, or none",
+    )
 
 
 # All services may share an environment; each reads only its own settings.
@@ -350,6 +284,9 @@ _ALL_FIELDS = {
     for kind in (LLMSettings, WorkerSettings, RouterSettings, ClientSettings)
     for field in kind.model_fields
 }
+
+
+_SECRETS = ("cluster_secret", "api_key")  # no error shows them
 
 
 def threads_are_chosen() -> bool:
@@ -375,11 +312,12 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
-        given = "what it is" if field == "cluster_secret" else repr(first["input"])
+        is_secret = first["loc"][0] in _SECRETS
+        given = "what it is" if is_secret else repr(first["input"])
         rule = first["msg"].removeprefix("Value error, ")
         if first["type"] == "too_short":  # what pydantic says of a secret's characters
             rule = rule.replace("item", "character")
         raise ConfigError(
             f"setting {field} (PAGEWIRE_{field.upper()}) cannot be {given}: "
             f"{rule[0].lower()}{rule[1:]}"
-        ) from None if field == "cluster_secret" else exc
+        ) from None if is_secret else exc

@@ -54,12 +54,14 @@ class InvalidRequestError(PagewireError):
 
     Attributes:
         param: name of the offending field, if one can be named.
+        code: OpenAI's name of the problem; None: of a field, that its value is wrong.
     """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.code = code
 
 
 class ModelNotFoundError(InvalidRequestError):

@@ -1,19 +1,124 @@
-"""Log lines of the services."""
+"""Log lines of the services: text, or JSON; each names the request that it is about, if one."""
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import logging
+import sys
+import time
 from collections import OrderedDict
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from io import UnsupportedOperation
+from typing import Any, Literal
+
+import msgspec
+
+LogForm = Literal["text", "json"]
 
 _MAX_SUBJECTS = 4096
 
+# The request that a task works on: its id, for the task's log lines.
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
 
-def configure_logging(level: str) -> None:
-    """Write this project's log lines from a level on to stderr, and warnings of the libraries."""
+
+def configure_logging(level: str, form: LogForm = "text", service: str = "") -> None:
+    """Write this project's log lines from a level on to stderr, and warnings of the libraries.
+
+    A crash of native code leaves Python's stack there, too.
+
+    Args:
+        level: debug, info, warning or error.
+        form: of the lines.
+        service: name of this process in JSON.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("pagewire").setLevel(level.upper())
+    try:
+        faulthandler.enable(sys.stderr)
+    except (UnsupportedOperation, AttributeError):  # stderr is not a file
+        return
+
+
+def about(request_id: str | None) -> dict[str, Any]:
+    """Return the `extra` of a log line about a request, where no task of its own writes it."""
+    return {"request_id": request_id}
+
+
+def request_of(record: logging.LogRecord) -> str | None:
+    """Return the id of the request that a log line is about."""
+    named: str | None = getattr(record, "request_id", None)
+    return named or current_request.get()
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level and logger, then the message, its `fields` and the request's id in brackets."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line without a traceback."""
+        line = super().formatMessage(record)
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        line += "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+        request_id = request_of(record)
+        return line if request_id is None else f"{line} [{request_id}]"
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON object a line: time (UTC), level, logger, service, message and the line's `fields`.
+
+    Args:
+        service: name of this process; empty leaves it out.
+    """
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = _line(
+            record.created, record.levelname, record.name, record.getMessage(), self._service
+        )
+        if (request_id := request_of(record)) is not None:
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        try:
+            return msgspec.json.encode(line).decode()
+        except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or another object
+            return json.dumps(line, default=str)
+
+
+def json_line(level: str, logger: str, message: str, service: str) -> str:
+    """Return a line as the services write it, for a process that logs in another way."""
+    return json.dumps(_line(time.time(), level, logger, message, service))
+
+
+def _line(created: float, level: str, logger: str, message: str, service: str) -> dict[str, Any]:
+    found = {
+        "time": datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds"),
+        "level": level.lower(),
+        "logger": logger,
+        "message": message,
+    }
+    return found | ({"service": service} if service else {})
+
+
+def _shown(value: Any) -> str:
+    """Return a field's value as one word."""
+    if isinstance(value, int | float):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(_shown, value))
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else json.dumps(text)
 
 
 class Complaints:

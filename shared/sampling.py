@@ -32,6 +32,7 @@ MAX_BAD_TOKENS = 1024  # of all bad words together
 MAX_BAD_STRINGS = 128  # each is up to two bad words: with and without a space before it
 MAX_BAD_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_SALT_CHARS = 256
 
 Temperature = Annotated[float, Meta(ge=0, le=100, description="a number between 0 and 100")]
 TopP = Annotated[float, Meta(gt=0, le=1, description="a number greater than 0 and at most 1")]
@@ -47,6 +48,13 @@ _GRAMMAR = Meta(
     min_length=1,
     max_length=MAX_GRAMMAR_CHARS,
     description=f"the text of a grammar, at most {MAX_GRAMMAR_CHARS} characters",
+)
+# As `is_well_formed` in shared/http/request_id.py has them.
+_LOG_ID = Meta(min_length=1, max_length=128, description="a text of at most 128 characters")
+_CACHE_SALT = Meta(
+    min_length=1,
+    max_length=MAX_SALT_CHARS,
+    description=f"a string of 1 to {MAX_SALT_CHARS} characters",
 )
 LogprobsMode = Literal["raw", "processed"]
 _StopString = Annotated[str, Meta(min_length=1)]
@@ -124,6 +132,9 @@ class RequestSpec(
         logprobs_mode: "raw": log probabilities of sampled tokens by the model's logits alone;
             "processed": of the distribution that is sampled from.
         grammar: text of the grammar that the answer follows (shared/grammar); None: any answer.
+        log_id: names the request in the logs of all services; None: it has no name.
+        cache_salt: part of the hash of each of its blocks: it shares cached ones only with requests
+            of the same salt. None is a salt of its own.
     """
 
     temperature: Temperature = 1.0
@@ -145,6 +156,13 @@ class RequestSpec(
     prompt_logprobs: NumTop | None = None
     logprobs_mode: LogprobsMode = "raw"
     grammar: Annotated[str, _GRAMMAR] | None = None
+    log_id: Annotated[str, _LOG_ID] | None = None
+    cache_salt: Annotated[str, _CACHE_SALT] | None = None
+
+    @property
+    def hash_extra(self) -> bytes:
+        """What block hashes depend on besides tokens, see `BlockHasher`."""
+        return (self.cache_salt or "").encode(errors="surrogatepass")
 
     def validate(self) -> None:
         """Check types and ranges, and what goes together.
@@ -306,6 +324,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         include_stop_str_in_output: the stop string that ends an answer is part of its text.
         skip_special_tokens: the text has no special tokens; so it is if unset.
         truncate_prompt_tokens: keep no more than the prompt's last tokens.
+        cache_salt: cached blocks are shared only with requests of the same salt.
     """
 
     temperature: Temperature | None = None
@@ -327,6 +346,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: PromptLength | None = None
+    cache_salt: Annotated[str, _CACHE_SALT] | None = None
 
 
 # Fields that concern prompts and texts, not the choice of tokens: workers do not get them.

@@ -19,11 +19,13 @@ _COMPOSE = {
     "BIND",
     "GPUS",
     "GPU_LOCKS",
+    "KEYS",
     "MODELS",
     "PIP_FIND_LINKS",
     "PIP_INDEX_URL",
     "PIP_TRUSTED_HOST",
     "TAG",
+    "TORCH",
     "TORCH_INDEX_URL",
 }
 _TESTS = "TEST_"

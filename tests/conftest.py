@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pagewire.tests.support import fake_device
+from pagewire.tests.support.browser import PROGRAM
 from pagewire.tests.support.executor_pipe import Pipe, PipeDevice, executor_process
 from pagewire.tests.support.fake_redis import fake_redis_url
 from pagewire.tests.support.redis_server import RedisServer
@@ -37,12 +38,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need what this machine lacks, and `compose` unless asked for."""
+    """Deselect tests that need what this machine lacks; long ones, too, unless asked for."""
     unwanted = [] if torch.cuda.is_available() else ["gpu"]
     if shutil.which("haproxy") is None:
         unwanted.append("gateway")
-    if "compose" not in config.option.markexpr:
-        unwanted.append("compose")
+    if PROGRAM is None:
+        unwanted.append("browser")
+    asked_for = config.option.markexpr
+    unwanted += [name for name in ("compose", "release") if name not in asked_for]
     deselected = [item for item in items if any(map(item.get_closest_marker, unwanted))]
     if deselected:
         config.hook.pytest_deselected(items=deselected)

@@ -7,6 +7,7 @@ another server, and gaps of 0 between tokens of one chunk, as in the published t
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import httpx
 import msgspec
 
 from pagewire.loadtest.bench.engine import VOCAB_USED
-from pagewire.loadtest.cluster import BenchError
+from pagewire.loadtest.cluster import BenchError, metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.client.openai_client import COMPLETIONS, EndpointError, OpenAIClient
 
@@ -104,9 +105,10 @@ class Client:
         Raises:
             BenchError: the server does not answer.
         """
-        with _bench_errors(self._urls[0]):
-            text = (await self._http.get(f"{self._urls[0]}/metrics")).text
-            values = parse_metrics(text)
+        try:
+            values = parse_metrics(await asyncio.to_thread(metrics_near, self._urls[0]))
+        except OSError as exc:
+            raise BenchError(f"no metrics of {self._urls[0]}: {exc}") from exc
         name = "pagewire_request_transfer_seconds"
         seconds, count = (
             sum(value for key, value in values.items() if key.startswith(f"{name}_{part}"))

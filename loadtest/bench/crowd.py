@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-import httpx
-
 from pagewire.loadtest.bench.client import Answer, Client
 from pagewire.loadtest.bench.engine import VOCAB_USED
 from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.cluster import metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.bench.stats import percentile
 
@@ -129,8 +128,8 @@ def _step_ms(url: str, start: float, seconds: float) -> float | None:
 
 def _steps(url: str) -> dict[str, float]:
     """Return the steps of each worker so far."""
-    page = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
-    return {key: value for key, value in parse_metrics(page).items() if key.startswith(STEPS)}
+    values = parse_metrics(metrics_near(url))
+    return {key: value for key, value in values.items() if key.startswith(STEPS)}
 
 
 def _run(job: Job) -> Seen:

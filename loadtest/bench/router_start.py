@@ -29,7 +29,7 @@ START_TIMEOUT_S = 60.0
 
 
 def is_up(url: str) -> bool:
-    """Whether `/health` says that a router is ready."""
+    """Whether `/ready` says that a router can serve."""
     try:
         return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
     except httpx.TransportError:
@@ -87,9 +87,9 @@ def start_router(
     }
     command = [sys.executable, "-P", "-m", program, "router", "--host", HOST, "--port", str(port)]
     command += ["--model", str(log.parent / "model"), "--served-model-name", MODEL]
-    command += ["--redis-url", redis_url, "--max-queue", str(MAX_STREAMS)]
+    command += ["--redis-url", redis_url, "--max-queue", str(MAX_STREAMS), "--operator-port", "0"]
     process = stack.enter_context(cluster.server(command, log, env))
-    url = f"http://{HOST}:{port}/health"
+    url = f"http://{HOST}:{port}/ready"
     cluster.wait_ready(process, log, partial(is_up, url), START_TIMEOUT_S)
     return port, process.pid
 

@@ -39,6 +39,7 @@ def decode(
     redis_url: options.RedisUrl = None,
     drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
 ) -> None:
     """Run a decode worker: it streams answers.
 

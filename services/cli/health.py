@@ -1,10 +1,13 @@
-"""The router's `/health` body as the supervisor reads it."""
+"""A router's view of its cluster, as its operator port shows it."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import httpx
 import msgspec
 
+from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.errors import UNDECODABLE
 
 PROBE_TIMEOUT_S = 3.0
@@ -15,11 +18,13 @@ class Link(msgspec.Struct, frozen=True):
 
     Attributes:
         gb_per_s: as measured when the two met; None before that.
+        bytes: sent by this run of the sender, to this peer by this transport.
     """
 
     peer: str
     transport: str
     gb_per_s: float | None = None
+    bytes: int = 0
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -29,6 +34,7 @@ class Service(msgspec.Struct, frozen=True):
         max_model_len: longest prompt plus answer that it takes; None if it is not known.
         full_model_len: what that would be if its KV pool were large enough.
         missing_links: prefill workers that this decode worker has no KV link to yet.
+        load: as its record says; None if that is not known.
     """
 
     id: str
@@ -39,6 +45,7 @@ class Service(msgspec.Struct, frozen=True):
     full_model_len: int | None = None
     links: list[Link] = []
     missing_links: list[str] = []
+    load: WorkerLoad | None = None
 
 
 class Router(msgspec.Struct, frozen=True):
@@ -53,17 +60,20 @@ class Health(msgspec.Struct, frozen=True):
     """The router's view of its cluster.
 
     Attributes:
-        ok: it answered 200: the cluster is ready, for `up` and `status` alike.
         status: in a word or two.
         waiting_for: what the start of the cluster still waits for.
     """
 
-    ok: bool = False
     model: str = ""
     status: str = ""
     waiting_for: list[str] = []
     services: list[Service] = []
     routers: list[Router] = []
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cluster is ready, for `up` and `status` alike."""
+        return self.status == "ok"
 
     @property
     def ready_epochs(self) -> dict[str, int | None]:
@@ -99,14 +109,18 @@ def shrunk_contexts(services: list[Service]) -> list[str]:
 _decoder = msgspec.json.Decoder(Health)
 
 
-async def fetch_health(client: httpx.AsyncClient, url: str) -> Health | None:
-    """Return the router's health, or None while it does not answer.
+async def fetch_health(
+    client: httpx.AsyncClient, url: str, path: Literal["/cluster", "/health"] = "/cluster"
+) -> Health | None:
+    """Return a router's view of its cluster, or None while it does not answer.
 
-    The body counts whatever the status code: a router without workers answers 503.
+    Args:
+        client: owned by the caller.
+        url: of the operator port, or of the HTTP endpoint, whose `/health` has less.
+        path: what to ask there.
     """
     try:
-        response = await client.get(f"{url}/health", timeout=PROBE_TIMEOUT_S)
-        body = _decoder.decode(response.content)
+        response = await client.get(f"{url}{path}", timeout=PROBE_TIMEOUT_S)
+        return _decoder.decode(response.content)
     except (httpx.HTTPError, *UNDECODABLE):  # not up yet, or something else's answer
         return None
-    return msgspec.structs.replace(body, ok=response.status_code == httpx.codes.OK)

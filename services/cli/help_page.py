@@ -12,6 +12,17 @@ from typer.core import TyperCommand
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 FIRST = "Options"
+SEVERAL = "--served-model-name"  # of commands without arguments
+
+
+def joined_names(args: list[str]) -> list[str]:
+    """Return a command line in which the names after `SEVERAL` are one word, with commas."""
+    if SEVERAL not in args:
+        return args
+    first = args.index(SEVERAL) + 1
+    rest = args[first:]
+    count = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+    return [*args[:first], *([",".join(rest[:count])] if count else []), *rest[count:]]
 
 
 class Command(TyperCommand):
@@ -21,6 +32,10 @@ class Command(TyperCommand):
         # \b: a paragraph that is not wrapped, so that it can be copied
         text = (help or "").replace("\n\nExample: ", "\n\n\b\nExample: ")
         super().__init__(*args, help=text, **kwargs)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take several names after one option, too, as vLLM's command does."""
+        return list(super().parse_args(ctx, joined_names(args)))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group in the order of its first option."""

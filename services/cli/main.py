@@ -10,6 +10,8 @@ from pagewire.services.cli.bench.command import bench
 from pagewire.services.cli.client.chat import chat
 from pagewire.services.cli.client.complete import complete
 from pagewire.services.cli.client.status import status
+from pagewire.services.cli.client.top import top
+from pagewire.services.cli.convert import convert
 from pagewire.services.cli.decode import decode
 from pagewire.services.cli.doctor.command import doctor
 from pagewire.services.cli.estimate import estimate
@@ -66,8 +68,10 @@ for command in (
     complete,
     bench,
     status,
+    top,
     doctor,
     estimate,
+    convert,
     router,
     prefill,
     decode,

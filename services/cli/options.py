@@ -6,13 +6,15 @@ the default of the settings class.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic_settings import BaseSettings
 
-from pagewire.shared import config
-from pagewire.shared.config import ClusterSettings, EngineSettings, RouterSettings, WorkerSettings
+from pagewire.shared import setting_types
+from pagewire.shared.base_settings import ClusterSettings
+from pagewire.shared.config import EngineSettings, RouterSettings, WorkerSettings
 from pagewire.shared.setting_texts import default_text, description
 
 ENGINE = "Engine"
@@ -59,22 +61,24 @@ def redis_url(unset: str | None = None) -> Any:
 
 Model = Annotated[str | None, setting(EngineSettings, "model")]
 Revision = Annotated[str | None, setting(EngineSettings, "revision")]
-ModelImpl = Annotated[config.ModelImpl | None, setting(EngineSettings, "model_impl")]
+ModelImpl = Annotated[setting_types.ModelImpl | None, setting(EngineSettings, "model_impl")]
 ServedModelName = Annotated[str | None, setting(RouterSettings, "served_model_name")]
+ApiKeyFile = Annotated[Path | None, _network(RouterSettings, "api_key_file")]
+CorsOrigins = Annotated[str | None, _network(RouterSettings, "cors_origins")]
 GenerationConfig = Annotated[
-    config.GenerationConfig | None, setting(RouterSettings, "generation_config")
+    setting_types.GenerationConfig | None, setting(RouterSettings, "generation_config")
 ]
 SpecialTokensInMessages = Annotated[
-    config.SpecialTokens | None, setting(RouterSettings, "special_tokens_in_messages")
+    setting_types.SpecialTokens | None, setting(RouterSettings, "special_tokens_in_messages")
 ]
-ToolParser = Annotated[config.ToolParserName | None, setting(RouterSettings, "tool_parser")]
+ToolParser = Annotated[setting_types.ToolParserName | None, setting(RouterSettings, "tool_parser")]
 ReasoningParser = Annotated[
-    config.ReasoningParserName | None, setting(RouterSettings, "reasoning_parser")
+    setting_types.ReasoningParserName | None, setting(RouterSettings, "reasoning_parser")
 ]
-Device = Annotated[config.Device | None, _engine("device")]
-Dtype = Annotated[config.Dtype | None, _engine("dtype")]
-LoadFormat = Annotated[config.LoadFormat | None, _engine("load_format")]
-Kernels = Annotated[config.Kernels | None, _engine("kernels")]
+Device = Annotated[setting_types.Device | None, _engine("device")]
+Dtype = Annotated[setting_types.Dtype | None, _engine("dtype")]
+LoadFormat = Annotated[setting_types.LoadFormat | None, _engine("load_format")]
+Kernels = Annotated[setting_types.Kernels | None, _engine("kernels")]
 BlockSize = Annotated[int | None, _engine("block_size")]
 NumBlocks = Annotated[int | None, _engine("num_blocks")]
 GpuMemoryUtilization = Annotated[float | None, _engine("gpu_memory_utilization")]
@@ -88,8 +92,8 @@ EnablePrefixCaching = Annotated[
 ]
 CudaGraphs = Annotated[bool | None, _engine("cuda_graphs", "--cuda-graphs/--no-cuda-graphs")]
 LocalPrefillTokens = Annotated[int | None, setting(WorkerSettings, "local_prefill_tokens", ENGINE)]
-KvTransport = Annotated[config.KvTransport | None, _network(WorkerSettings, "kv_transport")]
-KvNetwork = Annotated[config.KvNetwork | None, _network(WorkerSettings, "kv_network")]
+KvTransport = Annotated[setting_types.KvTransport | None, _network(WorkerSettings, "kv_transport")]
+KvNetwork = Annotated[setting_types.KvNetwork | None, _network(WorkerSettings, "kv_network")]
 StagingSlots = Annotated[int | None, _network(WorkerSettings, "staging_slots")]
 StagingSlotBytes = Annotated[int | None, _network(WorkerSettings, "staging_slot_bytes")]
 WorkerId = Annotated[str | None, _network(WorkerSettings, "worker_id")]
@@ -100,11 +104,14 @@ OwnRedisUrl = Annotated[str | None, redis_url("a private server is started")]
 Host = Annotated[str | None, _network(ClusterSettings, "host")]
 Port = Annotated[int | None, _network(RouterSettings, "port")]
 Fd = Annotated[int | None, _network(RouterSettings, "fd")]
+OperatorPort = Annotated[int | None, _network(RouterSettings, "operator_port")]
+OperatorFd = Annotated[int | None, _network(RouterSettings, "operator_fd")]
 RouterId = Annotated[str | None, _network(RouterSettings, "router_id")]
-Policy = Annotated[config.Policy | None, _network(RouterSettings, "policy")]
+Policy = Annotated[setting_types.Policy | None, _network(RouterSettings, "policy")]
 MaxQueue = Annotated[int | None, _network(RouterSettings, "max_queue")]
 DrainTimeoutS = Annotated[float | None, _network(ClusterSettings, "drain_timeout_s")]
 OwnDrainTimeoutS = Annotated[
     float | None, setting(ClusterSettings, "drain_timeout_s", NETWORK, unset="30")
 ]
-LogLevel = Annotated[config.LogLevel | None, setting(ClusterSettings, "log_level")]
+LogLevel = Annotated[setting_types.LogLevel | None, setting(ClusterSettings, "log_level")]
+LogFormat = Annotated[setting_types.LogFormat | None, setting(ClusterSettings, "log_format")]

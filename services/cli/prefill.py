@@ -38,6 +38,7 @@ def prefill(
     redis_url: options.RedisUrl = None,
     drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
 ) -> None:
     """Run a prefill worker: it computes prompts.
 

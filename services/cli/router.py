@@ -23,12 +23,17 @@ def router(
     port: options.Port = None,
     fd: options.Fd = None,
     metrics_port: options.MetricsPort = None,
+    operator_port: options.OperatorPort = None,
+    operator_fd: options.OperatorFd = None,
     router_id: options.RouterId = None,
+    api_key_file: options.ApiKeyFile = None,
+    cors_origins: options.CorsOrigins = None,
     policy: options.Policy = None,
     max_queue: options.MaxQueue = None,
     redis_url: options.RedisUrl = None,
     drain_timeout_s: options.DrainTimeoutS = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
 ) -> None:
     """Run the router: the OpenAI-compatible endpoint.
 

@@ -41,5 +41,12 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
     jobs = RemoteJobs(engine, receiver, local_prefills, settings.prefill_timeout_s)
     post = runtime.server.post
     return DecodeService(
-        runtime.epoch, engine, links, jobs, post, lambda: runtime.is_draining, local_prefills
+        runtime.epoch,
+        engine,
+        links,
+        jobs,
+        post,
+        lambda: runtime.is_draining,
+        local_prefills,
+        runtime.tracing,
     )

@@ -60,11 +60,13 @@ class RemoteJobs(JobCallbacks):
         on_first_token: called once a request, with the message and the worker that sent it.
         on_prompt_scored: called with log probabilities of the request's prompt, before that; again
             from the start if another worker computes it again.
+        on_arrived: called when all of a request's KV is there; its timings are then known.
     """
 
     find: Callable[[str], DecodeRequest | None]
     on_first_token: Callable[[DecodeRequest, PrefillDone, str], None]
     on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None]
+    on_arrived: Callable[[DecodeRequest], None]
 
     def __init__(
         self, engine: EngineHandle, receiver: KvReceiver, local_prefills: Counter, timeout_s: float
@@ -79,6 +81,11 @@ class RemoteJobs(JobCallbacks):
         request = self.find(expected.request_id)
         if request is not None:
             request.is_remote = True
+            sequence = self._engine.core.get(request.engine_id)
+            request.time(
+                wait_s=self._receiver.clock() - request.arrived_s,
+                held_tokens=0 if sequence is None else sequence.num_cached_tokens or 0,
+            )
             self._begin(request, expected)
 
     def _begin(self, request: DecodeRequest, expected: Expected) -> None:
@@ -87,6 +94,13 @@ class RemoteJobs(JobCallbacks):
             request.tried.add(link.peer)
             if self._receiver.post(link, request.ticket(expected)):
                 self._jobs[request.engine_id] = _Job(request, expected, link)
+                logger.debug(
+                    "%s: prefill by %s, job %s",
+                    request.engine_id,
+                    link.peer,
+                    expected.job,
+                    extra=request.log,
+                )
                 return
         self._prefill_here(request, "failed" if request.tried else "no_link")
 
@@ -111,16 +125,31 @@ class RemoteJobs(JobCallbacks):
 
     def _on_done(self, job: _Job, done: PrefillDone) -> None:
         request, job.done_s = job.request, self._receiver.clock()
-        request.queue_s, request.prefill_s = done.queue_s, done.prefill_s
+        request.time(
+            queue_s=done.queue_s,
+            prefill_s=done.prefill_s,
+            chunks=done.chunks,
+            prefill_worker=job.link.peer,
+            cached_tokens=done.cached_tokens,
+        )
         if request.first_token is None:
             request.first_token = done.first_token
             self.on_first_token(request, done, job.link.peer)
         self._receiver.complete(job.expected, request.first_token)
 
     def on_activated(self, expected: Expected) -> None:
-        """Note how long the blocks took after the first token."""
-        job = self._jobs.pop(expected.request_id)
-        job.request.transfer_s = self._receiver.clock() - job.done_s
+        """Note how the blocks came, and how long they took after the first token."""
+        job, now = self._jobs.pop(expected.request_id), self._receiver.clock()
+        first = expected.first_segment_s
+        job.request.time(
+            transfer_s=now - job.done_s,
+            arriving_s=0.0 if first is None else now - first,
+            kv_bytes=expected.num_bytes,
+            segments=expected.num_segments,
+            carrier=job.link.carrier or None,
+        )
+        job.request.note_transfer()
+        self.on_arrived(job.request)
 
     def on_withdrawn(self, request_id: str) -> None:
         """Void a request's job at the prefill worker."""
@@ -143,12 +172,19 @@ class RemoteJobs(JobCallbacks):
         request = job.request
         if self._jobs.get(request.engine_id) is not job:
             return
-        logger.warning("prefill of %s by %s failed: %s", request.engine_id, job.link.peer, reason)
+        logger.warning(
+            "prefill of %s by %s failed: %s",
+            request.engine_id,
+            job.link.peer,
+            reason,
+            extra=request.log,
+        )
         self.on_withdrawn(request.engine_id)
         self._begin(request, self._receiver.expected.retry(job.expected))
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
         counter = self._local_prefills.labels(reason)
+        logger.debug("%s: prefill here, %s", request.engine_id, reason, extra=request.log)
 
         def recompute_locally(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from pagewire.shared.control.protocol import Generate, Timings
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.job_messages import Prefill
+from pagewire.shared.logs import about
+from pagewire.shared.tracing import Attributes, TracedSpan
 from pagewire.shared.worker.metrics import LocalPrefill
 
 
@@ -24,6 +29,9 @@ class DecodeRequest:
         tried: prefill workers that were asked.
         is_remote: blocks were reserved for what a prefill worker sends.
         first_token: sampled by a prefill worker.
+        arrived_s: when its message came, on the monotonic clock.
+        timings: as far as they are known.
+        span: of the request at this worker, if it is traced.
     """
 
     peer_id: str
@@ -33,9 +41,9 @@ class DecodeRequest:
     tried: set[str] = field(default_factory=set)
     is_remote: bool = False
     first_token: int | None = None
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
+    arrived_s: float = 0.0
+    timings: Timings = field(default_factory=Timings)
+    span: TracedSpan | None = None
 
     @property
     def local_reason(self) -> LocalPrefill | None:
@@ -44,9 +52,34 @@ class DecodeRequest:
             return None
         return "short" if self.message.prefill_workers else "no_worker"
 
-    def timings(self) -> Timings:
-        """Where the time until the first decode step went."""
-        return Timings(queue_s=self.queue_s, prefill_s=self.prefill_s, transfer_s=self.transfer_s)
+    @property
+    def log(self) -> dict[str, Any]:
+        """The `extra` of log lines about it."""
+        return about(self.message.spec.log_id)
+
+    def time(self, **found: Any) -> None:
+        """Set fields of its `timings`."""
+        self.timings = msgspec.structs.replace(self.timings, **found)
+
+    def note_transfer(self) -> None:
+        """Make the span of the KV's arrival, if the request is traced."""
+        if self.span is not None:
+            about: Attributes = {
+                "pagewire.kv_bytes": self.timings.kv_bytes,
+                "pagewire.segments": self.timings.segments,
+                "pagewire.carrier": self.timings.carrier or "",
+            }
+            self.span.note_child("transfer", self.timings.arriving_s, about)
+
+    def end_span(self, reason: str, error: str | None = None) -> None:
+        """End its span, if it is traced."""
+        if self.span is not None:
+            about: Attributes = {
+                "pagewire.finish_reason": reason,
+                "pagewire.queued_s": self.timings.wait_s or self.timings.queue_s,
+                "pagewire.prefill_worker": self.timings.prefill_worker or "",
+            }
+            self.span.end(about, error)
 
     def ticket(self, expected: Expected) -> Prefill:
         """Return the message that asks a prefill worker for this request's blocks."""
@@ -56,4 +89,5 @@ class DecodeRequest:
             num_prompt_tokens=len(self.message.prompt_token_ids),
             spec=self.message.spec,
             first_block=expected.coverage.positions.start,
+            trace=None if self.span is None else self.span.trace,
         )

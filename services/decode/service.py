@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Literal
@@ -39,6 +40,7 @@ from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.kv.job_messages import PrefillDone
 from pagewire.shared.logprobs import PromptLogprobs
+from pagewire.shared.tracing import Tracing
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class DecodeService:
         post: sends a control message to a connection.
         is_draining: whether new requests are refused.
         local_prefills: counts prompts computed here, by reason.
+        tracing: the spans of requests; None: there are none.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class DecodeService:
         post: Callable[[str, ControlMessage], object],
         is_draining: Callable[[], bool],
         local_prefills: Counter,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._epoch, self._engine, self._links, self._post = epoch, engine, links, post
         self._is_draining, self._local_prefills = is_draining, local_prefills
         self._ids = itertools.count(1)
@@ -75,6 +80,8 @@ class DecodeService:
         jobs.find = self._requests.get
         jobs.on_first_token = engine.in_loop(self._on_first_token)
         jobs.on_prompt_scored = engine.in_loop(self._on_prompt_scored)
+        jobs.on_arrived = self._on_arrived
+        self._post_timings_soon = engine.in_loop(self._post_timings)
         self.on_outputs = engine.in_loop(self._on_outputs)
 
     @property
@@ -112,7 +119,11 @@ class DecodeService:
     def _on_generate(self, peer_id: str, message: Generate) -> None:
         group: list[DecodeRequest] = []
         for each in message.each():
-            group.append(DecodeRequest(peer_id, each, f"r{next(self._ids)}", group))
+            request = DecodeRequest(peer_id, each, f"r{next(self._ids)}", group)
+            request.arrived_s = time.monotonic()
+            if self._tracing is not None and message.trace is not None:
+                request.span = self._tracing.start("decode", message.trace)
+            group.append(request)
         try:
             self._check(peer_id, message)
         except InvalidRequestError as exc:
@@ -124,6 +135,7 @@ class DecodeService:
         for request in group:
             self._requests[request.engine_id] = request
             self._by_router[peer_id, request.message.request_id] = request
+            logger.debug("%s comes from %s", request.engine_id, peer_id, extra=request.log)
         try:
             self._engine.submit(lambda core: self._add(core, group))
         except OverloadedError as exc:
@@ -151,6 +163,8 @@ class DecodeService:
         param: str | None = None,
     ) -> None:
         for request in group:
+            logger.info("%s is refused, %s: %s", request.engine_id, reason, text, extra=request.log)
+            request.end_span(reason, text)
             refused = Refused(
                 request_id=request.message.request_id,
                 reason=reason,
@@ -192,6 +206,8 @@ class DecodeService:
 
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
+            logger.debug("%s is cancelled", request.engine_id, extra=request.log)
+            request.end_span("cancelled")
             self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
@@ -222,6 +238,16 @@ class DecodeService:
             if each.engine_id in self._requests:
                 self._post_scores(each, scored)
 
+    def _on_arrived(self, request: DecodeRequest) -> None:
+        """Report a request's timings, if that cannot wait. Runs in the engine's thread."""
+        if request.message.timed:
+            self._post_timings_soon(request)
+
+    def _post_timings(self, request: DecodeRequest) -> None:
+        if request.engine_id in self._requests:
+            output = TokenOutput(request_id=request.message.request_id, timings=request.timings)
+            self._post_outputs(request.peer_id, [output])
+
     def _post_scores(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
         """Pass a part of a prompt's log probabilities on, in a message of its own: it is large."""
         output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
@@ -243,13 +269,20 @@ class DecodeService:
                 by_peer[request.peer_id].append(self._token_output(request, output))
                 if output.finish_reason is not None:
                     self._forget(request)
+                    _log_end(request, output)
         for peer_id, batch in by_peer.items():
             self._post_outputs(peer_id, batch)
 
     def _token_output(self, request: DecodeRequest, output: StepOutput) -> TokenOutput:
-        cached_tokens = output.cached_tokens
+        cached_tokens, is_early = output.cached_tokens, False
         if cached_tokens is not None and request.first_token is None:
-            request.queue_s, request.prefill_s = output.queue_s, output.prefill_s
+            request.time(
+                queue_s=output.queue_s,
+                prefill_s=output.prefill_s,
+                chunks=output.chunks,
+                cached_tokens=cached_tokens,
+            )
+            is_early = request.message.timed
             if (reason := request.local_reason) is not None:
                 self._local_prefills.labels(reason).inc()
         elif request.first_token is not None:
@@ -260,7 +293,7 @@ class DecodeService:
             finish_reason=output.finish_reason,
             cached_tokens=cached_tokens,
             error=output.error,
-            timings=request.timings() if output.finish_reason is not None else None,
+            timings=request.timings if is_early or output.finish_reason is not None else None,
             logprobs=output.logprobs,
             param=output.param,
         )
@@ -269,3 +302,14 @@ class DecodeService:
         thread = self._engine.thread
         load = LoadReport(self._epoch, thread.iterations, thread.snapshot.blocks.used)
         self._post(peer_id, TokenBatch(outputs=outputs, load=load))
+
+
+def _log_end(request: DecodeRequest, output: StepOutput) -> None:
+    """Report how a request has ended, in its span and, if that is due to a fault, in the log."""
+    reason = output.finish_reason or "stop"
+    request.end_span(reason, output.error)
+    if reason == "error":
+        error = output.error or "the engine failed"
+        logger.warning("%s failed: %s", request.engine_id, error, extra=request.log)
+    else:
+        logger.debug("%s has ended: %s", request.engine_id, reason, extra=request.log)

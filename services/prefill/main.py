@@ -25,4 +25,6 @@ def make_service(runtime: WorkerRuntime) -> Service:
     if not isinstance(sender, KvSender):
         raise ConfigError("a prefill service needs the sending half of the KV endpoint")
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
-    return PrefillService(runtime.epoch, engine, sender, links, lambda: runtime.is_draining)
+    return PrefillService(
+        runtime.epoch, engine, sender, links, lambda: runtime.is_draining, runtime.tracing
+    )

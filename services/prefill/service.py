@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.shared.control.protocol import ControlMessage, KvHello, LoadReport, clip_text
@@ -28,9 +29,34 @@ from pagewire.shared.kv.job_messages import (
     PrefillFailed,
     PromptScored,
 )
+from pagewire.shared.logs import about
+from pagewire.shared.tracing import Attributes, TracedSpan, Tracing
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job without a first token.
+
+    Attributes:
+        log_id: of its request.
+        span: of the job, if its request is traced.
+    """
+
+    link: SenderLink
+    log_id: str | None
+    span: TracedSpan | None = None
+
+    def end_span(self, cached_tokens: int = 0, chunks: int = 0, error: str | None = None) -> None:
+        """End its span, if it is traced."""
+        if self.span is not None:
+            found: Attributes = {
+                "pagewire.cached_tokens": cached_tokens,
+                "pagewire.chunks": chunks,
+            }
+            self.span.end(found, error)
 
 
 class PrefillService:
@@ -42,6 +68,7 @@ class PrefillService:
         sender: that sends their blocks.
         links: to the decode workers.
         is_draining: whether new jobs are refused.
+        tracing: the spans of requests; None: there are none.
     """
 
     def __init__(
@@ -51,10 +78,12 @@ class PrefillService:
         sender: KvSender,
         links: DecodeLinks,
         is_draining: Callable[[], bool],
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._epoch, self._engine, self._sender = epoch, engine, sender
         self._links, self._is_draining = links, is_draining
-        self._jobs: dict[str, SenderLink] = {}  # without a first token; the engine thread's
+        self._jobs: dict[str, _Job] = {}  # without a first token; the engine thread's
         sender.on_job_request, sender.on_failed = self._on_job_request, self._on_failed
 
     @property
@@ -83,14 +112,17 @@ class PrefillService:
 
     def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
         if isinstance(message, CancelPrefill):
-            if self._jobs.get(message.job_id) is link:
+            job = self._jobs.get(message.job_id)
+            if job is not None and job.link is link:
                 del self._jobs[message.job_id]
+                job.end_span()
+                logger.debug("job %s is cancelled", message.job_id, extra=about(job.log_id))
             self._sender.cancel(message.job_id, link)
             return
         try:
             self._start(message, link)
         except (InvalidRequestError, OverloadedError, TransferError) as exc:
-            self._report_failure(message.job_id, link, str(exc))
+            self._report_failure(message.job_id, link, str(exc), message.spec.log_id)
 
     def _start(self, ticket: Prefill, link: SenderLink) -> None:
         """Queue a job's sequence.
@@ -117,17 +149,21 @@ class PrefillService:
         except TransferError:
             core.abort(ticket.job_id)
             raise
-        self._jobs[ticket.job_id] = link
+        span = None
+        if self._tracing is not None and ticket.trace is not None:
+            span = self._tracing.start("prefill", ticket.trace)
+        self._jobs[ticket.job_id] = _Job(link, ticket.spec.log_id, span)
+        logger.debug("job %s of %s", ticket.job_id, link.peer, extra=about(ticket.spec.log_id))
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Take prompts' log probabilities, first tokens, or the news that there will be none."""
         for output in outputs:
-            link = self._jobs.get(output.request_id)
-            if link is not None:
-                self._report(output, link)
+            job = self._jobs.get(output.request_id)
+            if job is not None:
+                self._report(output, job)
 
-    def _report(self, output: StepOutput, link: SenderLink) -> None:
-        job_id = output.request_id
+    def _report(self, output: StepOutput, job: _Job) -> None:
+        job_id, link = output.request_id, job.link
         if output.prompt_logprobs is not None:
             scored = PromptScored(job_id=job_id, prompt_logprobs=output.prompt_logprobs)
             self._sender.post(link, scored)
@@ -136,6 +172,7 @@ class PrefillService:
             self._on_failed(job_id, link, output.error or "the engine failed")
         else:
             del self._jobs[job_id]
+            job.end_span(output.cached_tokens or 0, output.chunks)
             done = PrefillDone(
                 job_id=job_id,
                 first_token=output.token_ids[0],
@@ -147,15 +184,21 @@ class PrefillService:
                 ),
                 queue_s=output.queue_s,
                 prefill_s=output.prefill_s,
+                chunks=output.chunks,
                 logprobs=output.logprobs,
             )
             self._sender.post(link, done)
+            logger.debug("job %s has its first token", job_id, extra=about(job.log_id))
 
     def _on_failed(self, job_id: str, link: SenderLink, reason: str) -> None:
         """Drop a job that is void, whether its first token has left or not."""
-        self._jobs.pop(job_id, None)
-        self._report_failure(job_id, link, reason)
+        job = self._jobs.pop(job_id, None)
+        if job is not None:
+            job.end_span(error=reason)
+        self._report_failure(job_id, link, reason, None if job is None else job.log_id)
 
-    def _report_failure(self, job_id: str, link: SenderLink, reason: str) -> None:
+    def _report_failure(
+        self, job_id: str, link: SenderLink, reason: str, log_id: str | None
+    ) -> None:
         if self._sender.post(link, PrefillFailed(job_id=job_id, reason=clip_text(reason))):
-            logger.warning("job %s failed: %s", job_id, reason)
+            logger.warning("job %s failed: %s", job_id, reason, extra=about(log_id))

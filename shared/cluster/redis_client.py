@@ -17,7 +17,7 @@ from pagewire.shared.errors import RedisSetupError, RedisUnavailableError
 T = TypeVar("T")
 
 _MAX_CONNECTIONS = 16
-_HINT = "set PAGEWIRE_REDIS_URL to a server that is up"
+_SETTING = "PAGEWIRE_REDIS_URL"
 
 
 def cluster_tag(cluster_secret: str) -> str:
@@ -26,7 +26,7 @@ def cluster_tag(cluster_secret: str) -> str:
     return raw.hexdigest()
 
 
-async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
+async def connect_redis(url: str, timeout: float = 2.0, setting: str = _SETTING) -> Redis:
     """Return a client whose server answers; the caller closes it with `aclose`.
 
     Calls on it have no timeout of their own: make them through `redis_call`.
@@ -34,6 +34,7 @@ async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
     Args:
         url: `redis://`, `rediss://` or `unix://`.
         timeout: seconds for the first answer, and for each connection later.
+        setting: that the URL is from, for errors.
 
     Raises:
         RedisSetupError: it refuses or does not answer; one line, without the password.
@@ -59,7 +60,7 @@ async def connect_redis(url: str, timeout: float = 2.0) -> Redis:
             await client.ping()
     except (RedisError, OSError) as exc:
         await client.aclose()
-        raise RedisSetupError(_explain(where, exc, timeout)) from exc
+        raise RedisSetupError(_explain(where, exc, timeout, setting)) from exc
     except BaseException:
         await client.aclose()
         raise
@@ -79,17 +80,18 @@ async def redis_call(reply: Awaitable[T], timeout: float) -> T:
         raise RedisUnavailableError(f"Redis: {str(exc) or 'no answer in time'}") from exc
 
 
-def _explain(where: str, exc: Exception, timeout: float) -> str:
+def _explain(where: str, exc: Exception, timeout: float, setting: str) -> str:
+    hint = f"set {setting} to a server that is up"
     # A wrong password is a ConnectionError, from an AuthenticationError.
     if isinstance(exc, ResponseError) or isinstance(exc.__cause__ or exc, AuthenticationError):
         reason = str(exc).splitlines()[0]
         return (
             f"Redis at {where} refuses: {reason}; "
-            "give the right password in PAGEWIRE_REDIS_URL (redis://:password@host:port/0)"
+            f"give the right password in {setting} (redis://:password@host:port/0)"
         )
     if isinstance(exc, TimeoutError):
-        return f"Redis at {where} does not answer within {timeout:g} s; {_HINT}"
-    return f"Redis at {where} cannot be reached: {' '.join(str(exc).split())}; start it, or {_HINT}"
+        return f"Redis at {where} does not answer within {timeout:g} s; {hint}"
+    return f"Redis at {where} cannot be reached: {' '.join(str(exc).split())}; start it, or {hint}"
 
 
 def without_password(url: str) -> str:

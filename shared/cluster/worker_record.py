@@ -44,11 +44,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's KV link to a peer: transport and measured GB/s."""
+    """A worker's KV link to a peer: transport and measured GB/s.
+
+    Attributes:
+        bytes: that this run of the worker has sent or received by this transport.
+    """
 
     peer: Id
     transport: _Name
     gbps: Annotated[float, Meta(ge=0)] = 0.0
+    bytes: Epoch = 0
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

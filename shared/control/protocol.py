@@ -23,7 +23,7 @@ from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.sampling import RequestSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 14
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -39,6 +39,8 @@ MAX_EPOCH = 2**63 - 1
 Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Role = Literal["prefill", "decode"]
+# W3C's `traceparent`: version, trace id, parent span's id, flags.
+Trace = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +79,9 @@ class Generate(Message, frozen=True, kw_only=True):
         prefill_workers: ids in order of preference; empty means prefill locally.
         forks: the other requests. The prompt is computed once, and they fork from there; outputs,
             refusals and cancels name each of them, and none depends on another.
+        timed: the timings are wanted as soon as they are known, and not only with the last token:
+            an answer that ends at a stop string has none of its worker's.
+        trace: the router's span, which is the parent of this worker's.
     """
 
     request_id: Id
@@ -85,6 +90,8 @@ class Generate(Message, frozen=True, kw_only=True):
     output_token_ids: TokenIds = []
     prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
     forks: Annotated[list[Fork], Meta(max_length=MAX_FORKS)] = []
+    timed: bool = False
+    trace: Trace | None = None
 
     def each(self) -> list[Generate]:
         """Return a message without forks for each of the requests, this one first."""
@@ -108,12 +115,40 @@ class Cancel(Message, frozen=True, kw_only=True):
     request_id: Id
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in seconds; sent with its last token."""
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request's time went at its workers; sent with its last token.
 
+    These are durations, each measured by one host: clocks of different hosts are never compared.
+
+    Attributes:
+        wait_s: in the decode worker's queue, where another worker computes the prompt.
+        queue_s: in the queue of the worker that computes the prompt.
+        prefill_s: from there to the first token.
+        transfer_s: from the first token to the arrival of the last KV block.
+        chunks: steps that computed the prompt.
+        prefill_worker: who computed it; None: the decode worker.
+        cached_tokens: of the prompt, found in that worker's cache.
+        held_tokens: of the prompt, found in the decode worker's cache, where another worker
+            computes the rest; their KV is not sent.
+        arriving_s: from the first KV segment's arrival to that of the last block. It overlaps the
+            prefill.
+        kv_bytes: of these segments.
+        segments: how many there were.
+        carrier: that they came by.
+    """
+
+    wait_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    chunks: Count = 0
+    prefill_worker: Id | None = None
+    cached_tokens: Count = 0
+    held_tokens: Count = 0
+    arriving_s: float = 0.0
+    kv_bytes: Count = 0
+    segments: Count = 0
+    carrier: Id | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -184,6 +219,9 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: of the model's configuration and weights.
         dtype: of the KV cache, as torch names it without the prefix, e.g. "bfloat16".
         num_layers: that a block has, those of one cache group.
+        num_components: of a token in a layer: two, keys and values, or one latent vector.
+        num_kv_heads: of each component.
+        head_dim: numbers of each head.
         block_bytes: of one block.
         resume_blocks: how many of a prefix's last blocks a worker needs to go on after it; 0: all.
     """
@@ -192,6 +230,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[str, Meta(max_length=32)]
     block_size: Annotated[int, Meta(ge=1, le=1024)]
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_components: Annotated[int, Meta(ge=1, le=2)] = 2
     num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
     block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,14 +65,21 @@ class PrefixIndex:
         tag: of the cluster, see `cluster_tag`.
         router_id: whose reservations are left out of lookups.
         lookup_timeout_s: what a request waits for at most.
+        note_lookup: called with the seconds of each lookup that Redis was asked for.
 
     Attributes:
         failed_lookups: lookups that Redis did not answer, or was not asked because of a pause.
     """
 
     def __init__(
-        self, redis: Redis, tag: str, router_id: str = "", lookup_timeout_s: float = 0.1
+        self,
+        redis: Redis,
+        tag: str,
+        router_id: str = "",
+        lookup_timeout_s: float = 0.1,
+        note_lookup: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
+        self._note_lookup = note_lookup
         self.failed_lookups = 0
         self._redis, self._lookup_timeout_s = redis, lookup_timeout_s
         self._entry_prefix = f"pagewire:{tag}:b:".encode()
@@ -187,6 +194,7 @@ class PrefixIndex:
             self.failed_lookups += 1
             return {}, {}
         workers = [part for worker in epochs.items() for part in worker]
+        began = time.monotonic()
         try:
             counts = await self._run(
                 LOOKUP,
@@ -201,6 +209,8 @@ class PrefixIndex:
         except RedisUnavailableError as exc:
             self._count_failure(exc)
             return {}, {}
+        finally:
+            self._note_lookup(time.monotonic() - began)
         self._failures = 0
         hits, reserved = counts[: len(epochs)], counts[len(epochs) :]
         return (

@@ -139,9 +139,7 @@ def _storages(thing: Any) -> dict[int, int]:
 
 def _activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     """Return what a prefill step of `tokens` needs at most, scored as a worker's first one is."""
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    attention = 2 * query + 2 * key + config.hidden_size
+    attention = config.attention_width + config.hidden_size
     widest = 2 * config.hidden_size + max(attention, 3 * config.intermediate_size)
     logits = TILE_ROWS * config.vocab_size
     return (tokens * widest + logits) * dtype.itemsize + WORKSPACE_BYTES

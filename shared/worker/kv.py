@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from pagewire.shared.addresses import WILDCARDS
-from pagewire.shared.config import KvTransport, WorkerSettings
+from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
@@ -21,6 +21,7 @@ from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import Staging
+from pagewire.shared.setting_types import KvTransport
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 CARRIERS = tuple(name for name in get_args(KvTransport) if name != "auto")

@@ -13,6 +13,19 @@ from pagewire.shared.metrics.faults import labelled
 OUTCOMES = ("ok", "corrupt", "dropped")
 
 
+def _speeds(sender: KvSender) -> Metric:
+    """Return the measured speeds of a prefill worker's links."""
+    family = GaugeMetricFamily(
+        "pagewire_kv_link_bytes_per_second",
+        "Speed of a KV link as measured when it was opened, by transport and peer",
+        labels=["transport", "peer"],
+    )
+    for link in list(sender.links):
+        if link.gb_per_s:
+            family.add_metric([link.carrier, link.peer], link.gb_per_s * 1e9)
+    return family
+
+
 class KvCollector:
     """Reads the counters of one half of the endpoint when somebody asks for them."""
 
@@ -44,6 +57,7 @@ class KvCollector:
         if isinstance(half, KvSender):
             text = "KV segments that were sent again"
             yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=stats.resends)
+            yield _speeds(half)
         text = (
             "What went wrong on KV links: links lost, malformed and stray messages, clients denied"
         )

@@ -30,10 +30,15 @@ def local_prefill_counter(registry: CollectorRegistry) -> Counter:
 
 
 class EngineCollector:
-    """Reads the engine's counters when somebody asks for them."""
+    """Reads the engine's counters when somebody asks for them.
 
-    def __init__(self, engine: EngineThread) -> None:
-        self._engine = engine
+    Args:
+        engine: its thread.
+        model_name: for what has vLLM's name and labels.
+    """
+
+    def __init__(self, engine: EngineThread, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
@@ -55,6 +60,11 @@ class EngineCollector:
             ),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Sequences preempted", labels=["model_name"]
+        )
+        preemptions.add_metric([self._model_name], snapshot.num_preemptions)
+        yield preemptions
 
 
 def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
+import prometheus_client
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -49,6 +50,7 @@ from pagewire.shared.logs import configure_logging
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name
 from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.tracing import Tracing, open_tracing
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_watch import POLL_INTERVAL_S, EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
@@ -106,6 +108,7 @@ class WorkerRuntime:
     Attributes:
         built: the engine and its facts, from `open` on.
         kv: the half of the KV endpoint that the role has.
+        tracing: the spans of requests; None: there are none.
     """
 
     built: BuiltEngine
@@ -120,6 +123,7 @@ class WorkerRuntime:
         self.epoch = 0
         self.keys = ClusterKeys.derive(settings.cluster_secret.get_secret_value())
         self.kv: KvSender | KvReceiver | None = None
+        self.tracing: Tracing | None = None
         self.is_draining = False
         self.tasks = TaskSet()
         self.metrics_registry = CollectorRegistry()
@@ -180,6 +184,9 @@ class WorkerRuntime:
         self, make_service: Callable[[WorkerRuntime], Service], stack: contextlib.AsyncExitStack
     ) -> None:
         settings = self.settings
+        self.tracing = open_tracing(settings.otlp_endpoint, self.role, settings.worker_id)
+        if self.tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, self.tracing.close)
         redis = await connect_redis(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         self._advertised = await advertised_host(
@@ -194,7 +201,8 @@ class WorkerRuntime:
         self.built = await asyncio.to_thread(self._build, index)
         self.engine = EngineThread(self.built.core, self._on_outputs)
         self._engine_watch = EngineWatch(self.engine)
-        self.metrics_registry.register(EngineCollector(self.engine))
+        model_name = default_served_name(settings.model)
+        self.metrics_registry.register(EngineCollector(self.engine, model_name))
         await self._open_kv(stack)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(self._registry, settings.heartbeat_s)
@@ -268,7 +276,9 @@ class WorkerRuntime:
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        metrics = MetricsServer(self.metrics_registry, self.is_healthy, "pagewire_worker")
+        metrics = MetricsServer(
+            self.metrics_registry, self.is_healthy, "pagewire_worker", settings.restarts
+        )
         bound = await metrics.start(settings.host, settings.metrics_port)
         self._metrics_endpoint = with_host(bound, self._advertised)
         stack.push_async_callback(metrics.close)
@@ -288,10 +298,12 @@ class WorkerRuntime:
 
     def _kv_links(self) -> list[LinkInfo]:
         """Return the links that a prefill worker sends by."""
-        links = list(self.kv.links) if isinstance(self.kv, KvSender) else []
+        if not isinstance(kv := self.kv, KvSender):
+            return []
+        found = [(link, kv.stats.bytes[link.peer, link.carrier]) for link in list(kv.links)]
         return [
-            LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s)
-            for link in links
+            LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s, bytes=sent)
+            for link, sent in found
             if link.gb_per_s
         ]
 
@@ -380,9 +392,10 @@ def run_worker(
     Raises:
         ConfigError: what was asked for is not to be had here.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format, settings.worker_id)
     raise_open_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
     async def main() -> int:
         return await WorkerRuntime(settings, role).run(make_service)

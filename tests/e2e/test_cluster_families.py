@@ -48,11 +48,11 @@ class Served:
 
 
 @contextmanager
-def serving(path: Path, family: str, shape: str) -> Iterator[Served]:
+def serving(path: Path, family: str, shape: str, **changes: Any) -> Iterator[Served]:
     """Serve a tiny model that ends its answers with a token of its own."""
     demo = demo_model_path()
     tokenizer = Tokenizer.from_dir(demo)
-    theirs = write_tiny_model(path, family, shape, vocab_size=tokenizer.vocab_size)
+    theirs = write_tiny_model(path, family, shape, vocab_size=tokenizer.vocab_size, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -71,15 +71,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    ("family", "shape"),
+    ("family", "shape", "changes"),
     [
-        ("qwen3", "windows-by-layer"),
-        ("mistral", "window-groups-of-2"),
-        ("qwen3moe", "groups-of-2-odd-vocabulary"),
+        ("qwen3", "windows-by-layer", {}),
+        ("mistral", "window-groups-of-2", {}),
+        ("qwen3moe", "groups-of-2-odd-vocabulary", {}),
+        ("deepseekv2", "lite-yarn", {}),
+        ("deepseekv3", "biases-halves-rotated", {}),
+        ("phi3", "longrope", {"original_max_position_embeddings": 32}),
     ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_other_cache_groups_and_experts(tmp_path: Path, family: str, shape: str) -> None:
-    with serving(tmp_path / "tiny", family, shape) as served:
+def test_other_cache_groups_experts_and_factors(
+    tmp_path: Path, family: str, shape: str, changes: dict[str, Any]
+) -> None:
+    with serving(tmp_path / "tiny", family, shape, **changes) as served:
         expected = greedy(served.theirs, PROMPT, TOKENS)
         body = {"ignore_eos": True, "return_token_ids": True}
         begin, rest = expected[:30], expected[30:]

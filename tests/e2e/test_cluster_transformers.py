@@ -20,10 +20,12 @@ TOKENS = 20
 PROMPT = [(n * 37) % 900 + 10 for n in range(75)]  # longer than what a decode worker computes
 
 
-def test_tokens_are_hugging_faces_over_both_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["StableLmForCausalLM", "Cohere2ForCausalLM"])
+def test_tokens_are_hugging_faces_over_both_workers(tmp_path: Path, architecture: str) -> None:
+    """Some layers of the second have a sliding window, shorter than the prompt."""
     path, demo = tmp_path / "tiny", demo_model_path()
     vocab_size = Tokenizer.from_dir(demo).vocab_size
-    theirs = write_tiny(path, "StableLmForCausalLM", vocab_size=vocab_size)
+    theirs = write_tiny(path, architecture, vocab_size=vocab_size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
     expected = list(PROMPT)

@@ -93,7 +93,24 @@ def test_chat_says_that_an_answer_was_cut(cluster: Cluster) -> None:
     assert "cut at --max-tokens 2" in done.stderr
 
 
-@pytest.mark.parametrize("command", [("complete", "x"), ("status",), ("chat",)])
+def test_status_finds_its_operator_port_in_the_environment(cluster: Cluster) -> None:
+    here, nowhere = cluster.operator_url, NOWHERE
+    assert pagewire("status", PAGEWIRE_OPERATOR_URL=here).exit_code == 0
+    given = pagewire("status", "--operator-url", here, PAGEWIRE_OPERATOR_URL=nowhere)
+    assert given.exit_code == 0
+    port = int(here.rpartition(":")[2])
+    next_to = f"http://127.0.0.1:{port - 1000}/v1"
+    assert pagewire("status", PAGEWIRE_URL=next_to).exit_code == 0
+    assert pagewire("status", "--url", next_to, PAGEWIRE_OPERATOR_URL=nowhere).exit_code == 0
+    for name in ("PAGEWIRE_OPERATOR_URL", "PAGEWIRE_URL"):
+        wrong = pagewire("status", **{name: "nowhere"})
+        assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
+        assert name in wrong.stderr
+    last = pagewire("status", "--url", "http://127.0.0.1:65535")
+    assert (last.exit_code, "--operator-url" in last.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [("complete", "x"), ("chat",)])
 def test_clients_find_their_endpoint_in_the_environment(
     cluster: Cluster, command: tuple[str, ...]
 ) -> None:
@@ -332,7 +349,7 @@ def test_bench_shows_what_it_has_when_interrupted(cluster: Cluster, tmp_path: Pa
 
 
 def test_status_shows_workers_and_links(cluster: Cluster) -> None:
-    done = pagewire("status", "--url", cluster.url)
+    done = pagewire("status", "--operator-url", cluster.operator_url)
     assert done.exit_code == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["decode-0", "decode", "ready", "0", "0", "0", "0.0%", "0.0%", "64"] in rows
@@ -340,7 +357,7 @@ def test_status_shows_workers_and_links(cluster: Cluster) -> None:
 
 
 def test_status_as_json_again_and_again(cluster: Cluster) -> None:
-    command = [*CLI, "status", "--url", cluster.url, "--json", "--watch", "0.1"]
+    command = [*CLI, "status", "--operator-url", cluster.operator_url, "--json", "--watch", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         bodies = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGINT)
@@ -353,11 +370,12 @@ def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> Non
     async def main() -> None:
         expected = ("decode-0",)
         async with live_router(redis_server.url, expected_workers=expected) as router:
-            wait = ("status", "--url", router.url, "--wait", "--timeout")
+            status = ("status", "--operator-url", router.service.operator_endpoint)
+            wait = (*status, "--wait", "--timeout")
             late = await asyncio.to_thread(pagewire, *wait, "0.5")
             assert (late.exit_code, late.stdout, late.stderr.count("\n")) == (1, "", 1)
             assert "not ready after 0.5 s: starting, waiting for decode-0" in late.stderr
-            now = await asyncio.to_thread(pagewire, "status", "--url", router.url)
+            now = await asyncio.to_thread(pagewire, *status)
             assert (now.exit_code, "not ready: starting" in now.stdout) == (1, True)
             waiting = asyncio.create_task(asyncio.to_thread(pagewire, *wait, "20"))
             await asyncio.sleep(0.5)
@@ -373,12 +391,12 @@ def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> Non
 @pytest.mark.parametrize("url", [NOWHERE, "another make"])
 def test_status_does_not_wait_for_ever(old: OpenAIServer, url: str) -> None:
     where = old.url if url == "another make" else url
-    done = pagewire("status", "--url", where, "--wait", "--timeout", "0.3")
+    done = pagewire("status", "--operator-url", where, "--wait", "--timeout", "0.3")
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "not ready after 0.3 s: no Pagewire router answers" in done.stderr
 
 
 def test_status_of_an_endpoint_of_another_make(old: OpenAIServer) -> None:
-    done = pagewire("status", "--url", old.url)
+    done = pagewire("status", "--operator-url", old.url)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "no Pagewire router" in done.stderr

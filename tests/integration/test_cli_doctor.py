@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from pagewire.services.cli.doctor.command import check_port, check_redis
+from pagewire.services.cli.doctor.command import check_keys, check_port, check_redis
 from pagewire.shared.config import RouterSettings, load_settings
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.client_cluster import CLI, Cluster, client_cluster, pagewire
@@ -53,6 +54,25 @@ def test_doctor_finds_a_redis_that_does_not_answer() -> None:
     assert found.level == "fail"
     assert "127.0.0.1:9" in found.detail
     assert "secret" not in found.detail
+
+
+@pytest.mark.parametrize(
+    ("host", "text", "level", "said"),
+    [
+        ("127.0.0.1", None, "ok", "none"),
+        ("10.0.0.1", None, "warn", "all who reach 10.0.0.1"),
+        ("10.0.0.1", "a: key-of-a-1\nb: key-of-b-1", "ok", "2 are valid"),
+        ("127.0.0.1", "key-of-a-1", "fail", "line 1 is not NAME: KEY"),
+    ],
+)
+def test_doctor_looks_at_the_keys(
+    tmp_path: Path, host: str, text: str | None, level: str, said: str
+) -> None:
+    file = None if text is None else tmp_path / "keys"
+    if file is not None and text is not None:
+        file.write_text(text)
+    found = check_keys(load_settings(RouterSettings, {"host": host, "api_key_file": file}))
+    assert (found.level, said in found.detail) == (level, True), found
 
 
 def test_doctor_names_a_free_port_where_one_is_taken(cluster: Cluster, old: OpenAIServer) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.raw_http import GET, RawClient
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.router_process import health, router_process
+from pagewire.tests.support.router_process import ready, router_process
 
 pytestmark = pytest.mark.gateway
 
@@ -38,18 +39,25 @@ def redis_url() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def gateway(folder: Path, router_port: int, **env: str) -> Iterator[str]:
-    """Run HAProxy with the configuration of the containers, but for addresses; yields its URL."""
+def gateway(folder: Path, router_port: int, checks: int = 0, **env: str) -> Iterator[str]:
+    """Run HAProxy with the configuration of the containers, but for addresses; yields its URL.
+
+    Args:
+        folder: of its certificates; next to it comes the configuration.
+        checks: port that is asked by the container's health check.
+    """
     port = free_port()
     changes = {
-        r"bind :8000": f"bind 127.0.0.1:{port}",
+        r"bind :8000\n": f"bind 127.0.0.1:{port}\n",
+        r"bind :8000 ssl crt /certificates/": f"bind 127.0.0.1:{port} ssl crt {folder}/",
+        r"bind 127.0.0.1:8001": f"bind 127.0.0.1:{checks or free_port()}",
         r"server-template router 8 router:8000": f"server router 127.0.0.1:{router_port}",
     }
     text = CONFIG
     for pattern, replacement in changes.items():
         text, count = re.subn(pattern, replacement, text)
         assert count == 1, pattern
-    file = folder / "haproxy.cfg"
+    file = folder.with_name(f"{folder.name}.cfg")
     file.write_text(text)
     command = ["haproxy", "-db", "-f", str(file)]
     with subprocess.Popen(command, env={"PATH": os.environ["PATH"]} | env) as process:
@@ -59,9 +67,45 @@ def gateway(folder: Path, router_port: int, **env: str) -> Iterator[str]:
             process.kill()
 
 
+def write_certificate(folder: Path) -> Path:
+    """Write one for 127.0.0.1 as the gateway reads it; returns the file of its chain."""
+    chain, key = folder / "server.pem", folder / "server.pem.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", chain], check=True, capture_output=True)
+    return chain
+
+
+def test_with_a_certificate_the_gateway_speaks_tls_and_streams(redis_url, tmp_path):
+    chain, checks = write_certificate(tmp_path), free_port()
+
+    async def scenario() -> None:
+        port = free_port()
+        on = {"GATEWAY_CERTIFICATES": "/anywhere"}
+        with (
+            router_process(redis_url, port, env=TRUSTS),
+            gateway(tmp_path, port, checks, **on) as url,
+        ):
+            async with FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20):
+                await wait_for(f"http://127.0.0.1:{checks}")  # without TLS
+                context = ssl.create_default_context(cafile=chain)
+                async with httpx.AsyncClient(
+                    base_url=url.replace("http:", "https:"), verify=context
+                ) as http:
+                    asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 20, "stream": True}
+                    answer = await http.post("/v1/completions", json=asked)
+                    assert answer.text.count(" the") == 20
+                    assert answer.text.endswith("data: [DONE]\n\n")
+                async with httpx.AsyncClient(base_url=url) as plain:
+                    with pytest.raises(httpx.TransportError):
+                        await plain.get("/health")
+
+    run_async(scenario(), 60)
+
+
 async def wait_for(url: str) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
-        await health(http, 200)
+        await ready(http, 200)
 
 
 async def is_served(url: str) -> bool:
@@ -90,8 +134,9 @@ def test_the_router_sees_the_clients_address_and_the_health_check_passes(redis_u
                     assert (await http.get("/elsewhere")).status_code == 404  # without a header
             process.terminate()
             _, log = await asyncio.to_thread(process.communicate, timeout=20)
-        assert "127.0.0.9 GET '/nowhere': 404" in log
-        assert "127.0.0.1 GET '/elsewhere': 404" in log
+        refused = "status=404 outcome=refused client"
+        assert f"method=GET path=/nowhere {refused}=127.0.0.9 " in log
+        assert f"method=GET path=/elsewhere {refused}=127.0.0.1 " in log
 
     run_async(scenario(), 60)
 
@@ -112,7 +157,7 @@ def test_connections_of_one_address_are_bounded_and_others_are_served(redis_url,
                 assert not await is_served(url)
                 transport = httpx.AsyncHTTPTransport(local_address="127.0.0.9")
                 async with httpx.AsyncClient(base_url=url, transport=transport) as http:
-                    assert (await http.get("/health")).status_code == 200
+                    assert (await http.get("/ready")).status_code == 200
                 await stack.aclose()
                 await wait_for(url)
 
@@ -131,6 +176,6 @@ def test_new_connections_of_one_address_are_bounded_by_time(redis_url, tmp_path)
                 assert 100 < sum([await is_served(url) for _ in range(400)]) <= 201
                 transport = httpx.AsyncHTTPTransport(local_address="127.0.0.9")
                 async with httpx.AsyncClient(base_url=url, transport=transport) as http:
-                    assert (await http.get("/health")).status_code == 200
+                    assert (await http.get("/ready")).status_code == 200
 
     run_async(scenario(), 60)

@@ -369,3 +369,23 @@ def test_a_progress_bar_shows_on_a_terminal_unless_unwanted() -> None:
 def test_no_progress_bar_without_a_terminal(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate([TEXT])
     assert capfd.readouterr() == ("", "")
+
+
+def test_cached_blocks_are_shared_within_a_salt_only(llm: LLM) -> None:
+    prompt = ids(llm, "The with statement is used to wrap the execution of a block. " * 8)
+
+    def ask(salt: str | None, tail: list[int]) -> tuple[int, list[int]]:
+        params = SamplingParams(max_tokens=24, cache_salt=salt)
+        output = llm.generate([prompt + tail], params)[0]
+        return output.cached_tokens, output.token_ids
+
+    size = llm.engine.core.scheduler.block_size
+    most = (len(prompt) - 1) // size * size
+    first = [ask(salt, []) for salt in ("salt a", "salt b", "salt", None)]
+    assert [cached for cached, _ in first[:3]] == [0, 0, 0]
+    assert [ask(salt, [])[0] for salt in ("salt a", "salt b", "salt", None)] == [most] * 4
+    assert len({tuple(tokens) for _, tokens in first}) == 1
+    # What an answer has filled is salted as well.
+    tokens = first[0][1]
+    assert ask("salt a", tokens)[0] > most
+    assert ask("salt c", tokens)[0] == 0

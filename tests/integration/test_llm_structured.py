@@ -113,7 +113,7 @@ def test_with_captured_steps(alone: list[list[int]]) -> None:
     """Forward and sampling are graphs of their own; a held row's token goes nowhere."""
     runs = []
     for mask_wait_s in (0.05, 0.0):
-        llm = make_llm(device="cuda")
+        llm = make_llm(device="cuda", num_blocks=4096)  # both are in memory for a while
         llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         runs.append(tokens_of(llm))
         assert llm.engine.core.stats.rows_held > 20 or mask_wait_s > 0

@@ -18,6 +18,7 @@ from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.experts_config import ExpertsConfig, Routing
+from pagewire.shared.model.layers import experts as experts_module
 from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.layers.routing import route
 from pagewire.shared.model.loader import load_model
@@ -25,11 +26,20 @@ from pagewire.tests.support.tiny_models import randomise, write_tiny_model
 
 CPU = torch.device("cpu")
 OPS = load_ops("torch", "cpu")
-ALL_FAMILIES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe")
+ALL_FAMILIES = (
+    "mixtral",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+    "granitemoe",
+    "deepseekv2",
+    "deepseekv3",
+)
 
 
 def _mixture(layer: Any) -> Any:
-    return getattr(layer.mlp, "experts", layer.mlp)
+    mlp = getattr(layer.mlp, "part", layer.mlp)  # Granite's is multiplied
+    return getattr(mlp, "experts", mlp)
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -39,6 +49,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     return {
         f"{layer}.{part}": getattr(mixture, part)
         for layer, mixture in enumerate(mixtures)
+        if isinstance(mixture, experts_module.Experts)
         for part in ("gate_up", "down")
     }
 
@@ -60,7 +71,10 @@ def test_stacked_checkpoints_are_read_like_those_by_expert(tmp_path: Path, famil
     [
         ("mixtral", "model.layers.1.block_sparse_moe.experts.4.w3.weight"),
         ("qwen3moe", "model.layers.0.mlp.experts.6.down_proj.weight"),
+        ("granitemoe", "model.layers.2.block_sparse_moe.router.layer.weight"),
         ("qwen2moe", "model.layers.2.mlp.shared_expert_gate.weight"),
+        ("deepseekv2", "model.layers.1.self_attn.kv_b_proj.weight"),
+        ("deepseekv3", "model.layers.2.mlp.gate.e_score_correction_bias"),
     ],
 )
 def test_a_missing_tensor_is_named(tmp_path: Path, family: str, name: str) -> None:
@@ -130,6 +144,32 @@ def test_routing_of_deepseek_v2(method: str) -> None:
     routing = Routing(top_k=4, scale=16.0, groups=groups[0], top_groups=groups[1])
     with torch.inference_mode():
         assert_routes_alike(router, routing, None)
+
+
+def test_deepseeks_router_runs_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a bfloat16 model, too, where rounded logits would choose other experts."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=64, n_routed_experts=24, num_experts_per_tok=4, n_group=6, topk_group=2
+    )
+    theirs = DeepseekV3TopkRouter(config).bfloat16()
+    torch.manual_seed(0)
+    torch.nn.init.normal_(theirs.weight)
+    make = LayerFactory(CPU, torch.bfloat16, OPS, 16)
+    ours = make.experts(config, ExpertsConfig(24, 8, Routing(top_k=4)), wide_router=True)
+    dict(ours.targets("mlp"))["mlp.gate.weight"].copy_(theirs.weight.detach())
+    routed: list[torch.Tensor] = []
+
+    def note(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        routed.append(logits)
+        return route(logits, *rest)
+
+    monkeypatch.setattr(experts_module, "route", note)
+    hidden = torch.randn(40, 64).bfloat16()
+    with torch.inference_mode():
+        assert ours.forward(hidden).dtype == torch.bfloat16
+        assert torch.equal(routed[0], theirs(hidden)[0])
+    rounded = torch.nn.functional.linear(hidden, theirs.weight.detach()).float()
+    assert not torch.equal(routed[0], rounded)
 
 
 def test_the_mixture_of_gpt_oss() -> None:

@@ -1,4 +1,4 @@
-"""Families whose norms are computed in float32: bfloat16 logits, and the engine's greedy tokens."""
+"""Norms or routers in float32, windows, experts: bfloat16 logits, the engine's greedy tokens."""
 
 from __future__ import annotations
 
@@ -14,42 +14,58 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.model.loader import load_model
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.paged_model import PagedModel
-from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
+from pagewire.tests.support.tiny_models import VOCAB, set_gates, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPES = {
+    "cohere": "biases",
+    "cohere2": "windows-by-layer",
     "gemma2": "windows-by-layer",
     "gemma3": "linear",
     "gemma3images": "groups-of-2-odd-vocabulary",
+    "granitemoe": "multipliers-of-1",
+    "mixtral": "window",
     "olmo2": "groups-of-2-odd-vocabulary",
     "olmo3": "yarn",
     "gptoss": "groups-of-2-odd-vocabulary",
+    "qwen2moe": "windows-in-lower-layers",
+    "deepseekv2": "query-latents-biases",
+    "deepseekv3": "groups-of-2-odd-vocabulary",
 }
 EACH_FAMILY = pytest.mark.parametrize(("family", "shape"), SHAPES.items(), ids=SHAPES)
-CPU = torch.device("cpu")
+EACH_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 
 @torch.inference_mode()
 def _theirs(kind: Any, path: Path, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Logits of Hugging Face's code with weights that bfloat16 has rounded."""
-    model = kind.from_pretrained(path, dtype=torch.bfloat16).eval().to(dtype)
+    model = kind.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
+    set_gates(model.eval().to(dtype))
     logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0].float()
     return logits
 
 
+@EACH_DEVICE
 @EACH_FAMILY
-def test_bfloat16_is_as_exact_as_hugging_faces(tmp_path: Path, family: str, shape: str) -> None:
-    kind = type(write_tiny_model(tmp_path, family, shape))
-    ops, config = load_ops("torch", "cpu"), load_config(tmp_path)
-    model = load_model(tmp_path, config, CPU, torch.bfloat16, ops)
+def test_bfloat16_is_as_exact_as_hugging_faces(
+    tmp_path: Path, family: str, shape: str, device: str
+) -> None:
+    changes = {"hidden_size": 64} if device == "cuda" else {}  # what kernels take
+    if device == "cuda" and not family.startswith("deepseek"):
+        changes["head_dim"] = 16
+    kind = type(write_tiny_model(tmp_path, family, shape, **changes))
+    ops, config = load_ops("auto", device), load_config(tmp_path)
+    model = load_model(tmp_path, config, torch.device(device), torch.bfloat16, ops)
     paged = PagedModel(model, num_blocks=64, block_size=8, seed=3)
     token_ids = random_prompts((120,), VOCAB)[0]
     sequence = paged.add(list(token_ids))
     paged.run_mixed([sequence], max_chunk=23)
     exact = _theirs(kind, tmp_path, token_ids, torch.float32)
     coarse = _theirs(kind, tmp_path, token_ids, torch.bfloat16)
-    error = (torch.stack(sequence.logits).float() - exact).square().mean().sqrt()
+    error = (torch.stack(sequence.logits).float().cpu() - exact).square().mean().sqrt()
     assert error < 1.5 * (coarse - exact).square().mean().sqrt()
 
 

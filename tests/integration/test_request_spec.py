@@ -47,6 +47,8 @@ OTHERS: dict[str, Any] = {
     "logit_bias": {3: 1.5},
     "allowed_token_ids": (1, 5),
     "bad_words": ((4, 6), (2,)),
+    "log_id": "req-1",
+    "cache_salt": "tenant",
     "grammar": 'start: "import" | "this"',
 }
 SPEC = RequestSpec(
@@ -63,6 +65,7 @@ def test_the_router_sends_each_field_that_a_body_has() -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         body = msgspec.to_builtins(SPEC) | {"bad_words": ["import this"]}
         body["guided_grammar"] = body.pop("grammar")
+        router.http.headers["x-request-id"] = body.pop("log_id")
         response = await router.complete(prompt=[5, 6, 7], **body)
         assert response.status_code == 200, response.text
         encode = Tokenizer.from_dir(demo_model_path()).encode_word

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,7 +92,47 @@ def test_wrong_paths_and_methods_have_the_error_object(redis_url, method, path, 
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
         response = await router.http.request(method, path)
         assert response.status_code == status
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code", "request_id"}
+        assert error["request_id"] == response.headers["x-request-id"]
+
+    with_worker(redis_url, scenario)
+
+
+def test_streams_have_the_usage_so_far_and_the_service_tier(redis_url):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        asked = {"stream": True, "service_tier": "auto", "max_tokens": 99}
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        for ask in (partial(router.complete, prompt=[5, 6, 7]), router.chat):
+            events = list(events_of([(await ask(**asked, stream_options=options)).content]))
+            assert {event["service_tier"] for event in events} == {"default"}
+            counts = [event["usage"]["completion_tokens"] for event in events]
+            assert counts == sorted(counts)
+            assert 0 < counts[0] < counts[-1] == counts[-2] == len(ANSWER)
+            last = events[-1]["usage"]
+            assert {e["usage"]["prompt_tokens"] for e in events} == {last["prompt_tokens"]}
+            plain = list(events_of([(await ask(**asked)).content]))
+            assert plain and all("usage" not in event for event in plain)
+
+    with_worker(redis_url, scenario)
+
+
+def test_refusals_have_openais_codes(redis_url):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        cases = [
+            ({"prompt": [5] * 10_000}, 400, "prompt", "context_length_exceeded"),
+            ({"prompt": "a", "n": 0}, 400, "n", "invalid_value"),
+            ({"prompt": "a", "cache_salt": 1}, 400, "cache_salt", "invalid_type"),
+            ({"prompt": "a", "suffix": "b"}, 400, "suffix", "unsupported_parameter"),
+            ({}, 400, "prompt", "missing_required_parameter"),
+            ({"prompt": "a", "model": "b"}, 404, "model", "model_not_found"),
+            ({"prompt": "a " * 50_000, "n": 0}, 400, "n", "invalid_value"),  # read in a process
+        ]
+        for body, status, param, code in cases:
+            response = await router.complete(**body)
+            error = response.json()["error"]
+            found = (response.status_code, error["param"], error["code"])
+            assert found == (status, param, code)
 
     with_worker(redis_url, scenario)
 

@@ -18,7 +18,7 @@ from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.raw_http import RawClient
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.router_process import health, router_process
+from pagewire.tests.support.router_process import ready, router_process
 from pagewire.tests.support.silent_crowd import silent_crowd
 from pagewire.tests.support.sse import arriving_events
 
@@ -33,10 +33,12 @@ def redis_url() -> Iterator[str]:
         yield server.url
 
 
-async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
+async def metrics(port: int) -> dict[str, float]:
     """The metrics of connections, by what follows `PREFIX`; with the reason, if there is one."""
     found = {}
-    for family in text_string_to_metric_families((await http.get("/metrics")).text):
+    async with httpx.AsyncClient() as http:
+        page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+    for family in text_string_to_metric_families(page):
         for each in family.samples:
             if each.name.startswith(PREFIX):
                 reason = each.labels.get("reason", "")
@@ -55,16 +57,17 @@ async def answers(url: str) -> float:
 
 async def listens(url: str) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
-        await health(http, 200)
+        await ready(http, 200)
 
 
 def test_silent_connections_above_the_limit_of_open_files_keep_nobody_out(redis_url):
     """Streams and kept connections go on, and new connections are answered at once."""
 
     async def scenario() -> None:
-        port = free_port()
+        port, metrics_port = free_port(), free_port()
+        options = ("--metrics-port", str(metrics_port), "--log-level", "warning")
         url = f"http://127.0.0.1:{port}"
-        with router_process(redis_url, port, open_files=1024) as process:
+        with router_process(redis_url, port, *options, open_files=1024) as process:
             async with (
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 400, step_s=0.01),
                 httpx.AsyncClient(base_url=url, timeout=20) as http,
@@ -76,7 +79,7 @@ def test_silent_connections_above_the_limit_of_open_files_keep_nobody_out(redis_
                     await anext(events)
                     with silent_crowd(port, 1300) as crowd:
                         assert max([await answers(url) for _ in range(20)]) < 2
-                        found = await metrics(http)
+                        found = await metrics(metrics_port)
                         assert crowd.leave() >= 1300 - 896
                     *_, last = [event async for event in events]
                 assert last["choices"][0]["finish_reason"] == "length"
@@ -95,9 +98,10 @@ def test_silent_connections_above_the_limit_of_open_files_keep_nobody_out(redis_
 
 def test_where_all_connections_are_served_new_ones_are_answered_503(redis_url):
     async def scenario() -> None:
-        port = free_port()
+        port, metrics_port = free_port(), free_port()
+        options = ("--metrics-port", str(metrics_port), "--log-level", "warning")
         url = f"http://127.0.0.1:{port}"
-        with router_process(redis_url, port, env={"PAGEWIRE_MAX_CONNECTIONS": "8"}):
+        with router_process(redis_url, port, *options, env={"PAGEWIRE_MAX_CONNECTIONS": "8"}):
             async with (
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20, step_s=0.01) as worker,
                 httpx.AsyncClient(base_url=url, timeout=20) as http,
@@ -113,7 +117,7 @@ def test_where_all_connections_are_served_new_ones_are_answered_503(redis_url):
                 assert (status, error["code"]) == (503, "too_many_connections")
                 worker.hold.set()
                 assert [(await task).status_code for task in held] == [200] * 8
-                found = await metrics(http)
+                found = await metrics(metrics_port)
                 assert found["_closed_early_total refused"] == 1
                 await answers(url)
 
@@ -125,17 +129,18 @@ def test_ten_thousand_idle_connections_slow_nobody_down(redis_url):
     count = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] * 3 // 4)
 
     async def scenario() -> None:
-        port = free_port()
+        port, metrics_port = free_port(), free_port()
+        options = ("--metrics-port", str(metrics_port), "--log-level", "warning")
         url = f"http://127.0.0.1:{port}"
-        with router_process(redis_url, port):
+        with router_process(redis_url, port, *options):
             async with (
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20, step_s=0.01),
-                httpx.AsyncClient(base_url=url, timeout=20) as http,
+                httpx.AsyncClient(base_url=url, timeout=20),
             ):
                 await listens(url)
                 alone = sorted([await answers(url) for _ in range(20)])
                 with silent_crowd(port, count, requests=1) as crowd:
-                    assert (await metrics(http))[""] == count + 1
+                    assert (await metrics(metrics_port))[""] == count
                     among = sorted([await answers(url) for _ in range(20)])
                     print(f"{count} connections: {among[10]:.3f} s, alone {alone[10]:.3f} s")
                     assert among[10] < 2 * alone[10] + 0.1

@@ -13,6 +13,7 @@ import uvicorn
 from pagewire.services.router.http.answers import AnswerSet
 from pagewire.services.router.http.direct_writer import DirectWritesProtocol
 from pagewire.services.router.http.http_io import EventStream
+from pagewire.services.router.http.request_record import RequestRecord
 from pagewire.services.router.http.responses import CompletionFormat, Extras
 from pagewire.shared.control.protocol import TokenOutput
 from pagewire.shared.http.connections import Connections
@@ -61,13 +62,16 @@ class Served:
         source = Source()
         self.sources.append(source)
         prompt = SimpleNamespace(token_ids=[1, 2, 3], spec=None)
-        asked = SimpleNamespace(prompts=[prompt], n=1, rules=TextRules(), generates=True)
-        dispatcher = SimpleNamespace(open=lambda requests: [source])
-        answers = AnswerSet(dispatcher, TOKENIZER, asked)
+        asked = SimpleNamespace(
+            prompts=[prompt], n=1, rules=TextRules(), generates=True, timings=False
+        )
+        dispatcher = SimpleNamespace(open=lambda requests, watch: [source])
+        answers = AnswerSet(dispatcher, TOKENIZER, asked, "r")
         rest = answers.deltas()
         first = await anext(rest)
         form = CompletionFormat("m", [""], Extras())
         stream = EventStream(answers, form, first, rest, self._send_timeout_s)
+        scope["pagewire.request"] = RequestRecord(scope)
         await stream(scope, receive, counted)
 
 

@@ -83,7 +83,7 @@ def test_prompts_reach_the_worker_unchanged_wherever_they_are_read(redis_url, si
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         asked = {"prompt": [text, "Hi"], "seed": 5, "n": 2, "stop": ["zzz"], "max_tokens": 3}
-        response = await router.complete(**asked, user="x" * (size - len(text)))
+        response = await router.complete(**asked, filler="x" * (size - len(text)))
         assert response.status_code == 200
         assert bool(mine()) == (size > THREAD_BODY_BYTES)
         prompts = [TOKENIZER.encode(text), TOKENIZER.encode("Hi")]
@@ -157,7 +157,7 @@ def test_a_process_that_is_killed_fails_its_request_and_no_other(redis_url):
             (response,) = await held()
             assert response.status_code == 500
             assert response.json()["error"]["code"] == "internal_error"
-            asked = {"prompt": "Hi", "max_tokens": 2, "user": LONG}
+            asked = {"prompt": "Hi", "max_tokens": 2, "filler": LONG}
             assert (await router.complete(**asked)).status_code == 200
         for _ in range(5):
             (pid,) = mine()
@@ -176,7 +176,7 @@ def test_a_process_that_stands_still_fails_its_request_in_time(redis_url, monkey
             assert response.status_code == 500
             assert mine() == []
         monkeypatch.undo()
-        assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+        assert (await router.complete(prompt="Hi", filler=LONG)).status_code == 200
 
     with_worker(redis_url, scenario)
 
@@ -185,12 +185,12 @@ def test_a_body_that_waits_too_long_in_line_is_answered_429(redis_url, monkeypat
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         async with stopped_body_processes(router, PROCESSES) as held:
             monkeypatch.setattr(body_reader, "WAIT_S", 0.5)
-            response = await router.complete(prompt="Hi", user=LONG)
+            response = await router.complete(prompt="Hi", filler=LONG)
             assert response.status_code == 429
             assert "retry-after" in response.headers
             monkeypatch.undo()
         await held()
-        assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+        assert (await router.complete(prompt="Hi", filler=LONG)).status_code == 200
 
     with_worker(redis_url, scenario)
 
@@ -199,7 +199,7 @@ def test_a_process_ends_when_it_holds_much_memory(redis_url, monkeypatch):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         for most, processes in ((body_reader.MAX_PROCESS_BYTES, 1), (1 << 20, 0)):
             monkeypatch.setattr(body_reader, "MAX_PROCESS_BYTES", most)
-            assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+            assert (await router.complete(prompt="Hi", filler=LONG)).status_code == 200
             assert len(mine()) == processes
 
     with_worker(redis_url, scenario)
@@ -228,7 +228,7 @@ def test_bodies_whose_clients_left_take_no_memory(redis_url):
 def test_processes_end_with_their_router(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         async with stopped_body_processes(router, 1) as held:
-            assert (await router.complete(prompt="Hi", user=LONG)).status_code == 200
+            assert (await router.complete(prompt="Hi", filler=LONG)).status_code == 200
         assert (await held())[0].status_code == 400
         assert len(mine()) == 2
 

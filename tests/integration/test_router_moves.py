@@ -305,7 +305,7 @@ def test_a_draining_worker_finishes_but_gets_nothing_new(redis_url, monkeypatch)
         other.put_record(state="draining")
         await router.ready(0)
         assert (await router.complete(prompt="Hi")).status_code == 503
-        assert (await router.http.get("/health")).status_code == 503
+        assert (await router.http.get("/ready")).status_code == 503
 
     with_workers(redis_url, 2, scenario)
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from pagewire.services.cli.client.cluster_status import fetch_status
 from pagewire.shared.cluster.redis_client import cluster_tag
+from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.documents import ROOT
@@ -35,9 +35,13 @@ def redis_url() -> Iterator[str]:
 def test_without_workers_health_is_red_and_requests_say_when_to_come_back(redis_url):
     async def main() -> None:
         async with live_router(redis_url) as router:
-            health = await router.http.get("/health")
+            assert (await router.http.get("/health")).status_code == 200  # it is alive
+            health = await router.cluster()
             assert health.status_code == 503
+            assert health.json()["status"] == "no decode worker"
             assert health.json()["services"] == []
+            ready = await router.http.get("/ready")
+            assert (ready.status_code, ready.json()) == (503, {"status": "no decode worker"})
             for stream in (False, True):
                 response = await router.chat(stream=stream)
                 assert response.status_code == 503
@@ -46,7 +50,8 @@ def test_without_workers_health_is_red_and_requests_say_when_to_come_back(redis_
             assert (await router.http.get("/v1/models")).status_code == 200
             async with FakeDecodeWorker(redis_url, SECRET, answer=ANSWER):
                 await router.ready()
-                assert (await router.http.get("/health")).status_code == 200
+                ready = await router.http.get("/ready")
+                assert (ready.status_code, ready.json()) == (200, {"status": "ok"})
                 assert (await router.chat()).status_code == 200
 
     run_async(main())
@@ -61,14 +66,17 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
             FakeDecodeWorker(redis_url, SECRET, "decode-0", answer=ANSWER, links=links),
         ):
             await router.ready()
-            health = await router.http.get("/health")
+            alive = await router.http.get("/health")
+            assert (alive.status_code, alive.json()["status"]) == (200, "starting")
+            assert (await router.http.get("/ready")).status_code == 503
+            health = await router.cluster()
             assert (health.status_code, health.json()["status"]) == (503, "starting")
             assert health.json()["waiting_for"] == ["prefill-0"]
             assert (await router.chat()).status_code == 200  # it serves meanwhile
             async with prefill_record(redis_url, SECRET, "prefill-0"):
                 await eventually(lambda: router.service.health()["status"] == "ok")
             await eventually(lambda: len(router.service.directory.workers()) == 1)
-            assert (await router.http.get("/health")).status_code == 200  # it can serve
+            assert (await router.http.get("/ready")).status_code == 200  # it can serve
 
     run_async(main())
 
@@ -85,7 +93,7 @@ def test_health_names_workers_and_their_links(redis_url):
         ):
             await router.ready()
             await eventually(lambda: len(router.service.directory.workers()) == 3)
-            body = (await router.http.get("/health")).json()
+            body = (await router.cluster()).json()
         assert body["status"] == "ok"
         assert body["model"] == MODEL
         prefill, other, decode = body["services"]
@@ -94,7 +102,8 @@ def test_health_names_workers_and_their_links(redis_url):
         assert decode["missing_links"] == ["prefill-1"]
         assert (decode["id"], decode["state"], decode["epoch"]) == ("decode-0", "ready", 1)
         assert decode["kv_transports"] == ["zmq"]
-        assert decode["links"] == [{"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}]
+        [found] = decode["links"]
+        assert found == {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5, "bytes": 0}
 
     run_async(main())
 
@@ -110,8 +119,9 @@ def test_health_names_workers_of_another_release(redis_url):
         ):
             await eventually(lambda: router.service.directory.others)
             await eventually(lambda: router.service.directory.workers())
-            response = await router.http.get("/health")
+            response = await router.cluster()
             assert response.status_code == 503
+            assert (await router.http.get("/ready")).status_code == 503
             body = response.json()
             assert body["protocol"] == PROTOCOL_VERSION
             [prefill, decode] = body["services"]
@@ -119,7 +129,7 @@ def test_health_names_workers_of_another_release(redis_url):
             assert (decode["id"], decode["role"], decode["epoch"]) == ("decode-0", "decode", 7)
             assert (decode["state"], decode["protocol"]) == ("another version", later)
             assert (await router.complete(prompt="Hi")).status_code == 503
-            shown = await fetch_status(router.http, router.url)
+            shown = await fetch_status(router.http, router.service.operator_endpoint)
             assert not shown.ok
             assert [w.service.state for w in shown.workers] == ["ready", "another version"]
 
@@ -140,10 +150,43 @@ def test_metrics_show_requests_and_workers(redis_url):
         assert await router.metric(f"vllm:inter_token_latency_seconds_count{label}") == 9
         assert await router.metric(f"vllm:generation_tokens_total{label}") == 10
         assert await router.metric("pagewire_redis_up") == 1
-        free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
-        assert await router.metric(free) == 64
+        ready = 'pagewire_workers{state="ready",worker_role="decode"}'
+        assert await router.metric(ready) == 1
 
     with_worker(redis_url, scenario)
+
+
+def test_each_request_for_an_answer_counts_once_by_its_outcome(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async def counts() -> dict[str, float]:
+            page = await router.metrics_page()
+            found = re.findall(
+                r'^pagewire_requests_total{outcome="(\w+)"} (.*)$', page, re.MULTILINE
+            )
+            return {outcome: float(value) for outcome, value in found}
+
+        nothing = dict.fromkeys(("answered", "refused", "invalid", "failed", "gone"), 0)
+        assert await counts() == nothing
+        assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+        assert (await router.complete(prompt="Hi", max_tokens=2, stream=True)).status_code == 200
+        assert (await router.complete(prompt="Hi", max_tokens=-2)).status_code == 400
+        assert (await router.http.get("/v1/models/other")).status_code == 404  # none
+        worker.hold.clear()
+        pending = [asyncio.create_task(router.complete(prompt="Hi")) for _ in range(4)]
+        await eventually(lambda: router.service.dispatcher.admission.num_waiting == 4)
+        assert (await router.complete(prompt="Hi")).status_code == 429
+        pending[0].cancel()
+        await eventually(lambda: router.service.dispatcher.admission.num_waiting == 3)
+        worker.hold.set()
+        assert {(await each).status_code for each in pending[1:]} == {200}
+        expected = nothing | {"answered": 5, "invalid": 1, "refused": 1, "gone": 1}
+        for _ in range(100):
+            if (found := await counts()) == expected:
+                break
+            await asyncio.sleep(0.02)
+        assert found == expected
+
+    with_worker(redis_url, scenario, max_queue=4)
 
 
 def test_the_readme_lists_the_metrics_that_have_vllms_names(redis_url):
@@ -153,65 +196,18 @@ def test_the_readme_lists_the_metrics_that_have_vllms_names(redis_url):
     ).groups()
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        page = (await router.http.get("/metrics")).text
+        page = await router.metrics_page()
         names = re.findall(r"^# TYPE (vllm:\w+)", page, re.MULTILINE)
         families = {name for name in names if not name.endswith("_created")}  # off in a process
+        families.add("vllm:num_preemptions_total")  # of workers
         assert set(re.findall(r"vllm:\w+", present)) == families
         assert families.isdisjoint(re.findall(r"vllm:\w+", absent))
 
     with_worker(redis_url, scenario)
 
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@asynccontextmanager
-async def metrics_by(
-    router: LiveRouter, worker: FakeDecodeWorker, answer: Answer
-) -> AsyncIterator[None]:
-    """Have a worker's metrics asked for here."""
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        worker.put_record(metrics_endpoint=f"http://127.0.0.1:{port}")
-        await eventually(
-            lambda: str(port) in router.service.directory.get("decode-0").metrics_endpoint
-        )
-        yield
-
-
-def page_of(text: str) -> Answer:
-    """Answer with this page."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n"
-        writer.write((head + text).encode())
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    return answer
-
-
-def test_metrics_relay_the_workers_own(redis_url):
-    family, own = "pagewire_kv_transfer_bytes_total", 'direction="received",peer="prefill-0"'
-    page = f"# TYPE {family} counter\n{family}{{{own}}} 4096\n"
-
-    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        async with metrics_by(router, worker, page_of(page)):
-            labels = f'{own},role="decode",worker="decode-0"'
-            assert await router.metric(f"{family}{{{labels}}}") == 4096
-        # The server is gone: the router's own metrics come all the same.
-        text = await router.metrics_page()
-        assert family not in text
-        assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
-
-    with_worker(redis_url, scenario)
-
-
-def test_a_forged_worker_record_makes_the_router_fetch_nothing(redis_url):
-    """Somebody who may write to Redis has no worker, nor a page that the router would relay."""
+def test_a_forged_worker_record_is_neither_used_nor_listed(redis_url):
+    """Somebody who may write to Redis has no worker, nor an address that Prometheus would ask."""
     asked: list[int] = []
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
@@ -236,43 +232,37 @@ def test_a_forged_worker_record_makes_the_router_fetch_nothing(redis_url):
                 await asyncio.sleep(0.01)
             assert {each.worker_id for each in router.service.directory.workers()} == {"decode-0"}
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
+            targets = [each["targets"] for each in await router.targets()]
+            assert [here] not in targets
         assert asked == []
 
     with_worker(redis_url, scenario)
 
 
-def test_what_a_worker_shows_itself_is_newer_than_its_record(redis_url):
-    page = """\
-# TYPE pagewire_kv_blocks gauge
-pagewire_kv_blocks{state="used"} 16
-pagewire_kv_blocks{state="total"} 64
-# TYPE pagewire_requests_running gauge
-pagewire_requests_running 3
-"""
-    used = 'pagewire_kv_blocks{role="decode",state="used",worker="decode-0"}'
-    running = 'pagewire_requests_running{role="decode",worker="decode-0"}'
-    share = f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}}'
-
+def test_clients_learn_neither_metrics_nor_the_cluster(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        assert [await router.metric(name) for name in (used, running, share)] == [0, 0, 0]
-        async with metrics_by(router, worker, page_of(page)):
-            assert [await router.metric(name) for name in (used, running, share)] == [16, 3, 0.25]
-        assert [await router.metric(name) for name in (used, running, share)] == [0, 0, 0]
+        for path in ("/metrics", "/cluster", "/sd"):
+            assert (await router.http.get(path)).status_code == 404
+        assert (await router.http.get("/health")).json() == {"status": "ok", "model": MODEL}
+        answer = await router.http.get(f"{router.service.operator_endpoint}/metrics")
+        assert (answer.status_code, "/sd lists" in answer.text) == (404, True)
+        answer = await router.http.get(f"{router.service.operator_endpoint}/v1/models")
+        assert answer.status_code == 404
 
     with_worker(redis_url, scenario)
 
 
-@pytest.mark.parametrize(
-    "page", ["<html>no metrics</html>", "a{b=", "# TYPE x\n{} 5 6 7 8", 'a{b="1", ="c"} 1']
-)
-def test_of_a_worker_that_shows_nonsense_the_record_is_shown(redis_url, page):
-    free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
+def test_the_share_of_used_blocks_is_what_the_records_say(redis_url):
+    share = f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}}'
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        async with metrics_by(router, worker, page_of(page)):
-            text = await router.metrics_page()
-        assert f"{free} 64.0" in text
-        assert 'pagewire_worker_scrape_failures_total{worker="decode-0"} 1.0' in text
+        assert await router.metric(share) == 0
+        worker.put_record(load=WorkerLoad(used_blocks=16, total_blocks=64))
+        directory = router.service.directory
+        await eventually(lambda: directory.get("decode-0").load.used_blocks == 16)
+        assert await router.metric(share) == 0.25
+        (service,) = (await router.cluster()).json()["services"]
+        assert service["load"]["used_blocks"] == 16
 
     with_worker(redis_url, scenario)
 
@@ -280,31 +270,12 @@ def test_of_a_worker_that_shows_nonsense_the_record_is_shown(redis_url, page):
 @pytest.mark.parametrize(
     "endpoint", ["http://127.0.0.1:70000", "http://[::1", "http://xn--\u2028.com", "elsewhere", ""]
 )
-def test_of_a_worker_whose_metrics_address_is_nonsense_the_record_is_shown(redis_url, endpoint):
-    free = 'pagewire_kv_blocks{role="decode",state="free",worker="decode-0"}'
-
+def test_a_worker_whose_metrics_address_is_nonsense_is_not_listed(redis_url, endpoint):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        assert [each["labels"]["role"] for each in await router.targets()] == ["decode", "router"]
         worker.put_record(metrics_endpoint=endpoint)
         directory = router.service.directory
         await eventually(lambda: directory.get("decode-0").metrics_endpoint == endpoint)
-        answer = await router.http.get("/metrics")
-        assert answer.status_code == 200
-        assert f"{free} 64.0" in answer.text
-
-    with_worker(redis_url, scenario)
-
-
-def test_a_frozen_workers_metrics_cost_no_more_than_their_timeout(redis_url):
-    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        release = asyncio.Event()
-
-        async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await release.wait()
-            writer.close()
-
-        async with metrics_by(router, worker, hang):
-            async with asyncio.timeout(4):
-                assert (await router.http.get("/metrics")).status_code == 200
-            release.set()
+        assert [each["labels"]["role"] for each in await router.targets()] == ["router"]
 
     with_worker(redis_url, scenario)

@@ -35,10 +35,10 @@ class Cluster:
     def __init__(self, router: LiveRouter, decodes: list[FakeDecodeWorker]) -> None:
         self.router, self.decodes = router, decodes
 
-    async def ask(self, prompt: list[int]) -> tuple[str, list[str]]:
+    async def ask(self, prompt: list[int], **fields: Any) -> tuple[str, list[str]]:
         """Which workers a prompt is placed at: the decode worker, and the prefill workers."""
         before = {d.record.worker_id: len(d.generated) for d in self.decodes}
-        response = await self.router.complete(prompt=prompt, max_tokens=1)
+        response = await self.router.complete(prompt=prompt, max_tokens=1, **fields)
         assert response.status_code == 200, response.text
         (chosen,) = [d for d in self.decodes if len(d.generated) > before[d.record.worker_id]]
         return chosen.record.worker_id, chosen.generated[-1].prefill_workers
@@ -67,11 +67,13 @@ def with_cluster(
     run_async(main())
 
 
-async def publish(redis: RedisServer, worker_id: str, tokens: list[int], epoch: int = 1) -> None:
+async def publish(
+    redis: RedisServer, worker_id: str, tokens: list[int], epoch: int = 1, salt: str = ""
+) -> None:
     """Write to the index, as a worker does, that it has cached a prompt."""
     client = await connect_redis(redis.url)
     index = PrefixIndex(client, cluster_tag(SECRET))
-    await index.publish(worker_id, epoch, HASHER.hash_prompt(tokens), [])
+    await index.publish(worker_id, epoch, HASHER.hash_prompt(tokens, salt.encode()), [])
     await client.aclose()
 
 
@@ -87,6 +89,20 @@ def test_a_prompt_goes_where_its_prefix_is_cached(redis):
             assert len(prefills) == 2
 
     with_cluster(redis, scenario)
+
+
+def test_a_salted_prompt_goes_where_it_is_cached_with_its_salt(redis):
+    async def scenario(cluster: Cluster) -> None:
+        salts = {"prefill-0": "", "prefill-1": "one", "prefill-2": "two"}
+        for number in range(4):
+            prompt = [number + 10] * 200
+            for worker_id, salt in salts.items():
+                await publish(redis, worker_id, prompt, salt=salt)
+            for worker_id, salt in salts.items():
+                _, prefills = await cluster.ask(prompt, cache_salt=salt or None)
+                assert prefills[0] == worker_id
+
+    with_cluster(redis, scenario, prefills=3)
 
 
 def test_entries_of_an_earlier_run_do_not_count(redis):
@@ -189,7 +205,7 @@ def test_without_redis_requests_answer_by_load_alone(redis, trouble):
             for decode in cluster.decodes:
                 decode.hold.set()
             assert {r.status_code for r in await asyncio.gather(*pending)} == {200}
-        health = await cluster.router.http.get("/health")
+        health = await cluster.router.cluster()
         assert (health.status_code, health.json()["redis"]) == (200, "down")
         # Longer than any lease: the control channel says that they are alive.
         await asyncio.sleep(1.5)
@@ -262,7 +278,7 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
 
 def reachable(router: LiveRouter) -> int:
     """Workers that the router has a connection to."""
-    return sum(service["state"] == "ready" for service in router.service.health()["services"])
+    return sum(service["state"] == "ready" for service in router.service.cluster()["services"])
 
 
 def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):

@@ -19,7 +19,7 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.router_process import health, router_process
+from pagewire.tests.support.router_process import ready, router_process
 from pagewire.tests.support.sse import arriving_events
 
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
@@ -46,7 +46,7 @@ def test_it_starts_without_workers_and_ends_at_once_without_streams(redis_url):
         port = free_port()
         with router_process(redis_url, port) as process:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-                await health(http, 503)
+                await ready(http, 503)
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, 10) == 0
             assert process.stderr is not None
@@ -64,7 +64,7 @@ def test_a_signal_lets_streams_finish(redis_url, name):
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 100, step_s=0.01) as worker,
             ):
-                await health(http, 200)
+                await ready(http, 200)
                 asked = {"model": MODEL, "prompt": "Hi", "stream": True, "max_tokens": 100}
                 async with http.stream("POST", "/v1/completions", json=asked) as response:
                     events = arriving_events(response)
@@ -89,7 +89,7 @@ def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
                 httpx.AsyncClient(base_url=url, timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 100, step_s=0.01) as worker,
             ):
-                await health(http, 200)
+                await ready(http, 200)
                 asked = {"model": MODEL, "prompt": "Hi", "stream": True, "max_tokens": 100}
                 async with http.stream("POST", "/v1/completions", json=asked) as response:
                     events = arriving_events(response)
@@ -118,7 +118,7 @@ def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, a
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 9999, step_s=0.01) as worker,
             ):
-                await health(http, 200)
+                await ready(http, 200)
                 asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 1000}
                 waiting = asyncio.create_task(http.post("/v1/completions", json=asked))
                 async with http.stream(
@@ -133,6 +133,7 @@ def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, a
                     *_, last = [event async for event in events]
                 assert last["error"]["code"] == "shutting_down"
                 answer = await waiting
+                last["error"]["request_id"] = answer.headers["x-request-id"]
                 assert (answer.status_code, answer.json()) == (503, last)
                 assert await asyncio.to_thread(process.wait, 10) == 0
                 await eventually(lambda: worker.active == 0)
@@ -154,7 +155,7 @@ def test_a_client_that_takes_nothing_does_not_keep_it_from_ending(redis_url):
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 1000) as worker,
             ):
-                await health(http, 200)
+                await ready(http, 200)
                 asked = {"model": MODEL, "prompt": ["Hi"] * 16, "n": 16, "stream": True}
                 body = json.dumps({**asked, "max_tokens": 1000, "logprobs": 0}).encode()
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}"
@@ -181,7 +182,7 @@ def test_a_request_whose_body_is_still_coming_is_cut_too(redis_url):
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET),
             ):
-                await health(http, 200)
+                await ready(http, 200)
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"
                 writer.write(head.encode())
@@ -202,7 +203,7 @@ def test_a_killed_router_leaves_its_workers_free(redis_url):
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 9999, step_s=0.01) as worker,
             ):
-                await health(http, 200)
+                await ready(http, 200)
                 asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 1000}
                 pending = asyncio.create_task(http.post("/v1/completions", json=asked))
                 await eventually(lambda: worker.active == 1)
@@ -248,7 +249,7 @@ def test_a_killed_router_leaves_no_process_that_reads_bodies(redis_url):
         port = free_port()
         with router_process(redis_url, port) as process:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-                await health(http, 503)
+                await ready(http, 503)
                 asked = {"model": "another", "prompt": LONG}
                 response = await http.post("/v1/completions", json=asked)
                 assert response.status_code == 404

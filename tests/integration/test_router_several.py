@@ -1,10 +1,8 @@
-"""Several routers of one cluster: they find one another, and show one page of metrics."""
+"""Several routers of one cluster: they find one another, and list the metrics of all."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -49,7 +47,7 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-def test_each_shows_the_metrics_of_all(redis_server: RedisServer) -> None:
+def test_each_shows_its_own_metrics_and_lists_all(redis_server: RedisServer) -> None:
     async def main() -> None:
         url = redis_server.url
         async with (
@@ -60,15 +58,18 @@ def test_each_shows_the_metrics_of_all(redis_server: RedisServer) -> None:
             await first.ready()
             await second.ready()
             await eventually(lambda: first.service.routers.others())
+            await eventually(lambda: second.service.routers.others())
             assert (await first.complete(prompt="Hi", max_tokens=3)).status_code == 200
             assert (await second.complete(prompt="Hi", max_tokens=5)).status_code == 200
-            for router in (first, second):
-                page = (await router.http.get("/metrics")).text
-                for name, tokens in (("router-0", 3.0), ("router-1", 5.0)):
-                    labels = f'model_name="{MODEL}",router="{name}"'
-                    assert f"vllm:generation_tokens_total{{{labels}}} {tokens}" in page
-                assert len(re.findall(r"^pagewire_kv_blocks\{.*free", page, re.MULTILINE)) == 1
-            routers = (await first.http.get("/health")).json()["routers"]
+            name = f'vllm:generation_tokens_total{{model_name="{MODEL}"}}'
+            assert [await each.metric(name) for each in (first, second)] == [3.0, 5.0]
+            targets = await first.targets()
+            assert targets == await second.targets()
+            names = [each["labels"]["instance"] for each in targets]
+            assert names == ["decode-0", "router-0", "router-1"]
+            [at] = targets[2]["targets"]
+            assert f"http://{at}" == second.service.metrics_endpoint
+            routers = (await first.cluster()).json()["routers"]
             assert [each["id"] for each in routers] == ["router-0", "router-1"]
             assert [each["state"] for each in routers] == ["ready", "ready"]
             assert routers[1]["epoch"] == second.service.routers.own().epoch
@@ -81,7 +82,7 @@ def test_the_start_of_one_ends_whoever_is_asked(redis_server: RedisServer) -> No
         url = redis_server.url
 
         def states() -> list[str]:
-            return [each["state"] for each in first.service.health()["routers"]]
+            return [each["state"] for each in first.service.cluster()["routers"]]
 
         async with (
             live_router(url, router_id="router-0") as first,
@@ -168,26 +169,8 @@ def test_one_that_ends_is_known_to_have_gone(redis_server: RedisServer) -> None:
             async with live_router(redis_server.url, router_id="router-1"):
                 await eventually(lambda: first.service.routers.others())
             await eventually(lambda: not first.service.routers.others(), timeout=LEASE_S)
-            assert 'router="router-1"' not in (await first.http.get("/metrics")).text
-
-    run_async(main())
-
-
-def test_one_that_does_not_answer_costs_a_scrape_its_timeout_at_most(
-    redis_server: RedisServer,
-) -> None:
-    async def main() -> None:
-        redis = await connect_redis(redis_server.url)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            directory = RouterDirectory(redis, SECRET, "frozen", HEARTBEAT_S, LEASE_S, ready)
-            await directory.start(f"http://127.0.0.1:{silent.getsockname()[1]}")
-            async with live_router(redis_server.url) as router:
-                await eventually(lambda: router.service.routers.others())
-                async with asyncio.timeout(4):
-                    page = await router.metrics_page()
-            assert 'pagewire_router_scrape_failures_total{peer="frozen"} 1.0' in page
-            await directory.close()
-        await redis.aclose()
+            names = [each["labels"]["instance"] for each in await first.targets()]
+            assert names == ["router-0"]
 
     run_async(main())
 
@@ -233,7 +216,7 @@ def test_without_redis_they_serve_on_and_find_one_another_again(redis_server: Re
             await eventually(lambda: first.service.routers.others())
             redis_server.kill()
             await eventually(lambda: not first.service.routers.others(), timeout=10)
-            assert (await first.http.get("/health")).json()["routers"][0]["id"] == "a"
+            assert (await first.cluster()).json()["routers"][0]["id"] == "a"
             redis_server.start()
             await eventually(lambda: first.service.routers.others(), timeout=10)
 

@@ -30,16 +30,23 @@ def redis_url() -> Iterator[str]:
         yield server.url
 
 
-def router(redis_url: str, fd: int, name: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    return router_process(redis_url, 0, "--fd", str(fd), "--router-id", name, fds=(fd,))
+def router(
+    redis_url: str, fd: int, operator_fd: int | None, name: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    options = ["--fd", str(fd), "--router-id", name]
+    if operator_fd is None:
+        return router_process(redis_url, 0, *options, fds=(fd,))
+    options += ["--operator-fd", str(operator_fd)]
+    return router_process(redis_url, 0, *options, fds=(fd, operator_fd))
 
 
-async def until_healthy(url: str, routers: int) -> None:
+async def until_healthy(operator_url: str, routers: int) -> None:
     """Wait until the router that answers has a decode worker and knows this number of routers."""
+    url = f"{operator_url}/cluster"
     async with httpx.AsyncClient(timeout=20) as http:
         for _ in range(200):
             with contextlib.suppress(httpx.TransportError):
-                response = await http.get(f"{url}/health")
+                response = await http.get(url)
                 if response.status_code == 200 and len(response.json()["routers"]) == routers:
                     return
             await asyncio.sleep(0.05)
@@ -60,28 +67,29 @@ async def ask_all(url: str) -> int:
 def test_one_that_is_stopped_killed_or_frozen_leaves_the_socket_to_the_other(
     redis_url: str,
 ) -> None:
-    async def scenario(url: str, processes: list[subprocess.Popen[str]]) -> None:
+    async def scenario(url: str, operator: str, processes: list[subprocess.Popen[str]]) -> None:
         async with FakeDecodeWorker(redis_url, SECRET, answer=ANSWER):
-            await until_healthy(url, 2)
+            await until_healthy(operator, 2)
             assert await ask_all(url) == CONNECTIONS
             os.kill(processes[0].pid, signal.SIGSTOP)
             assert await ask_all(url) == CONNECTIONS
+            await until_healthy(operator, 1)  # the other one alone, on the socket that both have
             os.kill(processes[0].pid, signal.SIGCONT)
             processes[0].send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(processes[0].wait, 10) == 0
             assert await ask_all(url) == CONNECTIONS
 
-    with bound_socket("127.0.0.1", 0) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        fd = listener.fileno()
-        with router(redis_url, fd, "router-0") as one, router(redis_url, fd, "router-1") as two:
-            run_async(scenario(url, [one, two]), 60)
+    with bound_socket("127.0.0.1", 0) as listener, bound_socket("127.0.0.1", 0) as operator:
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (listener, operator)]
+        fds = (listener.fileno(), operator.fileno())
+        with router(redis_url, *fds, "router-0") as one, router(redis_url, *fds, "router-1") as two:
+            run_async(scenario(urls[0], urls[1], [one, two]), 60)
             # With nobody left a connection waits, for a router to come.
             two.kill()
             two.wait(10)
         with socket.create_connection(listener.getsockname(), timeout=5) as waiting:
             waiting.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-            with router(redis_url, fd, "router-0"):
+            with router(redis_url, *fds, "router-0"):
                 waiting.settimeout(20)
                 assert waiting.recv(15) == b"HTTP/1.1 200 OK"
 
@@ -98,7 +106,7 @@ def test_what_is_not_a_bound_tcp_socket_is_refused_with_one_line(redis_url: str,
         else:
             family = socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM
             fd = stack.enter_context(socket.socket(socket.AF_INET, family)).fileno()
-        with router(redis_url, fd, "router-0") as process:
+        with router(redis_url, fd, None, "router-0") as process:
             _, stderr = process.communicate(timeout=30)
     assert process.returncode == 2, stderr
     [line] = stderr.strip().splitlines()

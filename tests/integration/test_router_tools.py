@@ -18,10 +18,11 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, LiveRouter, with_worker
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.tool_answers import TOOLS, written
-from pagewire.tests.support.tool_models import make_model
+from pagewire.tests.support.tool_models import SPECIAL, make_model
 
 QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
 CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
+HARMONY = TOOL_FORMATS["harmony"]
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
 
 Scenario = Callable[[openai.OpenAI, FakeDecodeWorker], Any]
@@ -36,7 +37,7 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder, name) for name in ("hermes", "mistral")}
+    return {name: make_model(folder, name) for name in SPECIAL}
 
 
 @pytest.fixture
@@ -141,6 +142,87 @@ def test_calls_are_streamed_as_openais(ask: Callable[..., Any], step: float) -> 
         assert chunks[-1].usage.completion_tokens == len(worker.answer)
 
     ask("Let me see.\n" + calls_in(), scenario)
+
+
+@pytest.mark.parametrize("step", [0.0, 0.001], ids=["at once", "token by token"])
+@pytest.mark.parametrize("name", sorted({*SPECIAL} - {"hermes", "mistral", "harmony"}))
+def test_calls_of_each_family(ask: Callable[..., Any], name: str, step: float) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s = step
+        with client.chat.completions.stream(model=MODEL, messages=QUESTION, tools=TOOLS) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        answer = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)
+        for choice in (streamed, answer.choices[0]):
+            assert choice.finish_reason == "tool_calls"
+            assert read(choice.message.tool_calls) == CALLS
+            assert not choice.message.content
+        assert worker.generated[0].spec.grammar is not None
+
+    ask(calls_in("hermes" if name == "smollm3" else name), scenario, name)
+
+
+SAYS = "<|start|>assistant"
+ANALYSIS = f"<|channel|>analysis<|message|>Two calls.<|end|>{SAYS}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_in_channels(ask: Callable[..., Any], stream: bool) -> None:
+    """gpt-oss: markers are special tokens, and none of them reaches the client."""
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s = 0.001 if stream else 0.0
+        asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+        answer: Any
+        if stream:
+            with client.chat.completions.stream(
+                **asked, stream_options={"include_usage": True}
+            ) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**asked)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert read(choice.message.tool_calls) == CALLS[:1]
+        assert choice.message.content == "I look."
+        assert choice.message.model_extra["reasoning"] == "Two calls."
+        counted = answer.usage.completion_tokens_details.reasoning_tokens
+        assert 4 < counted < answer.usage.completion_tokens - 20
+        results = [
+            {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "7"}
+        ]
+        chat = [*QUESTION, choice.message.model_dump(exclude_none=True), *results]
+        client.chat.completions.create(**(asked | {"messages": chat}))
+        prompts = [each.prompt_token_ids for each in worker.generated]
+        assert prompts[1][: len(prompts[0])] == prompts[0]
+
+    remark = f"<|channel|>commentary<|message|>I look.<|end|>{SAYS}"
+    ask(ANALYSIS + remark + written(HARMONY, CALLS[:1]).removeprefix(SAYS), scenario, "harmony")
+
+
+def test_a_form_in_the_final_channel(ask: Callable[..., Any], models: dict[str, Path]) -> None:
+    class Answer(BaseModel):
+        size: int
+
+    message = Tokenizer.from_dir(models["harmony"]).marker_token_id("<|message|>")
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        answer = client.chat.completions.parse(
+            model=MODEL, messages=QUESTION, response_format=Answer
+        )
+        assert answer.choices[0].message.parsed == Answer(size=12)
+        assert answer.choices[0].finish_reason == "stop"
+        grammar = worker.generated[0].spec.grammar or ""
+        assert "final" in grammar and f"<[{message}]>" in grammar and "size" in grammar
+        begun: Any = [*QUESTION, {"role": "assistant", "content": '{"si'}]
+        client.chat.completions.create(
+            model=MODEL,
+            messages=begun,
+            response_format={"type": "json_object"},
+            extra_body={"continue_final_message": True, "add_generation_prompt": False},
+        )
+        assert "final" not in (worker.generated[1].spec.grammar or "")
+
+    ask(ANALYSIS + '<|channel|>final<|message|>{"size": 12}<|return|>', scenario, "harmony")
 
 
 def test_the_streaming_helper_of_the_client(ask: Callable[..., Any]) -> None:

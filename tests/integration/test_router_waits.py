@@ -66,7 +66,7 @@ def test_they_wait_until_it_is_back(redis_url, how):
         ]
         await asyncio.sleep(1)
         assert not any(task.done() for task in asked)
-        assert (await router.http.get("/health")).status_code == 503
+        assert (await router.http.get("/ready")).status_code == 503
         waiting = f'vllm:num_requests_waiting{{model_name="{MODEL}"}}'
         assert await router.metric(waiting) == 2
         await old.__aexit__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -160,9 +161,19 @@ def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
     first = cluster.pid_of("prefill-0")
     os.kill(first, signal.SIGKILL)
     cluster.wait_for("prefill-0 died: killed by SIGKILL")
-    cluster.wait_for("  prefill-0 is loading\nstarting prefill-0 again in 0.5 s")
+    cluster.wait_for("starting prefill-0 again in 0.5 s")
+    time_of_day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.search(
+        rf"^{time_of_day} prefill-0 died: killed by SIGKILL, .*; it had run for \d+\.\d s; its "
+        rf"last lines \(.*\):\n  prefill-0 is loading\n{time_of_day} starting prefill-0",
+        cluster.stdout,
+        re.MULTILINE,
+    )
     cluster.wait_for("prefill-0 is ready again")
     assert cluster.pid_of("prefill-0") != first
+    for name, restarts in (("prefill-0", 1), ("decode-0", 0)):  # which its metrics show
+        environment = Path(f"/proc/{cluster.pid_of(name)}/environ").read_bytes().split(b"\0")
+        assert f"PAGEWIRE_RESTARTS={restarts}".encode() in environment
     assert "decode-0 died" not in cluster.stdout
 
 

@@ -21,7 +21,7 @@ from pagewire.shared.model.transformers_model.load import load_transformers_mode
 from pagewire.shared.model.transformers_model.model import TransformersModel
 from pagewire.shared.sampling import SamplingParams
 from pagewire.tests.support.float32_reference import random_prompts
-from pagewire.tests.support.hf_greedy import check_greedy_answers
+from pagewire.tests.support.hf_greedy import check_greedy_answers, greedy
 from pagewire.tests.support.paged_model import PagedModel
 from pagewire.tests.support.tiny_models import VOCAB
 from pagewire.tests.support.tiny_transformers import SERVED, write_tiny
@@ -149,3 +149,38 @@ def test_code_that_a_model_brings_along_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         load(tmp_path)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("architecture", ["Cohere2ForCausalLM", "Starcoder2ForCausalLM-windows"])
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 13}], ids=["whole", "chunks"])
+def test_engines_give_up_blocks_before_a_window(
+    tmp_path: Path, architecture: str, settings: dict[str, Any]
+) -> None:
+    """Some layers of the one have a window, all layers of the other."""
+    theirs = write_tiny(tmp_path, architecture)
+    llm = LLM(str(tmp_path), model_impl="transformers", device="cpu", dtype="float32", **settings)
+    assert llm.engine.core.scheduler.pool.groups.has_windows
+    prompts = random_prompts((3, 70, 110), VOCAB)
+    expected = [greedy(theirs, prompt, 30) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.token_ids for output in outputs] == expected
+    assert outputs[2].cached_tokens == 96
+    assert llm.block_counts().used == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("StableLmForCausalLM", {"sliding_window": 8}, "layer 0 attends to all tokens where .* 8"),
+        ("Cohere2ForCausalLM", {"layer_types": None}, "layer 3 attends to all tokens where .* 11"),
+    ],
+)
+def test_windows_that_the_code_does_not_have_are_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], reason: str
+) -> None:
+    write_tiny(tmp_path, architecture)
+    change(tmp_path, **changes)
+    with pytest.raises(ModelLoadError, match=reason):
+        load(tmp_path)

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.http import connections
-from pagewire.shared.metrics.server import MAX_CONNECTIONS, MetricsServer
+from pagewire.shared.http.side_server import MAX_CONNECTIONS
+from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.silent_crowd import silent_crowd
@@ -158,4 +159,4 @@ def test_a_server_that_dies_is_named_in_the_log(
         await server.close()
 
     run_async(scenario())
-    assert "metrics server failed" in caplog.text
+    assert "server of the metrics port failed" in caplog.text

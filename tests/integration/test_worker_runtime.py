@@ -262,7 +262,7 @@ def switch_interval() -> Iterator[None]:
 def test_a_worker_lets_its_threads_take_turns_quickly(
     redis_server: RedisServer, switch_interval: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "configure_logging", lambda level: None)  # pytest has
+    monkeypatch.setattr(runtime_module, "configure_logging", lambda *_: None)  # pytest has
     seen: list[float] = []
 
     def terminate(runtime: WorkerRuntime) -> None:

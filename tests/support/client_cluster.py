@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from typer.testing import CliRunner, Result
 
@@ -29,31 +30,33 @@ class Cluster:
     """A router and its worker, which live in a thread."""
 
     url: str = ""
+    operator_url: str = ""
     worker: FakeDecodeWorker | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     stop: asyncio.Event | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
-    async def serve(self, redis_url: str) -> None:
+    async def serve(self, redis_url: str, **settings: Any) -> None:
         self.stop, self.loop = asyncio.Event(), asyncio.get_running_loop()
         decode = FakeDecodeWorker(
             redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
         )
         prefill = prefill_record(redis_url, SECRET, "prefill-0")
-        async with live_router(redis_url) as router, prefill, decode:
+        async with live_router(redis_url, **settings) as router, prefill, decode:
             decode.cached_tokens = 3
             await router.ready()
             self.url, self.worker = router.url, decode
+            self.operator_url = router.service.operator_endpoint
             self.ready.set()
             await self.stop.wait()
 
 
 @contextmanager
-def client_cluster() -> Iterator[Cluster]:
-    """Run a cluster until the context ends."""
+def client_cluster(**settings: Any) -> Iterator[Cluster]:
+    """Run a cluster until the context ends; `settings` are the router's."""
     found = Cluster()
     with RedisServer() as server:
-        thread = threading.Thread(target=lambda: asyncio.run(found.serve(server.url)))
+        thread = threading.Thread(target=lambda: asyncio.run(found.serve(server.url, **settings)))
         thread.start()
         assert found.ready.wait(20)
         try:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from pagewire.loadtest.cluster import START_TIMEOUT_S
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts
@@ -30,8 +32,9 @@ from pagewire.tests.support.tcp_relay import (
 
 WORKERS = 2
 ROUTERS = 2
-# HTTP; metrics of each router; control and metrics of each worker; the decode worker's for KV
-PORTS = 1 + ROUTERS + 2 * WORKERS + 1
+# HTTP; for operators; metrics of each router; control and metrics of each worker; the decode
+# worker's for KV
+PORTS = 2 + ROUTERS + 2 * WORKERS + 1
 SEED = 20
 IN_FLIGHT = 4
 MIN_VISITS = 10  # of each stranger
@@ -106,7 +109,8 @@ def let_strangers_in(
     cluster.wait_idle(WORKERS)
     ports, deadline = {port for _, port in listening(cluster)}, time.monotonic() + 20
     while set(recorder.recorded()) != ports and time.monotonic() < deadline:
-        cluster.metrics()  # a router asks the workers and the others, each over its own port
+        cluster.metrics()  # each process is asked over its own port
+        httpx.get(f"{cluster.operator_url.replace(REAL_HOST, RELAY_HOST)}/cluster")
     left = directory / "unpickled"
     strangers = make_strangers(cluster, recorder, pickle.dumps(Marker(left)))
     before = usage(cluster)

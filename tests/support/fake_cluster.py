@@ -1,7 +1,7 @@
 """A cluster of tiny services under the real supervisor, for tests that kill things.
 
     python fake_cluster.py up STATE_DIR PORT [REDIS_URL]    the real `run_cluster`
-    python fake_cluster.py router STATE_DIR NAME FD         answers /health
+    python fake_cluster.py router STATE_DIR NAME FD FD      answers /health and /cluster
     python fake_cluster.py worker STATE_DIR NAME            a file says that it is alive
 
 Workers write their pid to `NAME.alive` in the state directory, routers to `NAME.pid`. They do
@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -40,7 +41,8 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
 
     def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
         if command == "router":
-            arguments = ("router", str(state), options["router_id"], str(options["fd"]))
+            fds = (str(options["fd"]), str(options["operator_fd"]))
+            arguments = ("router", str(state), options["router_id"], *fds)
         else:
             arguments = ("worker", str(state), options["worker_id"])
         return (sys.executable, "-I", "-S", __file__, *arguments)
@@ -63,8 +65,8 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         asyncio.run(run_cluster(context))
 
 
-def router(state: Path, name: str, fd: int) -> None:
-    """Answer /health with the workers and routers that have said they are alive."""
+def router(state: Path, name: str, *fds: int) -> None:
+    """Answer any path on each socket with the workers and routers that have said they are alive."""
     expected = set(filter(None, os.environ.get("PAGEWIRE_EXPECTED_WORKERS", "").split(",")))
 
     class Handler(BaseHTTPRequestHandler):
@@ -83,12 +85,17 @@ def router(state: Path, name: str, fd: int) -> None:
 
     if _obey_exit(state, name) == ["drain"]:
         signal.signal(signal.SIGTERM, lambda *_: _drain(state, name))
-    server = HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = socket.socket(fileno=fd)
-    server.server_activate()
+    threads = []
+    for fd in fds:
+        server = HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        server.socket.close()
+        server.socket = socket.socket(fileno=fd)
+        server.server_activate()
+        threads.append(threading.Thread(target=server.serve_forever))
+        threads[-1].start()
     _write_pid(state / f"{name}.pid")
-    server.serve_forever()
+    for thread in threads:
+        thread.join()
 
 
 def _drain(state: Path, name: str) -> None:
@@ -146,6 +153,6 @@ if __name__ == "__main__":
         case "up":
             up(Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
         case "router":
-            router(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+            router(Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
         case "worker":
             worker(Path(sys.argv[2]), sys.argv[3])

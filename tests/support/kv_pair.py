@@ -344,6 +344,7 @@ def kv_pair(
     divided_bytes: int = DIVIDED_BYTES,
     prefill: dict[str, int] | None = None,
     decode: dict[str, int] | None = None,
+    windows: tuple[int | None, ...] = (None,),
     linked: bool = True,
 ) -> Iterator[KvPair]:
     """Workers with a tested link between each two, unless they are not `linked`."""
@@ -351,13 +352,13 @@ def kv_pair(
     clock = Clock()
     prefills = [
         PrefillSide(
-            f"p{n}", clock, kinds, prefill_slots, blocks_per_slot, prefill or {},
+            f"p{n}", clock, kinds, prefill_slots, blocks_per_slot, prefill or {}, windows,
             divided_bytes=divided_bytes,
         )
         for n in range(num_prefills)
     ]  # fmt: skip
     decodes = [
-        DecodeSide(f"d{n}", clock, kinds, decode_slots, blocks_per_slot, decode or {})
+        DecodeSide(f"d{n}", clock, kinds, decode_slots, blocks_per_slot, decode or {}, windows)
         for n in range(num_decodes)
     ]
     pair = KvPair(prefills, decodes, clock)

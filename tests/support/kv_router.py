@@ -69,6 +69,7 @@ class Router:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         forks: tuple[str, ...] = (),
+        cache_salt: str | None = None,
         **fields: Any,
     ) -> None:
         """Post a request, and with it others that differ in their seeds."""
@@ -84,6 +85,7 @@ class Router:
                     seed=SEED,
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    cache_salt=cache_salt,
                 ),
                 prefill_workers=list(workers),
                 forks=[

@@ -66,6 +66,7 @@ class Side:
     """An engine with its half of an endpoint.
 
     Attributes:
+        windows: of each layer; see `CacheGroups`.
         lost: links that have ended by themselves, and why.
         worked: whether the next iteration may build on what the last one did.
     """
@@ -76,6 +77,7 @@ class Side:
     num_slots: int
     blocks_per_slot: int
     engine: dict[str, int]
+    windows: tuple[int | None, ...] = (None,)
     core: EngineCore = field(init=False)
     device: LateDevice = field(init=False)
     staging: Staging = field(init=False)
@@ -85,8 +87,8 @@ class Side:
     worked: bool = False
 
     def __post_init__(self) -> None:
-        self.core, device = make_core(block_size=BLOCK_SIZE, **self.engine)
-        self.device = LateDevice(device.limits, device.num_blocks, device.block_size)
+        self.core, device = make_core(block_size=BLOCK_SIZE, windows=self.windows, **self.engine)
+        self.device = LateDevice(device.limits, device.num_blocks, device.block_size, device.groups)
         self.core.executor = self.device
         slot_bytes = GROUPS.packed_bytes(self.blocks_per_slot)
         self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))

@@ -1,7 +1,6 @@
 """A router in the test's own event loop, on a real port."""
 
 import asyncio
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -51,12 +50,22 @@ class LiveRouter:
         )
 
     async def metrics_page(self) -> str:
-        """All of /metrics, without the label `router`."""
-        text = (await self.http.get("/metrics")).text
-        return re.sub(r'router="[^"]*",|,?router="[^"]*"', "", text).replace("{}", "")
+        """All of its /metrics."""
+        return (await self.http.get(f"{self.service.metrics_endpoint}/metrics")).text
+
+    async def cluster(self) -> httpx.Response:
+        """What its operator port says of the cluster."""
+        return await self.http.get(f"{self.service.operator_endpoint}/cluster")
+
+    async def targets(self) -> list[dict[str, Any]]:
+        """Where its operator port says that metrics are."""
+        found: list[dict[str, Any]] = (
+            await self.http.get(f"{self.service.operator_endpoint}/sd")
+        ).json()
+        return found
 
     async def metric(self, sample: str) -> float:
-        """The value of a sample in /metrics, named as there but for the label `router`."""
+        """The value of a sample in /metrics, named as there."""
         text = await self.metrics_page()
         lines = [line for line in text.splitlines() if line.startswith(sample + " ")]
         assert len(lines) == 1, (sample, text)
@@ -80,6 +89,7 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
                 "heartbeat_s": HEARTBEAT_S,
                 "lease_s": LEASE_S,
                 "served_model_name": MODEL,
+                "operator_port": 0,
             }
             | settings
         )

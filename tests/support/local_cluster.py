@@ -30,12 +30,15 @@ from pagewire.loadtest.cluster import (
 )
 from pagewire.services.cli.up.machine import LOOPBACK, require_free_port
 
+TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+
 
 class LocalCluster:
     """A running `pagewire up`.
 
     Attributes:
-        url: of the router.
+        url: of the routers.
+        operator_url: where they describe the cluster, once it is ready.
 
     Args:
         program: the module that is `pagewire`.
@@ -46,6 +49,7 @@ class LocalCluster:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.operator_url = ""
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
         self._path = Path(self.directory.name)
         command = up_command(self._path, "--port", str(self.port), *options, program=program)
@@ -59,12 +63,21 @@ class LocalCluster:
 
     @property
     def lines(self) -> list[str]:
-        return self.output.splitlines()
+        """The same, without the times of lines."""
+        return [TIME.sub("", line) for line in self.output.splitlines()]
+
+    def log_of(self, name: str) -> str:
+        """Return what a service has written."""
+        [file] = self._path.glob(f"*/{name}.log")
+        return file.read_text(encoding="utf-8")
 
     def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait for the ready file."""
         log = self._path / "up.log"
-        wait_ready(self.process, log, lambda: read_ready_file(self.process, self._path), timeout)
+        ready = wait_ready(
+            self.process, log, lambda: read_ready_file(self.process, self._path), timeout
+        )
+        self.operator_url = ready["operator_url"]
 
     def wait_for_line(self, start: str, timeout: float = 10.0) -> str:
         """Wait until a line that begins so was printed, and return it."""
@@ -118,12 +131,12 @@ class LocalCluster:
 
     def health(self) -> dict[str, Any]:
         """Return the router's view of the cluster."""
-        body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        body: dict[str, Any] = httpx.get(f"{self.operator_url}/cluster", timeout=10).json()
         return body
 
     def metrics(self) -> dict[str, float]:
-        """Return the routers' metrics: the sample's name with its labels -> value."""
-        return metrics(self.url)
+        """Return all processes' metrics: the sample's name with its labels -> value."""
+        return metrics(self.operator_url)
 
     def total(self, name: str) -> float:
         """Return a metric's sum over all routers and workers."""
@@ -133,12 +146,12 @@ class LocalCluster:
 
     def used_blocks(self) -> dict[str, float]:
         """Return how many KV blocks each worker's sequences hold."""
-        return used_blocks(self.url)
+        return used_blocks(self.operator_url)
 
     def wait_idle(self, workers: int, timeout: float = 15.0) -> None:
         """Wait until no worker holds a block any more."""
         try:
-            wait_idle(self.url, timeout, workers)
+            wait_idle(self.operator_url, timeout, workers)
         except BenchError as exc:
             raise AssertionError(f"{exc}\n{self.output}") from exc
 

@@ -33,6 +33,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.FloatType():
             low, above = (kind.ge, False) if kind.gt is None else (kind.gt, True)
             return st.floats(low, kind.le, exclude_min=above, allow_nan=False)
+        case msgspec.inspect.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern, fullmatch=True)
         case msgspec.inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
         case msgspec.inspect.BytesType():

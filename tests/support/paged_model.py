@@ -37,7 +37,9 @@ class PagedModel:
     def __init__(self, model: DecoderModel, *, num_blocks: int, block_size: int, seed: int) -> None:
         config = model.config
         device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        token = config.cached_token
+        layers = (num_blocks, config.num_layers)
+        shape = (*layers, token.components, token.heads, block_size, token.size)
         self.model = model
         self.pool = torch.full(shape, GARBAGE, dtype=dtype, device=device)
         self.layers = [LayerKv(0, cache) for cache in self.pool.unbind(1)]

@@ -45,7 +45,8 @@ class RawClient:
         assert headers["content-type"] == "application/json", (status, headers, body)
         assert headers["connection"] == "close", (status, headers, body)
         error: dict[str, Any] = json.loads(body)["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
+        assert error.keys() == {"message", "type", "param", "code", "request_id"}
+        assert headers["x-request-id"] == error["request_id"]
         assert await self.ends()
         return status, error
 

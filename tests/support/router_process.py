@@ -34,6 +34,7 @@ def router_process(
     limit = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
     command = [*limit, sys.executable, "-P", "-m", "pagewire.services.cli.main", "router"]
     arguments = ["--redis-url", redis_url, "--port", str(port), "--served-model-name", MODEL]
+    arguments += ["--operator-port", "0"]
     process = subprocess.Popen(
         [*command, *arguments, *options],
         env={
@@ -54,11 +55,11 @@ def router_process(
             process.kill()
 
 
-async def health(http: httpx.AsyncClient, status: int) -> None:
-    """Wait until /health answers with a status."""
+async def ready(http: httpx.AsyncClient, status: int) -> None:
+    """Wait until /ready answers with a status."""
     for _ in range(200):
         with contextlib.suppress(httpx.TransportError):
-            if (await http.get("/health")).status_code == status:
+            if (await http.get("/ready")).status_code == status:
                 return
         await asyncio.sleep(0.05)
-    pytest.fail(f"no {status} from /health")
+    pytest.fail(f"no {status} from /ready")

@@ -41,6 +41,12 @@ SERVED: dict[str, dict[str, Any]] = {
     "SeedOssForCausalLM": _HEAD,
     "ArceeForCausalLM": {"num_key_value_heads": 1},
     "Exaone4ForCausalLM": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "Starcoder2ForCausalLM-windows": {"sliding_window": 9},
+    "Cohere2ForCausalLM": {"sliding_window": 11, "num_hidden_layers": 5, "logit_scale": 0.25},
+    "Exaone4ForCausalLM-windows": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "MixtralForCausalLM": {**_EXPERTS, "num_local_experts": 4},
     "Qwen3MoeForCausalLM": {**_HEAD, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
     "GPT2LMHeadModel": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": POSITIONS},
@@ -48,8 +54,14 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 def write_tiny(path: Path, architecture: str, **changes: Any) -> Any:
-    """Save a model of an architecture, and return it as Hugging Face has it."""
-    kind = getattr(transformers, architecture)
+    """Save a model of an architecture, and return it as Hugging Face has it.
+
+    Args:
+        path: of the directory.
+        architecture: of `SERVED`, or any other of transformers'.
+        changes: of its configuration.
+    """
+    kind = getattr(transformers, architecture.partition("-")[0])
     sizes = _SIZES
     if architecture.startswith("GPT2"):  # has other names for them
         sizes = {name: _SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}

@@ -10,9 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.events import AnswerEvent, CallArguments, ContentText, ReasoningText
-from pagewire.shared.tools.formats import ARGS_MARK, TOOL_FORMATS, ToolFormat
+from pagewire.shared.tools.formats import TOOL_FORMATS, ToolFormat
 from pagewire.shared.tools.parser import ToolParser
+from pagewire.shared.tools.xml_calls import ArgumentKinds, argument_kinds
 
 WEATHER = {
     "type": "function",
@@ -33,28 +35,45 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[dict[str, Any]] = [WEATHER, CLOCK]
 NAMES = ("get_weather", "clock")
+KINDS: ArgumentKinds = {
+    each["function"]["name"]: argument_kinds(Function(**each["function"])) for each in TOOLS
+}
 
 Call = tuple[str, dict[str, Any]]
 
 
 def written(form: ToolFormat, calls: Sequence[Call], show: Callable[[Any], str] = repr) -> str:
     """Return calls as a model writes them; `show` writes values of Python."""
-    each = [_one(form, name, arguments, show) for name, arguments in calls]
+    each = [
+        form.before + _one(form, name, arguments, show) + form.after for name, arguments in calls
+    ]
     if form.is_list:
         return form.open + form.begin + form.separator.join(each) + form.end + form.close
     return form.separator.join(form.open + call + form.close for call in each)
 
 
-def as_grammars_have_it(value: Any) -> str:
-    """Constants as Python's, all else as JSON's."""
-    return repr(value) if isinstance(value, bool | None) else json.dumps(value)
+def as_grammars_have_it(form: ToolFormat) -> Callable[[Any], str]:
+    """Return what writes constants as the format has them, and all else as JSON."""
+
+    def show(value: Any) -> str:
+        is_constant = isinstance(value, bool | None) and form.python_constants
+        return repr(value) if is_constant else json.dumps(value)
+
+    return show
 
 
 def _one(form: ToolFormat, name: str, arguments: dict[str, Any], show: Callable[[Any], str]) -> str:
+    if form.kind == "xml":
+        elements = [
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n"
+            "</parameter>\n"
+            for key, value in arguments.items()
+        ]
+        return f"<function={name}>\n{''.join(elements)}</function>"
     if form.kind == "python":
         return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
-    if form.kind == "headed":
-        return name + ARGS_MARK + json.dumps(arguments)
+    if form.kind in ("headed", "harmony"):
+        return name + form.mark + json.dumps(arguments)
     return json.dumps({"name": name, form.arguments_key: arguments}, ensure_ascii=False)
 
 
@@ -63,6 +82,7 @@ def parser(form: str | ToolFormat, names: Sequence[str] = NAMES, **options: Any)
     if isinstance(form, str):
         form = TOOL_FORMATS[form]
     ids = iter(range(1 << 20))
+    options.setdefault("kinds", KINDS)
     return ToolParser(form, names, new_id=lambda: f"id-{next(ids)}", **options)
 
 
@@ -108,3 +128,14 @@ def splits(draw: st.DrawFn, text: str) -> list[str]:
     """A text in parts."""
     cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=len(text))))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def kinds_of(calls: Sequence[Call]) -> ArgumentKinds | None:
+    """Return how the arguments of calls are written; None if of one name in more than one way."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, arguments in calls:
+        for key, value in arguments.items():
+            kind = "text" if isinstance(value, str) else "json"
+            if found.setdefault(name, {}).setdefault(key, kind) != kind:
+                return None
+    return found

@@ -11,8 +11,24 @@ from pagewire.shared.model.demo import demo_model_path
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # Special tokens of each template, and tokens that are text nevertheless, as in Qwen's.
+_IM = ["<|im_start|>", "<|im_end|>"]
+_DEEPSEEK = [
+    *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+]
 SPECIAL = {
-    "hermes": ["<|im_start|>", "<|im_end|>"],
+    "phi4_mini": ["<|tool|>", "<|/tool|>"],
+    "granite": ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"],
+    "smollm3": _IM,
+    "olmo3": _IM,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "qwen3_coder": _IM,
+    "harmony": [
+        *("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
+    ],
+    "hermes": _IM,
     "llama3_json": ["<|start|>", "<|stop|>", "<|eot|>", "<|python_tag|>"],
     "mistral": [
         "[INST]",
@@ -24,7 +40,14 @@ SPECIAL = {
         "[/TOOL_RESULTS]",
     ],
 }
-TEXT = {"hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"]}
+TEXT = {
+    "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "phi4_mini": ["<|tool_call|>", "<|/tool_call|>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
+    "olmo3": ["<function_calls>", "</function_calls>", "<think>", "</think>"],
+    "smollm3": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "deepseek_v31": ["<think>", "</think>"],
+}
 
 
 def template_source(name: str) -> str:

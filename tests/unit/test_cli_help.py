@@ -13,6 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
+from pagewire.services.cli.help_page import joined_names
 from pagewire.services.cli.main import app
 from pagewire.services.cli.up.command import NOT_SETTINGS
 from pagewire.shared.config import ClientSettings, RouterSettings, WorkerSettings
@@ -110,3 +111,15 @@ def test_make_help_lists_every_target() -> None:
     )
     assert [line.split()[1] for line in done.stdout.splitlines()] == documented
     assert "bench-gpu-2" in documented
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["--served-model-name", "a", "b", "--port", "1"], ["a,b", "--port", "1"]),
+        (["--served-model-name", "a,b"], ["a,b"]),
+        (["--served-model-name", "--port", "1"], ["--port", "1"]),
+    ],
+)
+def test_several_names_may_follow_one_option(given: list[str], names: list[str]) -> None:
+    assert joined_names(["up", *given]) == ["up", "--served-model-name", *names]

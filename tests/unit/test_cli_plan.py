@@ -16,6 +16,7 @@ from pagewire.services.cli.main import app
 from pagewire.services.cli.up import command as up
 from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,
+    RouterSockets,
     crowded_gpus,
     gpu_share,
     plan_services,
@@ -33,12 +34,12 @@ from pagewire.shared.errors import ConfigError
 
 SHARED = {"PAGEWIRE_CLUSTER_SECRET": "s", "PAGEWIRE_REDIS_URL": "unix:///x"}
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - what a user may ask for
-LISTENER = 17
+SOCKETS = RouterSockets(17, 18)
 CPU_ONLY = Machine(cores=8, gpus=())
 
 
 def plan(machine: Machine = CPU_ONLY, **options: object) -> dict[str, ChildSpec]:
-    specs = plan_services(ClusterOptions(**options), machine, SHARED, LISTENER)
+    specs = plan_services(ClusterOptions(**options), machine, SHARED, SOCKETS)
     return {spec.name: spec for spec in specs}
 
 
@@ -67,7 +68,8 @@ def test_routers_have_one_socket_and_names() -> None:
     routers = [spec for name, spec in specs.items() if name.startswith("router-")]
     assert [flag(spec, "--router-id") for spec in routers] == ["router-0", "router-1", "router-2"]
     for spec in routers:
-        assert (flag(spec, "--fd"), spec.fds) == (str(LISTENER), (LISTENER,))
+        assert (flag(spec, "--fd"), spec.fds) == ("17", (17, 18))
+        assert flag(spec, "--operator-fd") == "18"
         assert spec.is_front
     assert all(spec.fds == () for spec in specs.values() if spec not in routers)
 
@@ -131,7 +133,7 @@ def test_workers_of_one_gpu_share_its_memory(gpus: int, workers: int, share: str
 def test_workers_share_what_others_leave_of_a_gpu(free: tuple[float, float], share: str) -> None:
     machine = Machine(cores=8, gpus=("0", "1"), free=free)
     options = ClusterOptions(decode=2)  # two of the three workers are on the first GPU
-    specs = {spec.name: spec for spec in plan_services(options, machine, {}, LISTENER)}
+    specs = {spec.name: spec for spec in plan_services(options, machine, {}, SOCKETS)}
     assert flag(specs["prefill-0"], "--gpu-memory-utilization") == share
     note = crowded_gpus(options, machine)
     assert bool(note) == (share != "0.425")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pagewire.services.cli.up.log_lines import message_of
 from pagewire.services.cli.up.processes import ChildSpec, OutputLog
-from pagewire.services.cli.up.progress import ProgressDisplay, message_of
+from pagewire.services.cli.up.progress import ProgressDisplay
 from pagewire.services.cli.up.supervisor import ChildStatus
 
 HEAD = "2026-11-22 12:54:58,856 INFO pagewire.shared.worker.runtime: "
@@ -64,6 +65,8 @@ def test_what_the_cluster_waits_for_is_shown() -> None:
     [
         (f"{HEAD}sizing the KV pool", "sizing the KV pool"),
         ("7:C 01 Jan 2026 00:00:00.000 # Warning: no config", "Warning: no config"),
+        ('{"level": "info", "message": "sizing the KV pool"}', "sizing the KV pool"),
+        ("{not JSON", "{not JSON"),
         ("Traceback (most recent call last):", "Traceback (most recent call last):"),
     ],
 )

@@ -21,7 +21,7 @@ HEALTH = {
         {
             "id": "decode-0",
             "role": "decode",
-            "links": [{"peer": "prefill-0", "transport": "ucx", "gb_per_s": 1.25}],
+            "links": [{"peer": "prefill-0", "transport": "ucx", "gb_per_s": 1.25, "bytes": 64}],
         },
     ],
 }

@@ -21,14 +21,16 @@ from rich.console import Console
 from pagewire.services.cli.health import Health, Link, Service, fetch_health
 from pagewire.services.cli.up import processes, redis_process, run_dir, tether
 from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
-from pagewire.services.cli.up.ready_box import show_ready_box
+from pagewire.services.cli.up.ready_box import ReadyFacts, show_ready_box
 from pagewire.services.cli.up.supervisor import RestartPolicy, Supervisor, refusal_in
+from pagewire.services.router.http import access_log
 from pagewire.shared.cluster.redis_client import without_password
 from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.aio import eventually, run_async
 
+URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:9000")  # of endpoint and operator port
 HEALTHY = Health(
-    ok=True,
+    status="ok",
     model="demo",
     services=[
         Service("decode-0", "decode", 7, links=[Link("prefill-0", "ucx", 371.26)]),
@@ -53,6 +55,17 @@ def test_log_keeps_lines_across_chunks(log: OutputLog) -> None:
     log.close()
     assert log.tail(5) == ["one", "two", "three"]
     assert log.path.read_bytes() == b"one\ntwo\n\nthree"
+
+
+def test_lines_of_requests_do_not_push_out_those_that_explain_an_end(log: OutputLog) -> None:
+    log.feed(b"ZeroDivisionError\n")
+    name = access_log.logger.name.encode()
+    of_request = b"2026-11-23 14:30:00,000 INFO %b: request status=200\n" % name
+    as_json = b'{"logger": "%b", "message": "request"}\n' % name
+    log.feed(100 * (of_request + as_json))
+    log.close()
+    assert log.tail(9) == ["ZeroDivisionError"]
+    assert log.path.read_bytes().count(b"\n") == 201
 
 
 def test_log_survives_bytes_that_are_no_text_and_endless_lines(log: OutputLog) -> None:
@@ -85,7 +98,13 @@ def test_full_disk_does_not_stop_the_child(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-99, "killed by signal 99")]
+    ("code", "text"),
+    [
+        (3, "exit code 3"),
+        (-9, "killed by SIGKILL, which is what the system does when memory runs out"),
+        (-11, "killed by SIGSEGV"),
+        (-99, "killed by signal 99"),
+    ],
 )
 def test_exit_status_in_words(code: int, text: str) -> None:
     assert str(ExitStatus(code)) == text
@@ -205,7 +224,7 @@ def test_refusal_of_a_service_is_one_line(lines: list[str], reason: str) -> None
 def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=60)
-    show_ready_box(console, HEALTHY, "http://127.0.0.1:8000", "redis-server", tmp_path)
+    show_ready_box(console, HEALTHY, ReadyFacts(*URLS, "redis-server", tmp_path))
     lines = out.getvalue().splitlines()
     [curl] = [line for line in lines if line.startswith("curl ")]
     words = shlex.split(curl)
@@ -219,8 +238,8 @@ def test_ready_box_announces_a_context_that_was_cut_and_asks_what_fits_it(tmp_pa
     whole = Service("decode-0", "decode", 9, max_model_len=4096, full_model_len=4096)
     for services, is_cut in (([whole], False), ([whole, cut], True)):
         out = io.StringIO()
-        health = Health(ok=True, model="demo", services=services)
-        show_ready_box(Console(file=out, width=120), health, "http://h", "redis", tmp_path)
+        health = Health(status="ok", model="demo", services=services)
+        show_ready_box(Console(file=out, width=120), health, ReadyFacts(*URLS, "redis", tmp_path))
         assert ("decode-1: 32 tokens of 4,096" in out.getvalue()) == is_cut
         assert ("--num-blocks" in out.getvalue()) == is_cut
         [curl] = [line for line in out.getvalue().splitlines() if line.startswith("curl ")]
@@ -240,7 +259,9 @@ def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     logs = tmp_path / ("a-long-name" * 5)
     show_ready_box(
-        Console(file=out, width=40), HEALTHY, "http://127.0.0.1:8000", "redis-server", logs
+        Console(file=out, width=40),
+        HEALTHY,
+        ReadyFacts(*URLS, "redis-server", logs),
     )
     assert "…" not in out.getvalue()
     values = [line[16:-1].strip() for line in out.getvalue().splitlines() if line[:1] == "│"]
@@ -250,15 +271,15 @@ def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
 def test_ready_box_names_each_link_and_its_speed(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100)
-    show_ready_box(console, HEALTHY, "http://127.0.0.1:8000", "redis-server", tmp_path)
+    show_ready_box(console, HEALTHY, ReadyFacts(*URLS, "redis-server", tmp_path))
     assert "prefill-0 -> decode-0: ucx, 371.26 GB/s" in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("body", "status", "expected"),
     [
-        (b'{"model": "m", "services": [], "other": 1}', 200, Health(ok=True, model="m")),
-        (b'{"model": "m"}', 503, Health(ok=False, model="m")),
+        (b'{"status": "ok", "model": "m", "other": 1}', 200, Health("m", "ok")),
+        (b'{"model": "m"}', 503, Health(model="m")),
         (b"<html>", 200, None),
         (b'{"services": 5}', 200, None),
     ],
@@ -276,8 +297,10 @@ def test_health_of_any_answer(body: bytes, status: int, expected: Health | None)
 def test_ready_box_names_links_that_are_missing(tmp_path: Path) -> None:
     out = io.StringIO()
     decode = Service("decode-0", "decode", missing_links=["prefill-1"])
-    health = Health(ok=True, model="m", services=[Service("prefill-1", "prefill"), decode])
-    show_ready_box(Console(file=out, width=100), health, "http://h", "redis-server", tmp_path)
+    health = Health(status="ok", model="m", services=[Service("prefill-1", "prefill"), decode])
+    show_ready_box(
+        Console(file=out, width=100), health, ReadyFacts(*URLS, "redis-server", tmp_path)
+    )
     assert "prefill-1 -> decode-0: no link yet; decode-0 computes prompts itself" in out.getvalue()
 
 

@@ -4,12 +4,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.config import (
-    ClusterSettings,
-    RouterSettings,
-    WorkerSettings,
-    load_settings,
-)
+from pagewire.shared.base_settings import ClusterSettings
+from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError
 
 KINDS = [ClusterSettings, WorkerSettings, RouterSettings]

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import pagewire
 from pagewire.services.cli.up.command import DRAIN_TIMEOUT_S
 from pagewire.services.router.dispatch.dispatcher import WORKER_WAIT_S
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.main import CUT_S
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, decode
+from pagewire.shared.errors import VersionMismatchError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.tests.support.documents import DOCUMENTS, ROOT
 from pagewire.tests.support.tiny_models import ARCHITECTURE_OF
@@ -103,7 +106,10 @@ def test_the_readme_says_that_disaggregation_loses_goodput_on_one_cpu_machine() 
     assert "On one CPU machine, disaggregation loses goodput" in README.replace("\n", " ")
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+PAGES = [*DOCUMENTS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_and_paths_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     wrong = []
@@ -116,6 +122,17 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
     ours = [name for name in names if name.split("/")[0] in TOP and not PLACEHOLDER.search(name)]
     wrong += [name for name in ours if not (ROOT / name).exists()]
     assert wrong == []
+
+
+def test_the_changelog_and_the_upgrade_page_have_this_release() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    latest = setting(r"(?ms)^(## \[.*?)(?=^## \[|\Z)", changelog)
+    assert pagewire.__version__ in latest.splitlines()[0]
+    assert f"\nProtocol version {PROTOCOL_VERSION}.\n" in latest
+    upgrade = (ROOT / "docs" / "upgrade.md").read_text(encoding="utf-8")
+    with pytest.raises(VersionMismatchError) as refused:
+        decode(bytes([PROTOCOL_VERSION + 1, 0]))
+    assert str(refused.value).partition("speaks ")[2] in upgrade.replace("\n", " ")
 
 
 def anchors(document: Path) -> set[str]:

@@ -10,7 +10,7 @@ from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.tools.form_grammar import after_reasoning
 from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tools.syntax import ChatSyntax
-from pagewire.tests.unit.test_tool_grammar import EOS, VOCABULARIES
+from pagewire.tests.unit.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
 
 FORMS = {
     "json": (StructuredOutputs(json={"type": "object"}), '{"a": 1}'),
@@ -46,7 +46,7 @@ def allows(name: str, reasoning: str, begins: Begins | None, tokens: str, text: 
 
 
 @pytest.mark.parametrize("tokens", VOCABULARIES)
-@pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+@pytest.mark.parametrize("reasoning", REASONINGS_IN_TAGS)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_form_begins_after_the_reasoning(name: str, reasoning: str, tokens: str) -> None:
     answer, form = FORMS[name][1], REASONING_FORMATS[reasoning]
@@ -67,3 +67,13 @@ def test_a_grammar_with_the_close_tag_describes_the_whole_answer() -> None:
     text = grammar_text(StructuredOutputs(grammar='start: "<think>" /[a-z]*/ "</think>" "x"')) or ""
     syntax = ChatSyntax(None, REASONING_FORMATS["think"], {})
     assert after_reasoning(text, syntax, "outside") == text
+
+
+@pytest.mark.parametrize("tokens", VOCABULARIES)
+def test_a_form_may_be_between_tags_after_reasoning(tokens: str) -> None:
+    for begins, opened in (("outside", "<think>"), ("inside", "")):
+        for end in ("<response>no</response>", "\n<response>\nno\n</response>", "no"):
+            text = f"{opened}So.</think>{end}"
+            assert allows("choice", "granite_tags", begins, tokens, text)
+    assert not allows("choice", "granite_tags", "outside", tokens, "<response>no</response>")
+    assert not allows("choice", "granite_tags", "inside", tokens, "So.</think><response>no")

@@ -42,6 +42,7 @@ PACKAGES = (
     "services.router.workers",
     "services.router.placement",
     "services.router.metrics",
+    "services.router.dashboard",
     "services.router.dispatch",
     "services.router.text",
     "services.router.http",
@@ -56,9 +57,15 @@ COMPOSERS = ("services", "services.router", "services.cli")
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
 # Distributions whose module has another name.
-DISTRIBUTIONS = {"zmq": "pyzmq", "ucxx": "ucxx-cu13", "cuda": "cuda-bindings"}
+DISTRIBUTIONS = {
+    "opentelemetry": "opentelemetry-sdk",
+    "zmq": "pyzmq",
+    "ucxx": "ucxx-cu13",
+    "cuda": "cuda-bindings",
+}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 MAY_TOUCH_THE_ENVIRONMENT = {
+    "shared/base_settings.py": "OpenTelemetry's own name of a setting",
     "shared/config.py": "the one reader of settings",
     "services/cli/up/processes.py": "children inherit it",
     "services/cli/up/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
@@ -270,6 +277,7 @@ def test_what_serves_imports_declared_packages_alone() -> None:
             *extras["worker"],
             *extras["ucx"],
             *extras["transformers"],
+            *extras["otel"],
         ]
     }
     wrong = []

@@ -231,7 +231,7 @@ def test_what_is_compared_differs_in_the_cluster_alone() -> None:
 
 def test_locust_gets_the_load(tmp_path: Path) -> None:
     load = compare.Load("burst", "2,8", 5.0, 400.0, 30.0)
-    words = load.locust_command("http://h:1", tmp_path, ("ChatUser",))
+    words = load.locust_command(compare.Urls("http://h:1", "http://h:2"), tmp_path, ("ChatUser",))
     for option, value in (
         ("--load-shape", "burst"),
         ("--rates", "2,8"),

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -50,14 +56,19 @@ CONFIG_CLASSES = {
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
     "Gemma3ForConditionalGeneration": Gemma3Config,
+    "CohereForCausalLM": CohereConfig,
+    "Cohere2ForCausalLM": Cohere2Config,
     "GptOssForCausalLM": GptOssConfig,
     "GraniteForCausalLM": GraniteConfig,
+    "GraniteMoeForCausalLM": GraniteMoeConfig,
     "SmolLM3ForCausalLM": SmolLM3Config,
     "Phi3ForCausalLM": Phi3Config,
     "MixtralForCausalLM": MixtralConfig,
     "Qwen2MoeForCausalLM": Qwen2MoeConfig,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "OlmoeForCausalLM": OlmoeConfig,
+    "DeepseekV2ForCausalLM": DeepseekV2Config,
+    "DeepseekV3ForCausalLM": DeepseekV3Config,
 }
 # Of the others, Hugging Face writes layers with a window whether there is one or not.
 WINDOWED = (
@@ -66,10 +77,13 @@ WINDOWED = (
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
     "GptOssForCausalLM",
+    "Cohere2ForCausalLM",
 )
-FULL_ATTENTION: dict[str, dict[str, Any]] = {
+# What a file must have for our defaults to be Hugging Face's.
+NEEDED: dict[str, dict[str, Any]] = {
     name: {} if name in WINDOWED else {"sliding_window": None} for name in CONFIG_CLASSES
 }
+NEEDED["DeepseekV2ForCausalLM"] = {"num_experts_per_tok": 6}  # without it nothing is computed
 
 # Hugging Face's name of a field, and ours.
 SAME_FIELDS = {
@@ -126,6 +140,8 @@ def _llama(**fields: Any) -> dict[str, Any]:
 def _assert_same(path: Path, theirs: PreTrainedConfig) -> None:
     ours = load_config(path)
     for name, our_name in SAME_FIELDS.items():
+        if name == "rms_norm_eps" and hasattr(theirs, "layer_norm_eps"):
+            name = "layer_norm_eps"
         assert getattr(ours, our_name) == getattr(theirs, name), name
     head_dim = getattr(theirs, "head_dim", None)
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
@@ -142,8 +158,8 @@ def _assert_same(path: Path, theirs: PreTrainedConfig) -> None:
 
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
 def test_defaults_are_hugging_faces(tmp_path: Path, architecture: str) -> None:
-    _write(tmp_path, {"architectures": [architecture], **FULL_ATTENTION[architecture]})
-    theirs = CONFIG_CLASSES[architecture](**FULL_ATTENTION[architecture])
+    _write(tmp_path, {"architectures": [architecture], **NEEDED[architecture]})
+    theirs = CONFIG_CLASSES[architecture](**NEEDED[architecture])
     _assert_same(tmp_path, theirs.get_text_config())
 
 
@@ -167,8 +183,10 @@ def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: st
         bos_token_id=3,
         eos_token_id=[4, 5],
         rope_theta=1234.5,
-        **FULL_ATTENTION[architecture],
+        **NEEDED[architecture],
     )
+    if architecture.startswith("Deepseek"):  # whose heads share what they cache
+        sizes |= {"num_key_value_heads": 6, "head_dim": 64}
     if architecture == "Gemma3ForConditionalGeneration":
         sizes = {"text_config": sizes}
     config = CONFIG_CLASSES[architecture](architectures=[architecture], **sizes)
@@ -334,6 +352,26 @@ def _change_weights(file: Path, where: str) -> None:
     else:
         data[8 + length + at[where]] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_fingerprint_changes_with_longropes_factors(
+    demo_copy: Path, load_format: Literal["safetensors", "dummy"]
+) -> None:
+    config = load_config(demo_copy)
+    factors = (1.0,) * (config.head_dim // 2)
+    rope = RopeConfig(
+        "longrope",
+        original_max_position_embeddings=512,
+        short_factors=factors,
+        long_factors=factors,
+    )
+    config = dataclasses.replace(config, rope=rope, max_position_embeddings=1024)
+    default, long, longer, short, shorter = (
+        model_fingerprint(demo_copy, config, load_format, longest)
+        for longest in (None, 513, 1024, 512, 16)
+    )
+    assert default == long == longer != short == shorter
 
 
 def test_fingerprint_of_dummy_weights_needs_only_the_configuration(tmp_path: Path) -> None:

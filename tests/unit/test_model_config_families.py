@@ -13,7 +13,8 @@ import transformers
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
-from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import MAX_LAYERS
 from pagewire.shared.model.rope_config import ROPE_TYPES
 
 
@@ -41,12 +42,15 @@ PHI_4_MINI: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
-def test_longrope_serves_the_original_context(tmp_path: Path, name: str) -> None:
-    """Past it all positions turn otherwise: keys that are cached would have to change."""
+def test_longrope_chooses_its_factors_by_the_length_that_is_served(
+    tmp_path: Path, name: str
+) -> None:
     rope = {**PHI_4_MINI["rope_scaling"], "type": name}
     config = load_config(_write(tmp_path, {**PHI_4_MINI, "rope_scaling": rope}))
-    assert config.max_position_embeddings == 4096
+    assert config.max_position_embeddings == 131072
     assert config.rope.rope_type == "longrope"
+    assert config.rope.is_long(131072) and config.rope.is_long(4097)
+    assert not config.rope.is_long(4096)
     assert config.rope.rotated(config.head_dim) == 96
     assert config.rope.amplitude == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
 
@@ -116,6 +120,37 @@ _WINDOWS = {
         {"architectures": ["Phi3ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 4095},
         (4095, 4095),
     ),
+    "mixtral-in-all-layers": (
+        {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 2, "sliding_window": 4096},
+        (4096, 4096),
+    ),
+    "qwen2-moe-in-every-second-of-the-first": (
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "num_hidden_layers": 6,
+            "use_sliding_window": True,
+            "sliding_window": 100,
+            "max_window_layers": 4,
+        },
+        (100, None, 100, None, None, None),
+    ),
+    "cohere2-in-three-of-four": (
+        {"architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 5},
+        (4096, 4096, 4096, None, 4096),
+    ),
+    "qwen2-moe-switched-off": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 2, "sliding_window": 100},
+        (None, None),
+    ),
+    "qwen3-moe-in-all-layers": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_hidden_layers": 2,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
+        (4096, 4096),
+    ),
 }
 
 
@@ -128,8 +163,8 @@ def test_windows_of_layers(
 
 REFUSED = {
     "experts": (
-        {"architectures": ["GraniteMoeForCausalLM"]},
-        "GraniteMoeForCausalLM is not supported (it has a mixture of experts); supported are",
+        {"architectures": ["PhimoeForCausalLM"]},
+        "PhimoeForCausalLM is not supported (it has a mixture of experts of another kind); ",
     ),
     "more-experts-than-there-are": (
         {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
@@ -138,6 +173,10 @@ REFUSED = {
     "dense-layers-by-text": (
         {"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": ["0"]},
         "mlp_only_layers must be a list of layers from 0, not ['0']",
+    ),
+    "cohere-with-norms-of-heads": (
+        {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
+        "use_qk_norm is not supported; --model-impl transformers runs the model",
     ),
     "olmoe-clipped": (
         {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
@@ -190,6 +229,10 @@ REFUSED = {
             "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
         },
         "short_factor has 1 numbers; it must have 48",
+    ),
+    "longrope-without-long-factors": (
+        _llama(head_dim=2, rope_scaling={"type": "longrope", "short_factor": [1.0]}),
+        "long_factor is missing",
     ),
     "longrope-with-text": (
         _llama(rope_scaling={"type": "longrope", "short_factor": ["a"]}),
@@ -249,6 +292,44 @@ def test_any_value_of_any_field_is_read_or_refused(architecture: str) -> None:
     for name in (*content, "rope_scaling", "quantization_config", "layer_types"):
         for value in WRONG_VALUES:
             _read_or_refuse(architecture, {**content, name: value})
+
+
+LARGEST = {
+    "num_hidden_layers": MAX_LAYERS,
+    "hidden_size": MAX_WIDTH,
+    "intermediate_size": MAX_WIDTH,
+    "moe_intermediate_size": MAX_WIDTH,
+    "shared_expert_intermediate_size": MAX_WIDTH,
+    "kv_lora_rank": MAX_WIDTH,
+    "qk_rope_head_dim": MAX_WIDTH,
+    "num_attention_heads": MAX_COUNT,
+    "num_local_experts": MAX_COUNT,
+    "n_routed_experts": MAX_COUNT,
+    "vocab_size": MAX_TOKENS,
+    "max_position_embeddings": MAX_TOKENS,
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sizes_are_bounded(architecture: str) -> None:
+    """Before a list or a table of that size is made."""
+    name = _CONFIG_OF.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    content = getattr(transformers, name)().to_dict()
+    part = content.get("text_config", content)
+    if part.get("num_experts_per_tok", 1) is None:  # DeepSeek-V2's class has no default
+        part["num_experts_per_tok"] = 2
+    for name, most in LARGEST.items():
+        if name in part:
+            changed = {**part, name: most + 1}
+            fields = {**content, "text_config": changed} if part is not content else changed
+            with pytest.raises(ModelLoadError, match=f"{name} must be at most {most}, not"):
+                ARCHITECTURES[architecture].parse_config(Fields(fields, "config.json"))
+
+
+def test_a_factor_of_yarn_that_says_too_much() -> None:
+    rope = {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096}
+    config = ARCHITECTURES["LlamaForCausalLM"].parse_config(Fields(_llama(rope_scaling=rope), ""))
+    assert config.max_position_embeddings == MAX_TOKENS
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)

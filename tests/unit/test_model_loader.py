@@ -291,6 +291,14 @@ def test_missing_shard(tmp_path: Path) -> None:
     _assert_refused(tmp_path, f"weights file {shard} is missing; download it again")
 
 
+def test_weights_that_a_link_no_longer_reaches(tmp_path: Path) -> None:
+    """As in a cache of the hub whose blobs were removed."""
+    _save(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    (tmp_path / WEIGHTS).symlink_to(tmp_path / "removed")
+    _assert_refused(tmp_path, f"weights file {tmp_path / WEIGHTS} is missing; download it again")
+
+
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
     _save(tmp_path, max_shard_size="4KB")
     first, second = sorted(tmp_path.glob("model-*.safetensors"))[:2]
@@ -306,9 +314,24 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
         ("{", "is not a safetensors index"),
         ("[" * 100_000, "is not a safetensors index"),
         ('{"metadata": {}}', "is not a safetensors index"),
+        ('{"weight_map": {}}', "is not a safetensors index"),
         ('{"weight_map": {"a": "../../secret.safetensors"}}', "outside the model's directory"),
+        ('{"weight_map": {"a": ".."}}', "outside the model's directory"),
+        ('{"weight_map": {"a": ""}}', "outside the model's directory"),
+        ('{"weight_map": {"a": "x\\u0000.safetensors"}}', "outside the model's directory"),
+        ('{"weight_map": {"a": "x\\ud800.safetensors"}}', "outside the model's directory"),
     ],
-    ids=["cut-off", "nested-too-deep", "without-a-map", "path-out-of-the-directory"],
+    ids=[
+        "cut-off",
+        "nested-too-deep",
+        "without-a-map",
+        "empty-map",
+        "path-out-of-the-directory",
+        "the-directory-above",
+        "no-name",
+        "null-byte",
+        "half-a-character",
+    ],
 )
 def test_corrupt_index(tmp_path: Path, content: str, message: str) -> None:
     _save(tmp_path, max_shard_size="4KB")
@@ -319,7 +342,7 @@ def test_corrupt_index(tmp_path: Path, content: str, message: str) -> None:
 def test_more_than_the_device_holds(tmp_path: Path) -> None:
     _save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["intermediate_size"] = 2**44
+    config |= {"hidden_size": 2**20, "intermediate_size": 2**20}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="no memory on cpu for a LlamaForCausalLM of 2 layers"):
         _load(tmp_path, load_format="dummy")

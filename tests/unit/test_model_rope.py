@@ -78,5 +78,19 @@ def test_angles_are_hugging_faces(tmp_path: Path, family: str, content: dict[str
     theirs = rotary(kind.from_pretrained(tmp_path))
     expected = [table[0] for table in theirs(torch.zeros(1), positions)]
     table = cos_sin_table(config.rope, config.head_dim, length)
+    assert_equal_angles(table, expected)
+
+
+@pytest.mark.parametrize("length", [4096, 4097])
+def test_longrope_changes_its_factors_where_hugging_face_does(tmp_path: Path, length: int) -> None:
+    content = {"architectures": ["Phi3ForCausalLM"], **CASES["phi-4-mini"][1]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = Phi3RotaryEmbedding(Phi3Config.from_pretrained(tmp_path))
+    expected = [table[0] for table in theirs(torch.zeros(1), torch.arange(length)[None])]
+    config = load_config(tmp_path)
+    assert_equal_angles(cos_sin_table(config.rope, config.head_dim, length), expected)
+
+
+def assert_equal_angles(table: torch.Tensor, expected: list[torch.Tensor]) -> None:
     for ours, doubled in zip(table.chunk(2, dim=-1), expected, strict=True):
         torch.testing.assert_close(ours, doubled.chunk(2, dim=-1)[0], atol=1e-6, rtol=0)

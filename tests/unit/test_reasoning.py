@@ -13,14 +13,14 @@ from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import (
     AnswerMessage,
-    AnswerParser,
     AnswerReading,
+    answer_parser,
     count_reasoning,
     read_answer,
 )
 from pagewire.shared.tools.events import ContentText, ReasoningText
 from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
+from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins, recognise_reasoning
 from pagewire.shared.tools.syntax import ChatSyntax
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import joined, parsed, splits, written
@@ -67,7 +67,7 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
     reading = AnswerReading(("clock",), reasoning=begins)
 
     def read(parts: list[str]) -> tuple[Any, int | None]:
-        parser = AnswerParser(SYNTAX, reading)
+        parser = answer_parser(SYNTAX, reading)
         return parsed(parser, parts), parser.reasoning_end
 
     whole, end = read([text])
@@ -83,7 +83,7 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
 )
 def test_text_held_back_is_not_read_again(begins: Begins, more: str) -> None:
     def read(pushes: int) -> None:
-        parser = AnswerParser(SYNTAX, AnswerReading(reasoning=begins))
+        parser = answer_parser(SYNTAX, AnswerReading(reasoning=begins))
         text = "Hm." + more * pushes + "So." if begins == "inside" else more * pushes + "So."
         events = parsed(parser, [text[at : at + 4] for at in range(0, len(text), 4)])
         assert events == [ReasoningText(text) if begins == "inside" else ContentText(text)]
@@ -105,7 +105,7 @@ def test_reasoning_may_be_left_out() -> None:
 
 
 def test_without_a_close_tag_yet_nothing_of_it_is_given_out() -> None:
-    parser = AnswerParser(SYNTAX, AnswerReading(reasoning="inside"))
+    parser = answer_parser(SYNTAX, AnswerReading(reasoning="inside"))
     found = [parser.push(part) for part in ("Hm.\n", "</th", "ink", ">\n", "\nYes")]
     assert found == [[ReasoningText("Hm.")], [], [], [], [ContentText("Yes")]]
 
@@ -114,7 +114,7 @@ def test_without_a_close_tag_yet_nothing_of_it_is_given_out() -> None:
 def test_tokens_of_the_reasoning_are_counted(size: int) -> None:
     text, rest = "<think>\nThe café is 東京.\n</think>", "\n\nYes."
     ids = TOKENIZER.encode(text, False) + TOKENIZER.encode(rest, False)
-    parser = AnswerParser(SYNTAX, AnswerReading(reasoning="outside"))
+    parser = answer_parser(SYNTAX, AnswerReading(reasoning="outside"))
     events = [event for at in range(0, len(text + rest), size)
               for event in parser.push((text + rest)[at : at + size])]  # fmt: skip
     assert joined(events)[0] == ReasoningText("The café is 東京.")
@@ -136,3 +136,49 @@ def test_the_prompt_may_open_the_reasoning(prompt: str, begins: Begins) -> None:
     assert ChatSyntax().begins(prompt) == "outside"
     assert SYNTAX.goes_on("<think>so") == "inside"
     assert SYNTAX.goes_on("<think>so</think> yes") == SYNTAX.goes_on("yes") == "outside"
+
+
+RESPONSES = ChatSyntax(TOOL_FORMATS["granite"], REASONING_FORMATS["granite_tags"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>Hm.</think>\n<response>\nYes.\n</response>\n", "Hm.", "Yes."),
+        ("<think>Hm.</think><response>a\n\nb</response> c", "Hm.", "a\n\nb c"),
+        ("<think>Hm.</think>\n\nYes.</response>", "Hm.", "Yes.</response>"),
+        ("<think>Hm.</think><response>a < b\n</respon", "Hm.", "a < b\n</respon"),
+        ("<think>Hm.</think> <resp", "Hm.", " <resp"),
+        ("<response>Yes.</response>", None, "<response>Yes.</response>"),
+    ],
+)
+@given(data=st.data())
+def test_an_answer_may_be_between_tags(
+    data: st.DataObject, text: str, reasoning: str | None, content: str
+) -> None:
+    for parts in ([text], data.draw(splits(text))):
+        reader = answer_parser(RESPONSES, AnswerReading(reasoning="outside"))
+        found = AnswerMessage.of(parsed(reader, parts))
+        assert (found.reasoning, found.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("Write your thoughts between <think></think>, then <response></response>", "granite_tags"),
+        ("Write your thoughts after 'Here is my thought process:'", "granite"),
+        ("<think>\n</think>", "think"),
+        ("<|channel|>analysis<|message|>", "harmony"),
+        ("Hm", None),
+    ],
+)
+def test_formats_are_recognised_by_the_template(template: str, name: str | None) -> None:
+    found = recognise_reasoning(template)
+    assert (None if found is None else found.name) == name
+
+
+def test_reasoning_between_phrases() -> None:
+    syntax = ChatSyntax(TOOL_FORMATS["granite"], REASONING_FORMATS["granite"])
+    text = "Here is my thought process: Hm.\n\nHere is my response:\n\nYes."
+    found = read_answer(syntax, AnswerReading(reasoning="outside"), text)
+    assert (found.reasoning, found.content) == (" Hm.", "Yes.")

@@ -7,6 +7,7 @@ import pytest
 
 from pagewire.services.router.http.answers import Usage
 from pagewire.services.router.http.http_io import EventStream
+from pagewire.services.router.http.request_record import RECORD, RequestRecord
 from pagewire.services.router.http.responses import CompletionFormat, Extras
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.text.answer_text import TextDelta
@@ -27,9 +28,11 @@ class Answers:
 class Client:
     """Takes the first `takes` messages and then nothing; leaves when it is to."""
 
-    def __init__(self, takes: int = 1000) -> None:
+    def __init__(self, takes: int = 1000, path: str = "/v1/completions") -> None:
         self.taken: list[dict] = []
         self.left = asyncio.Event()
+        self.record = RequestRecord({"headers": []})
+        self.asgi = {RECORD: self.record, "path": path}, self.receive, self.send
         self._takes = takes
 
     async def send(self, message: dict) -> None:
@@ -62,7 +65,7 @@ def stream(answers: Answers, rest: AsyncGenerator, timeout: float = 5) -> EventS
 def test_a_stream_ends_with_done_and_closes_its_answers():
     async def scenario() -> None:
         answers, client = Answers(), Client()
-        await stream(answers, words("a", "b"))({}, client.receive, client.send)
+        await stream(answers, words("a", "b"))(*client.asgi)
         assert answers.closed
         assert client.text.endswith(b"data: [DONE]\n\n")
         assert client.taken[0]["status"] == 200
@@ -75,8 +78,9 @@ def test_a_client_that_takes_nothing_is_given_up():
     async def scenario() -> None:
         answers, client = Answers(), Client(takes=2)
         async with asyncio.timeout(3):
-            await stream(answers, words("a"), timeout=0.1)({}, client.receive, client.send)
+            await stream(answers, words("a"), timeout=0.1)(*client.asgi)
         assert answers.closed
+        assert client.record.final_outcome == "cancelled"
         assert len(client.taken) == 2
 
     run_async(scenario())
@@ -85,12 +89,24 @@ def test_a_client_that_takes_nothing_is_given_up():
 def test_a_client_that_leaves_while_it_is_sent_to_ends_the_stream():
     async def scenario() -> None:
         answers, client = Answers(), Client(takes=2)
-        task = asyncio.create_task(stream(answers, words("a"))({}, client.receive, client.send))
+        task = asyncio.create_task(stream(answers, words("a"))(*client.asgi))
         await asyncio.sleep(0.01)
         assert not answers.closed
         client.left.set()
         await asyncio.wait_for(task, 1)
+        assert client.record.final_outcome == "cancelled"
         assert answers.closed
+
+    run_async(scenario())
+
+
+def test_an_error_in_mid_stream_is_anthropics_on_its_routes():
+    async def scenario() -> None:
+        client = Client(path="/v1/messages")
+        await stream(Answers(), words("a", error=NoWorkerError("died")))(*client.asgi)
+        last = client.text.rpartition(b"event: error\ndata: ")[2]
+        assert last.startswith(b'{"type":"error","error":{"type":"overloaded_error"')
+        assert b"[DONE]" not in client.text
 
     run_async(scenario())
 
@@ -99,10 +115,14 @@ def test_an_error_in_mid_stream_is_an_event():
     async def scenario() -> None:
         answers, client = Answers(), Client()
         rest = words("a", error=NoWorkerError("10.0.0.1 died"))
-        await stream(answers, rest)({}, client.receive, client.send)
+        await stream(answers, rest)(*client.asgi)
         assert answers.closed
         assert b'"error":{"message":"No worker' in client.text
         assert b"10.0.0.1" not in client.text
+        assert (client.record.final_outcome, "10.0.0.1" in str(client.record.error)) == (
+            "failed",
+            True,
+        )
         assert not client.taken[-1]["more_body"]
 
     run_async(scenario())
@@ -112,7 +132,7 @@ def test_a_bug_in_mid_stream_reaches_the_server_and_closes_the_answers(caplog):
     async def scenario() -> None:
         answers, client = Answers(), Client()
         with pytest.raises(ZeroDivisionError):
-            await stream(answers, words(error=ZeroDivisionError()))({}, client.receive, client.send)
+            await stream(answers, words(error=ZeroDivisionError()))(*client.asgi)
         assert answers.closed
 
     run_async(scenario())
@@ -121,7 +141,7 @@ def test_a_bug_in_mid_stream_reaches_the_server_and_closes_the_answers(caplog):
 def test_cancelling_the_server_closes_the_answers():
     async def scenario() -> None:
         answers, client = Answers(), Client(takes=1)
-        task = asyncio.create_task(stream(answers, words("a"))({}, client.receive, client.send))
+        task = asyncio.create_task(stream(answers, words("a"))(*client.asgi))
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.services.router.http.body_messages import Refusal
 from pagewire.services.router.http.errors import ContextLengthError, describe
 from pagewire.services.router.http.inputs import read_chat, read_completion
 from pagewire.services.router.text.served_model import ServedModel
@@ -19,174 +20,6 @@ from pagewire.tests.support.request_bodies import (
     encoded,
     refusal,
 )
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"nonsense",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"model": "m", "prompt": "\\ud800"}',
-        b'{"model": "m", "prompt": "Hi", "temperature": NaN}',
-        b'{"model": "m", "prompt": "Hi", "temperature": Infinity}',
-        b'{"model": "m", "prompt": "Hi", "temperature": 1e999}',
-        b'{"model": "m", "prompt": "Hi", "n": ' + b"9" * 5000 + b"}",
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
-    ],
-    ids=lambda raw: repr(raw[:40]),
-)
-def test_a_body_that_is_no_json_object_is_refused(raw):
-    for read in (read_completion, read_chat):
-        with pytest.raises(InvalidRequestError) as caught:
-            read(raw, MODEL, CONTEXT)
-        assert describe(caught.value).status == 400
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", "5"),
-        ("max_tokens", 1.5),
-        ("max_tokens", True),
-        ("max_tokens", 0),
-        ("max_tokens", -3),
-        ("temperature", "hot"),
-        ("temperature", -0.1),
-        ("temperature", 1e9),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_p", "all"),
-        ("top_k", -2),
-        ("top_k", 2.5),
-        ("top_k", 2**40),
-        ("seed", "x"),
-        ("seed", 1.5),
-        ("seed", 2**63),
-        ("n", 0),
-        ("n", 129),
-        ("n", 10**9),
-        ("n", 1e9),
-        ("n", "2"),
-        ("stop", 5),
-        ("stop", ["x"] * 17),
-        ("stop", ["x"] * 10_000),
-        ("stop", {"a": 1}),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [10**6]),
-        ("stop_token_ids", [1] * 65),
-        ("min_p", 1.1),
-        ("min_p", -0.1),
-        ("frequency_penalty", 2.1),
-        ("presence_penalty", -2.1),
-        ("presence_penalty", "often"),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 1e-30),
-        ("repetition_penalty", 101),
-        ("logit_bias", [1]),
-        ("logit_bias", {"a": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"5": 101}),
-        ("logit_bias", {"5": "1"}),
-        ("logit_bias", {str(10**6): 1}),
-        ("logit_bias", {str(i): 1 for i in range(1025)}),
-        ("min_tokens", -1),
-        ("min_tokens", 10**6),
-        ("allowed_token_ids", []),
-        ("allowed_token_ids", [-1]),
-        ("allowed_token_ids", [1, 10**6]),
-        ("allowed_token_ids", [1] * 16_385),
-        ("bad_words", "word"),
-        ("bad_words", [""]),
-        ("bad_words", ["x"] * 129),
-        ("bad_words", ["x" * 257]),
-        ("bad_words", ["xyq" * 80]),
-        ("bad_words", ["q z q z q z q"] * 128),
-        ("include_stop_str_in_output", 1),
-        ("skip_special_tokens", "no"),
-        ("truncate_prompt_tokens", 0),
-        ("truncate_prompt_tokens", -1),
-        ("ignore_eos", "yes"),
-        ("stream", "true"),
-        ("stream_options", 1),
-        ("model", 5),
-    ],
-)
-def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
-    for call in (completion, chat):
-        error = refusal(call, **{field: value})
-        assert error.param.partition("[")[0] == field
-        assert field in error.message
-        assert len(error.message) < 300
-
-
-def test_a_max_tokens_of_as_many_digits_as_python_prints_is_refused():
-    for call in (completion, chat):
-        assert refusal(call, max_tokens=10**4300 - 1).param == "max_tokens"
-
-
-@pytest.mark.parametrize("field", [*SamplingFields.__struct_fields__, "logprobs"])
-def test_every_field_of_sampling_is_read_and_checked(field):
-    for call in (completion, chat):
-        error = refusal(call, **{field: {"a": 1}})
-        assert error.param == field
-        rule = "logprobs must be a boolean, " if (call, field) == (chat, "logprobs") else None
-        assert error.message.startswith(rule or f"{field} must be ")
-        assert "not {'a': 1}" in error.message
-        assert call(**{field: None}).prompts[0].spec == call().prompts[0].spec
-
-
-def test_sampling_itself_is_a_field_that_nobody_knows():
-    assert completion(sampling={"temperature": 1.0}).prompts == completion().prompts
-
-
-@pytest.mark.parametrize("value", [0, -1, -(2**63), 2**63, "5", 1.5])
-def test_the_newer_name_of_max_tokens_is_named_by_itself(value):
-    error = refusal(chat, max_completion_tokens=value)
-    assert error.param == "max_completion_tokens"
-    assert "max_completion_tokens" in error.message
-
-
-def test_a_wrong_item_is_named_by_its_index():
-    assert refusal(completion, stop=["a", ""]).param == "stop[1]"
-    assert refusal(completion, stop=["a", "b" * 257]).param == "stop[1]"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("best_of", 2),
-        ("suffix", "end"),
-        ("kv_transfer_params", {"remote": "10.0.0.1"}),
-        ("cache_salt", "tenant"),
-        ("priority", 1),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
-    error = refusal(completion, **{field: value})
-    assert (error.param, error.message) == (field, f"{field} is not supported")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("functions", [{"name": "f"}]),
-        ("modalities", ["text", "audio"]),
-        ("chat_template", "{{ x }}"),
-        ("echo", True),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_what_is_not_supported_in_chat_is_refused_by_name(field, value):
-    error = refusal(chat, **{field: value})
-    assert (error.param, error.message) == (field, f"{field} is not supported")
 
 
 def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted():
@@ -396,6 +229,47 @@ def test_usage_in_streams_is_asked_for_with_a_stream():
     assert chat(stream=True, stream_options=options).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
     assert refusal(chat, stream_options=options).param == "stream_options"
+
+
+def test_usage_in_every_chunk_is_asked_for_alone_or_with_the_last():
+    running = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (running.running_usage, running.include_usage) == (True, False)
+    assert not chat(stream=True, stream_options={"include_usage": True}).running_usage
+    wrong = {"continuous_usage_stats": 1}
+    error = refusal(completion, stream=True, stream_options=wrong)
+    assert error.param == "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_fields_that_change_no_answer_are_known_and_change_none(call):
+    fields = {
+        "user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "store": True,
+        "metadata": {"a": "b"}, "priority": -3, "request_id": "r",
+    }  # fmt: skip
+    assert call(**fields) == call()
+    assert call(service_tier="flex").service_tier
+    assert not call().service_tier
+    assert call(cache_salt="tenant").prompts[0].spec.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "code"),
+    [
+        (chat, {"n": 0}, "invalid_value"),
+        (chat, {"n": "2"}, "invalid_type"),
+        (chat, {"service_tier": "fast"}, "invalid_value"),
+        (chat, {"tools": [{"type": "function"}]}, "missing_required_parameter"),
+        (completion, {"stop": ["a", ""]}, "invalid_value"),
+        (completion, {"best_of": 2}, "unsupported_parameter"),
+        (completion, {"prompt": []}, "invalid_value"),
+        (completion, {"model": "other"}, "model_not_found"),
+        (completion, {"prompt": [5] * 10_000}, "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_openais_code(call, fields, code):
+    error = refusal(call, **fields)
+    assert (describe(error).code, describe(Refusal.of(error).error())) == (code, describe(error))
+    assert error.param is not None and error.param.partition(".")[0].partition("[")[0] in fields
 
 
 def test_a_special_token_in_a_message_is_text_unless_the_setting_says_otherwise():

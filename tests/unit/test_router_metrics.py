@@ -1,20 +1,25 @@
+import asyncio
 import time
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.router.metrics.numbers import PlainCounter, PlainHistogram
-from pagewire.services.router.metrics.pages import render
+from pagewire import __version__
+from pagewire.services.router.http.errors import outcome_of
 from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
-from pagewire.services.router.metrics.routers import merge_routers
-from pagewire.services.router.metrics.workers import merge_families, used_share
+from pagewire.services.router.metrics.state import used_share
+from pagewire.services.router.metrics.targets import describe_targets
 from pagewire.shared.cluster.registry import WorkerLoad, WorkerRecord
-from pagewire.shared.control.protocol import Timings, TokenOutput
-from pagewire.shared.metrics.load import load_families
+from pagewire.shared.cluster.routers import RouterRecord
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, Timings, TokenOutput
+from pagewire.shared.errors import ProtocolError
+from pagewire.shared.metrics.numbers import PlainCounter, PlainHistogram
+from pagewire.shared.metrics.pages import decode_targets, joined
+from pagewire.shared.metrics.process import LAG_INTERVAL_S, LoopLag, describe_process
+from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fake_decode_worker import LAYOUT
 
 
@@ -41,6 +46,12 @@ def test_ten_requests_of_ten_tokens():
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 10
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 10
+    for name, total in (("prompt", 200), ("generation", 100), ("max_num_generation", 100)):
+        assert value(metrics, f"vllm:request_{name}_tokens_count") == 10
+        assert value(metrics, f"vllm:request_{name}_tokens_sum") == total
+    assert value(metrics, "vllm:request_decode_time_seconds_count") == 10
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 10
+    assert value(metrics, "vllm:time_per_output_token_seconds_count") == 90  # the older name
     assert value(metrics, "vllm:prompt_tokens_total") == 200
     assert value(metrics, "vllm:generation_tokens_total") == 100
     assert value(metrics, "vllm:prefix_cache_queries_total") == 200
@@ -58,6 +69,82 @@ def test_several_tokens_at_once_are_several_gaps():
     meter.on_output(output(4), time.monotonic())
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 1
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 6
+
+
+def test_an_answers_decode_time_is_from_its_first_token_to_its_last():
+    metrics = RouterMetrics("m")
+    meter = metrics.meter(1)
+    for at in (10.0, 10.5, 12.0):
+        meter.on_output(output(2), at)
+    meter.end("stop")
+    assert value(metrics, "vllm:request_decode_time_seconds_sum") == 2.0
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 2.0 / 5
+
+
+def test_the_longest_of_a_prompts_answers_counts_once_all_have_ended():
+    metrics = RouterMetrics("m")
+    lengths = metrics.answers(3)
+    meters = [metrics.meter(4, lengths) for _ in range(3)]
+    for meter, (count, reason) in zip(
+        meters, ((5, "stop"), (9, "length"), (20, "error")), strict=True
+    ):
+        assert value(metrics, "vllm:request_max_num_generation_tokens_count") == 0
+        meter.on_output(output(count), time.monotonic())
+        meter.end(reason)
+        meter.end("stop")  # counts once
+    assert value(metrics, "vllm:request_max_num_generation_tokens_count") == 1
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 9
+    assert value(metrics, "vllm:request_generation_tokens_count") == 2
+
+
+def test_what_only_failed_leaves_no_lengths():
+    metrics = RouterMetrics("m")
+    metrics.meter(4).end("error")
+    for name in (
+        "request_prompt_tokens",
+        "request_decode_time_seconds",
+        "e2e_request_latency_seconds",
+    ):
+        assert value(metrics, f"vllm:{name}_count") == 0
+    assert value(metrics, "vllm:request_max_num_generation_tokens_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (400, "invalid"),
+        (404, "invalid"),
+        (429, "refused"),
+        (503, "refused"),
+        (499, "gone"),
+        (500, "failed"),
+        (502, "failed"),
+    ],
+)
+def test_a_status_says_what_became_of_a_request(status, outcome):
+    assert outcome_of(status) == outcome
+
+
+def test_a_process_shows_its_release_its_restarts_and_its_loops_lag():
+    registry = CollectorRegistry()
+
+    async def main() -> None:
+        lag = LoopLag(registry)
+        lag.start()
+        time.sleep(LAG_INTERVAL_S + 0.3)  # noqa: ASYNC251 - what else the loop runs
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        lag.stop()
+        lag.stop()
+
+    run_async(main())
+    describe_process(registry, restarts=3)
+    labels = {"version": __version__, "protocol": str(PROTOCOL_VERSION)}
+    assert registry.get_sample_value("pagewire_build_info", labels) == 1
+    assert registry.get_sample_value("pagewire_restarts_total") == 3
+    assert (registry.get_sample_value("process_open_fds") or 0) > 0
+    assert registry.get_sample_value("pagewire_event_loop_lag_seconds_count") == 1
+    assert (registry.get_sample_value("pagewire_event_loop_lag_seconds_sum") or 0) >= 0.3
 
 
 def test_a_sequence_ends_once():
@@ -105,81 +192,52 @@ def record(worker_id: str) -> WorkerRecord:
     )
 
 
-def worker_page(received: int) -> list[Metric]:
-    registry = CollectorRegistry()
-    transfer = Counter(
-        "pagewire_kv_transfer_bytes", "KV", ["direction", "transport"], registry=registry
-    )
-    transfer.labels("received", "ucx").inc(received)
-    Counter("python_gc", "not ours", registry=registry).inc()
-    return list(text_string_to_metric_families(generate_latest(registry).decode()))
+def test_the_used_share_is_of_the_decode_workers_that_there_are():
+    loads = [WorkerLoad(used_blocks=n, free_blocks=100 - n, total_blocks=100) for n in (10, 30)]
+    assert used_share([msgspec.structs.replace(record("d"), load=load) for load in loads]) == 0.2
+    assert used_share([]) == 0.0
 
 
-def test_workers_families_are_relayed_with_their_names():
-    merged: dict = {}
-    for worker_id, received in (("decode-0", 10), ("decode-1", 20)):
-        merge_families(merged, record(worker_id), worker_page(received))
-    text = render(list(RouterMetrics("m").registry.collect()), merged.values()).decode()
-    family = "pagewire_kv_transfer_bytes_total"
-    assert text.count(f"# TYPE {family} counter") == 1
-    for worker_id, received in (("decode-0", 10.0), ("decode-1", 20.0)):
-        labels = f'direction="received",role="decode",transport="ucx",worker="{worker_id}"'
-        assert f"{family}{{{labels}}} {received}" in text
-    assert "python_gc" not in text
-    assert "pagewire_kv_transfer_bytes_created" not in text
-
-
-def test_a_family_of_another_type_than_the_first_is_left_out():
-    merged: dict = {}
-    for worker_id, kind in (("w0", "gauge"), ("w1", "histogram"), ("w2", "gauge")):
-        family = Metric("pagewire_h", "", kind)
-        family.add_sample("pagewire_h", {}, 1)
-        merge_families(merged, record(worker_id), [family])
-    assert [sample.labels["worker"] for sample in merged["pagewire_h"].samples] == ["w0", "w2"]
-
-
-def test_the_routers_own_families_win():
-    registry = CollectorRegistry()
-    Counter("pagewire_request_migrations", "of a worker", registry=registry).inc(7)
-    merged: dict = {}
-    merge_families(merged, record("w"), registry.collect())
-    text = render(list(RouterMetrics("m").registry.collect()), merged.values()).decode()
-    assert "pagewire_request_migrations_total 0.0" in text
-    assert "pagewire_request_migrations_total{" not in text
-
-
-def page_of(generated: int) -> list[Metric]:
-    metrics = RouterMetrics("m")
-    metrics.generation_tokens.value += generated
-    metrics.time_to_first_token.observe(0.5)
-    return list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
-
-
-def test_the_routers_are_on_one_page_each_under_its_name():
-    own = RouterMetrics("m")
-    own.generation_tokens.value += 5
-    unknown = Metric("pagewire_later", "of a later release", "gauge")
-    other = Metric("vllm:generation_tokens", "of another kind", "gauge")
-    other.add_sample("vllm:generation_tokens", {"model_name": "m"}, 1)
-    pages = [("router-1", [*page_of(7), unknown]), ("router-2", [other])]
-    text = render(merge_routers(("router-0", own.registry.collect()), pages), []).decode()
-    family = "vllm:generation_tokens"
-    assert text.count(f"# TYPE {family}_total counter") == 1
-    found = [line for line in text.splitlines() if line.startswith(family + "_total{")]
-    assert found == [
-        f'{family}_total{{model_name="m",router="router-{number}"}} {value}'
-        for number, value in ((0, 5.0), (1, 7.0))
+def test_targets_have_a_name_that_outlives_their_ports():
+    routers = [
+        RouterRecord(router_id=name, epoch=1, metrics_endpoint=endpoint, expires_ms=0)
+        for name, endpoint in (
+            ("r1", "http://10.0.0.1:9"),
+            ("r0", "http://[::1]:9100"),
+            ("r2", ""),  # not known yet
+            ("r3", "http://h:port"),
+            ("r4", "https://h"),
+        )
     ]
-    labels = 'le="0.5",model_name="m",router="router-1"'
-    assert f"vllm:time_to_first_token_seconds_bucket{{{labels}}} 1.0" in text
-    assert "pagewire_later" not in text
+    assert describe_targets(routers, [record("decode-0")]) == [
+        {
+            "targets": ["127.0.0.1:1"],
+            "labels": {"role": "decode", "worker": "decode-0", "instance": "decode-0"},
+        },
+        {
+            "targets": ["[::1]:9100"],
+            "labels": {"role": "router", "router": "r0", "instance": "r0"},
+        },
+        {
+            "targets": ["10.0.0.1:9"],
+            "labels": {"role": "router", "router": "r1", "instance": "r1"},
+        },
+    ]
 
 
-def test_the_used_share_is_of_the_decode_workers_alone():
-    merged: dict = {}
-    for worker_id, role, used in (("d0", "decode", 10), ("d1", "decode", 30), ("p0", "prefill", 9)):
-        load = WorkerLoad(used_blocks=used, free_blocks=100 - used, total_blocks=100)
-        described = msgspec.structs.replace(record(worker_id), role=role, load=load)
-        merge_families(merged, described, load_families(load))
-    assert used_share(merged["pagewire_kv_blocks"]) == 0.2
-    assert used_share(None) == 0.0
+def test_pages_of_several_processes_are_joined_under_their_names():
+    pages = [
+        ({"role": "router", "router": "r0"}, '# HELP a b\na_total 3.0\n\nb{c="{"} 4.0\n'),
+        ({"role": "decode", "worker": "d0"}, "a_total 5.0\n"),
+    ]
+    assert joined(pages).splitlines() == [
+        'a_total{role="router",router="r0"} 3.0',
+        'b{c="{",role="router",router="r0"} 4.0',
+        'a_total{role="decode",worker="d0"} 5.0',
+    ]
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'[{"targets": 5, "labels": {}}]'])
+def test_what_is_not_a_list_of_targets_is_refused(body):
+    with pytest.raises(ProtocolError, match="not a list of targets"):
+        decode_targets(body)

@@ -18,6 +18,7 @@ from pagewire.services.router.http.responses import (
     Extras,
     model_record,
 )
+from pagewire.services.router.http.running_usage import RunningUsage
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import (
@@ -76,6 +77,39 @@ def test_a_chunk_without_text_is_no_event():
     assert completion.stream_chunk(0, TextDelta("")) == b""
 
 
+@pytest.mark.parametrize("with_last", [False, True])
+def test_each_chunk_has_the_usage_so_far_if_asked_for(with_last):
+    deltas = [
+        (0, TextDelta("A", None, (5,))),
+        (1, TextDelta("B", None, (6, 7))),
+        (0, TextDelta("", None, (8,))),  # no chunk: its token is counted by the next
+        (0, TextDelta("C", None, (9,))),
+        (1, TextDelta("", "stop", (1,))),
+    ]
+    for make in (
+        lambda extras: CompletionFormat("m", ["", ""], extras),
+        lambda extras: ChatFormat("m", 2, extras),
+    ):
+        form = make(Extras(usage=with_last, running=RunningUsage(7)))
+        chunks = [event for delta in deltas for event in events(form.stream_chunk(*delta))]
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 5, 6]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {7}
+        assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [8, 10, 12, 13]
+        assert len(events(form.last(USAGE))) == with_last
+
+
+def test_a_service_tier_is_echoed_where_one_is_named():
+    extras = Extras(service_tier=True)
+    delta = TextDelta("one", "stop")
+    for form in (CompletionFormat("m", [""], extras), ChatFormat("m", 1, extras)):
+        full = json.loads(form.full_response([delta], USAGE))
+        (chunk,) = events(form.stream_chunk(0, delta))
+        assert full["service_tier"] == chunk["service_tier"] == "default"
+    assert "service_tier" not in json.loads(
+        ChatFormat("m", 1, Extras()).full_response([delta], USAGE)
+    )
+
+
 def test_an_echo_comes_once_and_first():
     form = CompletionFormat("m", ["Echo", ""], Extras())
     deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]
@@ -118,14 +152,14 @@ def test_usage_is_null_until_the_last_chunk():
 
 def test_a_model_record_is_what_openais_client_reads():
     model = ServedModel.load(RouterSettings(served_model_name="m"))
-    record = Model.model_validate(model_record(model, 99), strict=True)
+    record = Model.model_validate(model_record(model, "m", 99), strict=True)
     assert (record.id, record.object, record.model_extra["max_model_len"]) == ("m", "model", 99)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code"),
     [
-        (InvalidRequestError("bad", "n"), 400, "invalid_request_error", None),
+        (InvalidRequestError("bad", "n"), 400, "invalid_request_error", "invalid_value"),
         (ContextLengthError("long"), 400, "invalid_request_error", "context_length_exceeded"),
         (ModelNotFoundError("who", "model"), 404, "invalid_request_error", "model_not_found"),
         (BodyTooLargeError("big"), 413, "invalid_request_error", "request_too_large"),
@@ -142,8 +176,8 @@ def test_a_model_record_is_what_openais_client_reads():
 def test_every_exception_has_openais_error_object(error, status, kind, code):
     found = describe(error)
     assert found.status == status
-    body = json.loads(found.body())["error"]
-    assert set(body) == {"message", "type", "param", "code"}
+    body = json.loads(found.body("r-1"))["error"]
+    assert set(body) == {"message", "type", "param", "code", "request_id"}
     assert (body["type"], body["code"]) == (kind, code)
 
 
@@ -152,7 +186,7 @@ def test_every_exception_has_openais_error_object(error, status, kind, code):
 )
 def test_what_happened_inside_is_not_shown(error_type):
     secret = "tcp://10.0.0.1:4000 /root/model.py line 5"
-    assert secret not in describe(error_type(secret)).body().decode()
+    assert secret not in describe(error_type(secret)).body("r-1").decode()
 
 
 def test_overload_and_absence_say_when_to_try_again():

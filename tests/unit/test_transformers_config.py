@@ -66,8 +66,9 @@ def test_longrope_ends_at_its_original_context(tmp_path: Path) -> None:
     [
         ({"attn_logit_softcapping": 50.0}, "its scores are capped"),
         ({"alibi": True}, "ALiBi"),
-        ({"sliding_window": 64}, "window of 64 tokens is shorter than the context of 256"),
-        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}, "window of 8 tokens"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
+        ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
+        ({"layer_types": ["full_attention"] * 2}, "a list of 3 kinds"),
         ({"layer_types": ["linear_attention"] * 3}, "'linear_attention'"),
         ({"mamba_d_state": 16}, "a state other than keys and values"),
         ({"kv_lora_rank": 16}, "latent vectors"),
@@ -90,6 +91,25 @@ def test_refusals(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 64}, (64, 64, 64)),
+        ({"sliding_window": 64, "sliding_window_pattern": 2}, (64, None, 64)),
+        (
+            {
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                "sliding_window_pattern": 2,
+            },
+            (None, 8, None),
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert load_config(write(tmp_path, **changes), "transformers").windows == windows
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"sliding_window": 256},
@@ -99,7 +119,7 @@ def test_refusals(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     ],
 )
 def test_what_has_no_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert load_config(write(tmp_path, **changes), "transformers").num_layers == 3
+    assert load_config(write(tmp_path, **changes), "transformers").windows == (None,) * 3
 
 
 def test_auto_names_the_other_way_and_does_not_take_it(tmp_path: Path) -> None:

@@ -40,9 +40,11 @@ from pagewire.services.cli.up.machine import (
 )
 from pagewire.services.cli.up.redis_process import find_server
 from pagewire.services.cli.up.router_port import router_port
+from pagewire.shared.addresses import is_loopback
 from pagewire.shared.cluster.redis_client import connect_redis, without_password
 from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
+from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.transformers_model.config import require_transformers
 from pagewire.shared.text.tokenizer import Tokenizer
@@ -120,6 +122,7 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         else:
             yield await check_redis(settings)
             yield await check_port(settings)
+            yield check_keys(settings)
             if worker.model_impl == "transformers":
                 yield check_transformers()
         found = await torch_probe
@@ -181,6 +184,21 @@ def check_transformers() -> Finding:
     except ConfigError as exc:
         return Finding("fail", "Modelling", str(exc), "or leave MODEL_IMPL at auto")
     return Finding("ok", "Modelling", "transformers is installed, for other decoders")
+
+
+def check_keys(settings: RouterSettings) -> Finding:
+    """Check the API keys, and that there are some where others reach the endpoint."""
+    name = "API keys"
+    try:
+        keys = load_keys(settings)
+    except ConfigError as exc:
+        return Finding("fail", name, str(exc).removeprefix(f"{name}: "), "correct the file")
+    if keys is not None:
+        return Finding("ok", name, f"clients must send one; {len(keys)} are valid")
+    if is_loopback(settings.host):
+        return Finding("ok", name, f"none: {settings.host} is reached from this machine alone")
+    advice = "set PAGEWIRE_API_KEY or --api-key-file"
+    return Finding("warn", name, f"none: all who reach {settings.host} can use it", advice)
 
 
 async def check_redis(settings: RouterSettings) -> Finding:

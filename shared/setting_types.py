@@ -1,0 +1,65 @@
+"""Types of settings: what each may be, and how it is read from text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ServiceId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
+
+
+def _number_from_text(value: Any) -> Any:
+    """Give what a `Literal` of numbers needs: the environment knows only text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _ids_from_text(value: Any) -> Any:
+    """Return the ids in a comma-separated text."""
+    if not isinstance(value, str):
+        return value
+    return [each.strip() for each in value.split(",") if each.strip()]
+
+
+ServiceIds = Annotated[tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)]
+
+
+def _names_from_text(value: Any) -> Any:
+    """Return the names in a text, separated by commas or blanks."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+ModelName = Annotated[str, Field(pattern=r"\A[!-~]{1,200}\z")]
+ModelNames = Annotated[tuple[ModelName, ...], NoDecode, BeforeValidator(_names_from_text)]
+# What a browser sends as `Origin`; it has no path.
+Origin = Annotated[str, Field(pattern=r"\A(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]_-]{1,255})\z")]
+Origins = Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_names_from_text)]
+# Without user and password: the exporter writes it into the log.
+OtlpEndpoint = Annotated[str, Field(pattern=r"\Ahttps?://[A-Za-z0-9.:\[\]_/-]{1,500}\z")]
+HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
+BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+GenerationConfig = Literal["auto", "none"]
+SpecialTokens = Literal["text", "tokens"]
+# Names of rows in shared/tools/formats.py and reasoning.py, which a test compares.
+ToolParserName = Literal[
+    "auto", "none", "deepseek_v3", "deepseek_v31", "granite", "harmony", "hermes", "llama3_json",
+    "mistral", "mistral_args", "olmo3", "phi4_mini", "pythonic", "qwen3_coder", "tool_code",
+]  # fmt: skip
+ReasoningParserName = Literal[
+    "auto", "none", "think", "granite", "granite_tags", "mistral", "harmony"
+]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+LoadFormat = Literal["safetensors", "dummy"]
+ModelImpl = Literal["auto", "pagewire", "transformers"]
+Kernels = Literal["auto", "triton", "torch"]
+KvTransport = Literal["auto", "ipc", "ucx", "zmq"]
+KvNetwork = Literal["untrusted", "private"]
+Policy = Literal["prefix", "round_robin"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+Revision = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}\z")]
