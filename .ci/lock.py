@@ -24,9 +24,9 @@ LOCKS = ROOT / "requirements"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 TIMEOUT_S = 20
 EXTRAS = {
-    "router.txt": (),
-    "worker.txt": ("worker", "ucx", "transformers"),
-    "dev.txt": ("worker", "ucx", "transformers", "dev"),
+    "router.txt": ("otel",),
+    "worker.txt": ("worker", "ucx", "transformers", "otel"),
+    "dev.txt": ("worker", "ucx", "transformers", "otel", "dev"),
 }
 # What only torch's build for CUDA requires.
 OF_CUDA = re.compile(r"nvidia-(?!ml-py)|cuda-toolkit|triton")

@@ -30,7 +30,11 @@ BUILD_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 180.0
 HEALTHY_TIMEOUT_S = 180.0
 WHEELS_PORT = 8765  # the same each time, since the builder's cache knows the URL
-FOREIGN_IMAGES = {"REDIS_IMAGE": "redis:7.4-alpine", "GATEWAY_IMAGE": "haproxy:3.0-alpine"}
+FOREIGN_IMAGES = {
+    "REDIS_IMAGE": "redis:7.4-alpine",
+    "GATEWAY_IMAGE": "haproxy:3.0-alpine",
+    "PROMETHEUS_IMAGE": "prom/prometheus:v3.5.0",
+}
 STAND_IN = "pagewire-test-services"
 _CLUSTER = """
 import urllib.error, urllib.request

@@ -79,7 +79,7 @@ class Load:
             users: requests at once.
             fresh: whether each request has a connection of its own, to where `url` leads then.
         """
-        outcome, over = Outcome(), asyncio.Event()
+        outcome, over, start = Outcome(), asyncio.Event(), time.monotonic()
 
         async def user(client: openai.AsyncOpenAI, number: int) -> None:
             index = number
@@ -92,7 +92,8 @@ class Load:
                     else:
                         tokens = await self.ask(client, index)
                 except openai.OpenAIError as exc:
-                    outcome.failures.append(f"{type(exc).__name__}: {exc}")
+                    after = f"{began - start:.1f} to {time.monotonic() - start:.1f} s"
+                    outcome.failures.append(f"{type(exc).__name__}: {exc} ({after})")
                 else:
                     outcome.answered += 1
                     if tokens != self.answers[index]:

@@ -160,6 +160,37 @@ def test_operators_find_all_metrics_inside_and_clients_find_none(cluster: Compos
         assert httpx.get(f"{cluster.url}{path}", timeout=10).status_code == 404
 
 
+def test_prometheus_reads_all_processes_and_evaluates_all_rules(cluster: ComposeCluster) -> None:
+    def ask(path: str) -> dict[str, Any]:
+        url = f"http://127.0.0.1:9090/api/v1/{path}"
+        answer = json.loads(run("docker", "exec", name, "wget", "-q", "-O", "-", url))
+        data: dict[str, Any] = answer["data"]
+        return data
+
+    try:
+        cluster.compose("--profile", "watch", "up", "-d", "--no-deps", "prometheus")
+        [name] = cluster.names("prometheus")
+        cluster.wait_healthy(name)
+        deadline = time.monotonic() + 60
+        while True:
+            values = [each["value"][1] for each in ask("query?query=up")["result"]]
+            groups = ask("rules")["groups"]
+            health = {rule["health"] for group in groups for rule in group["rules"]}
+            if values == ["1"] * (WORKERS + 2) and health == {"ok"}:
+                return
+            assert time.monotonic() < deadline, (values, health)
+            time.sleep(1)
+    finally:
+        cluster.compose("--profile", "watch", "rm", "-s", "-f", "prometheus")
+
+
+def test_each_image_can_send_spans(cluster: ComposeCluster) -> None:
+    code = "from pagewire.shared.tracing import open_tracing as o; assert o(U, 'router', 'a')"
+    code = code.replace("U", "'http://127.0.0.1:4318'")
+    for service in ("router", "prefill", "decode"):
+        run("docker", "exec", cluster.names(service)[0], "python", "-c", code)
+
+
 def test_the_router_has_no_torch_and_the_redis_wants_its_password(cluster: ComposeCluster) -> None:
     router, redis = cluster.names("router")[0], cluster.names("redis")[0]
     assert succeeds(

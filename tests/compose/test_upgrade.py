@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
 OURS = ("router", "prefill", "decode")
 LATER = PROTOCOL_VERSION + 1
+SWITCH_S = 5.0  # until a client that had the address of the other gateway has connected to it
 # The image of a later release: of ours, all but the protocol version is the same.
 LATER_IMAGE = f"""\
 FROM pagewire-{{service}}:test
@@ -139,9 +140,11 @@ def _replace_gateway(cluster: ComposeCluster, load: Load) -> None:
         cluster.compose("run", "-d", "--no-deps", "--name", name, *publish, "gateway")
         cluster.wait_healthy(name)
         load.url = f"http://127.0.0.1:{port}"
+        time.sleep(SWITCH_S)
         cluster.compose("up", "-d", "--no-deps", "gateway", timeout=400)
         cluster.wait_healthy(*(set(cluster.names("gateway")) - {name}))
         load.url = cluster.url
+        time.sleep(SWITCH_S)
         run("docker", "stop", name, timeout=400)  # once its connections have ended
     finally:
         succeeds("docker", "rm", "-f", name)

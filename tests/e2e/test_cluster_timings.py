@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,8 +138,61 @@ def test_each_of_several_answers_has_its_own(cluster: LocalCluster) -> None:
     assert second["workers"] == ["decode-0"]
 
 
+CHATS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4, "store": False},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("by_header", [False, True], ids=["field", "header"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", CHATS)
+def test_every_route_has_them(
+    cluster: LocalCluster, path: str, stream: bool, by_header: bool
+) -> None:
+    body = {"model": "pagewire-demo", "stream": stream, **CHATS[path]}
+    header = {"x-pagewire-timings": "1"} if by_header else {}
+    body |= {} if by_header else {"timings": True}
+    response = httpx.post(f"{cluster.url}{path}", json=body, headers=header, timeout=60)
+    assert response.status_code == 200, response.text
+    if stream:
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        *others, last = [line for line in lines if "message_stop" not in line]
+        assert not any("timings" in each for each in others)
+        found = json.loads(last.removeprefix("data: "))
+        found = found.get("response", found)
+    else:
+        found = response.json()
+    assert 0 < found["timings"]["first_token_ms"] <= found["timings"]["total_ms"]
+    assert found["timings"]["choices"][0]["workers"][-1] == "decode-0"
+
+
 def test_nothing_is_said_where_nobody_asks(cluster: LocalCluster) -> None:
     assert "timings" not in ask(cluster, prompt=prompt_of(608), max_tokens=2).json()
+
+
+def test_an_answer_that_changed_its_decode_worker() -> None:
+    """Its parts are those of the last worker, its workers all that it had."""
+    with local_cluster("--decode", "2", "--device", "cpu") as cluster:
+        body = {"model": "pagewire-demo", "prompt": prompt_of(609), "max_tokens": 600}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "timings": True}
+        url, first, last = f"{cluster.url}/v1/completions", "", {}
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                if not first:
+                    held = cluster.used_blocks()
+                    first = next(each for each in ("decode-0", "decode-1") if held.get(each))
+                    os.kill(cluster.worker_pid(first), signal.SIGKILL)
+                if line.startswith("data: {"):
+                    last = json.loads(line.removeprefix("data: "))
+        [choice] = last["timings"]["choices"]
+        other = {"decode-0": "decode-1", "decode-1": "decode-0"}[first]
+        assert choice["migrations"] == 1
+        assert (first in choice["workers"], choice["decode"]["worker"]) == (True, other)
+        assert choice["workers"][-1] == other
+        assert choice["decode"]["steps"] == 599  # on both
+        assert last["timings"]["total_ms"] >= choice["decode"]["ms"]
 
 
 def test_a_wrong_value_is_refused(cluster: LocalCluster) -> None:

@@ -15,9 +15,9 @@ LOCKS = ROOT / "requirements"
 BLOCK = re.compile(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
 # File by file: the extras that it serves, together with torch's files where they have torch.
 EXTRAS = {
-    "router.txt": [],
-    "worker.txt": ["worker", "ucx", "transformers"],
-    "dev.txt": ["worker", "ucx", "transformers", "dev"],
+    "router.txt": ["otel"],
+    "worker.txt": ["worker", "ucx", "transformers", "otel"],
+    "dev.txt": ["worker", "ucx", "transformers", "otel", "dev"],
 }
 TORCHS = ("torch-cpu.txt", "torch-cuda.txt")
 

@@ -42,6 +42,11 @@ class Usage:
     reasoning_tokens: int | None = None
     timings: dict[str, Any] | None = None
 
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Fields of ours that a response has besides its usage."""
+        return {} if self.timings is None else {"timings": self.timings}
+
 
 class AnswerSet:
     """The answers to one request, in the order of prompts and then of choices. Must be closed.

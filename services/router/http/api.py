@@ -139,8 +139,6 @@ async def _answer(
     make_format: Callable[[ServedModel, GenerationInput], Format],
 ) -> Response:
     asked, service = await read_request(request, kind), service_of(request)
-    if wants_timings(request.headers.get(HEADER, "")):
-        asked = msgspec.structs.replace(asked, timings=True)
     form = make_format(service.model, asked)
     answers = answers_to(request, asked)
     try:
@@ -188,6 +186,7 @@ async def read_request(
         PagewireError: it is refused.
     """
     service = service_of(request)
+    with_timings = wants_timings(request.headers.get(HEADER, ""))
     service.check_room()
     async with received_body(request, service.bodies) as raw:
         with service.admit():
@@ -196,7 +195,7 @@ async def read_request(
             asked = await _check_grammar(request, asked)
     if asked.unknown_fields:
         service.metrics.unknown_fields.inc(asked.unknown_fields)
-    return asked
+    return msgspec.structs.replace(asked, timings=True) if with_timings else asked
 
 
 async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:

@@ -53,9 +53,8 @@ class MessageFormat:
         """Return the response to a request without streaming."""
         (answer,) = answers
         content = _content(self._read(answer))
-        return _encode(
-            {**self._message, "content": content, **self._ending(answer), "usage": _usage(usage)}
-        )
+        totals = {"usage": _usage(usage), **usage.extras}
+        return _encode({**self._message, "content": content, **self._ending(answer), **totals})
 
     def begin(self, usage: Usage) -> bytes:
         """Return the events at the beginning of a stream."""
@@ -72,7 +71,7 @@ class MessageFormat:
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        ending = _event("message_delta", delta=self._end, usage=_usage(usage))
+        ending = _event("message_delta", delta=self._end, usage=_usage(usage), **usage.extras)
         return ending + _event("message_stop")
 
     def _read(self, delta: TextDelta) -> list[AnswerEvent]:

@@ -60,6 +60,7 @@ def read_message(raw: bytes | bytearray, model: ServedModel, max_model_len: int)
         top_p=body.top_p,
         top_k=body.top_k,
         stream=body.stream,
+        timings=body.timings,
     )
     try:
         found = chat_input(chat, options, unknown_fields, model, max_model_len)

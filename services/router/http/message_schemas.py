@@ -238,3 +238,4 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     stream: bool | None = None
     metadata: MessageMetadata | None = None
     service_tier: str | None = None
+    timings: bool | None = None

@@ -34,6 +34,7 @@ AS_IN_CHATS = ({*SamplingFields.__struct_fields__, *REFUSED_IN_CHATS} - {"prompt
     "stop",
     "chat_template_kwargs",
     "parallel_tool_calls",
+    "timings",
 }
 
 _PARTS_RULE = (

@@ -55,6 +55,7 @@ class ResponseFormat:
         self._status, self._num_events = "in_progress", 0
         self._error: dict[str, Any] | None = None
         self._usage: dict[str, Any] | None = None
+        self._extras: dict[str, Any] = {}
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response object of a whole answer."""
@@ -87,7 +88,7 @@ class ResponseFormat:
     def finished(self, usage: Usage) -> bytes:
         """Return the response object as it is at the end."""
         if self._status != "failed":
-            self._usage = self._usage_of(usage)
+            self._usage, self._extras = self._usage_of(usage), usage.extras
         return self._object()
 
     def conversation(self) -> bytes:
@@ -142,6 +143,7 @@ class ResponseFormat:
             "output": self._output.items if is_begun else [],
             "store": self.is_stored,
             "usage": self._usage,
+            **self._extras,
         }
         return _encode(head)[:-1] + b"," + self.turn.echo[1:]
 

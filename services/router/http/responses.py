@@ -307,10 +307,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _totals(usage: Usage) -> dict[str, Any]:
     """Return the fields of a request as a whole, once it is answered."""
-    fields: dict[str, Any] = {"usage": _usage(usage)}
-    if usage.timings is not None:
-        fields["timings"] = usage.timings
-    return fields
+    return {"usage": _usage(usage), **usage.extras}
 
 
 def _last(head: dict[str, Any], usage: Usage, with_usage: bool) -> bytes:
