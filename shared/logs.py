@@ -15,8 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from pagewire.shared.log_writer import LogWriter
+
 LogForm = Literal["text", "json"]
 
+STDERR = 2
 _MAX_SUBJECTS = 4096
 
 # The request that a task works on: its id, for the task's log lines.
@@ -26,14 +29,14 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 def configure_logging(level: str, form: LogForm = "text", service: str = "") -> None:
     """Write this project's log lines from a level on to stderr, and warnings of the libraries.
 
-    A crash of native code leaves Python's stack there, too.
+    A crash of native code leaves Python's stack there, too. Nobody waits for stderr.
 
     Args:
         level: debug, info, warning or error.
         form: of the lines.
         service: name of this process in JSON.
     """
-    handler = logging.StreamHandler()
+    handler = LogWriter(STDERR)
     handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("pagewire").setLevel(level.upper())

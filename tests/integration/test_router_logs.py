@@ -218,6 +218,23 @@ def test_a_routers_lines_are_json_on_request(redis_url):
     run_async(scenario())
 
 
+def test_nobody_reads_the_log_and_the_router_serves_on(redis_url):
+    async def scenario() -> None:
+        port = free_port()
+        with router_process(redis_url, port) as process:
+            url = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+                await ready(http, 503)
+                for _ in range(800):  # a pipe holds less than half of their lines
+                    assert (await http.get("/v1/models")).status_code == 200
+            process.terminate()
+            _, log = await asyncio.to_thread(process.communicate, timeout=20)
+        assert log.count("path=/v1/models") == 800
+        assert len(log) > 2 * 65536
+
+    run_async(scenario())
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - that is the point
 @pytest.mark.parametrize("key", ["", KEY])
 def test_an_open_endpoint_is_reported_where_others_reach_it(redis_url, host, key):

@@ -1,0 +1,76 @@
+"""Writes log lines in a thread of its own: a reader of stderr that is stuck stops no service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+
+MAX_LINES = 10_000
+FLUSH_S = 2.0
+
+
+class LogWriter(logging.Handler):
+    """A handler that never waits for its file. Lines that come while the queue is full are lost.
+
+    How many were lost is a line of its own, before the next one that is not.
+
+    Args:
+        fd: of the file. It is written to without Python's buffer, whose lock a stuck write would
+            hold until the interpreter's end, which then aborts.
+        max_lines: that wait for the file.
+    """
+
+    def __init__(self, fd: int, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._fd = fd
+        self._waiting: queue.Queue[str | threading.Event] = queue.Queue(max_lines)
+        self._num_lost = 0
+        threading.Thread(target=self._write_all, name="log-writer", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record's line. The lock of the handler is held."""
+        try:
+            lines = [self.format(self._loss())] if self._num_lost else []
+            text = "".join(f"{line}\n" for line in [*lines, self.format(record)])
+        except Exception:  # noqa: BLE001 - as of any handler: logging shows where the call is wrong
+            self.handleError(record)
+            return
+        try:
+            self._waiting.put_nowait(text)
+            self._num_lost = 0
+        except queue.Full:
+            self._num_lost += 1
+
+    def flush(self) -> None:
+        """Wait until all lines are written, for twice `FLUSH_S` at most."""
+        written = threading.Event()
+        try:
+            self._waiting.put(written, timeout=FLUSH_S)
+        except queue.Full:
+            return
+        written.wait(FLUSH_S)
+
+    def _loss(self) -> logging.LogRecord:
+        message = f"{self._num_lost} log lines were lost: nobody read those before them in time"
+        return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
+
+    def _write_all(self) -> None:
+        while True:
+            text = self._waiting.get()
+            if isinstance(text, threading.Event):
+                text.set()
+                continue
+            try:
+                self._write(text.encode(errors="backslashreplace"))
+            except OSError:  # nobody is left to read it
+                continue
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # another process has made the file so
+                select.select([], [self._fd], [])
