@@ -1,5 +1,5 @@
-"""Clusters of models with sliding windows: Hugging Face's tokens, over each carrier, whatever
-happens meanwhile."""
+"""Clusters of models with sliding windows or latent attention: Hugging Face's tokens, over each
+carrier, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ ANSWER, TIMEOUT_S = 60, 100.0
 # Some are shorter than the window, and some than what a decode worker computes by itself.
 PROMPTS = [[(n * 41 + index) % 900 + 10 for n in range(5 + 9 * index)] for index in range(16)]
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
-# A window in some layers, which makes several cache groups, and one in all of them.
-SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "some": (
+# A window in some layers, which makes several cache groups; one in all of them; latents. The number
+# is of blocks: a pool that does not hold all answers at once.
+SHAPES: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "some windows": (
         "qwen3",
         "windows-by-layer",
         {"num_hidden_layers": 4, "layer_types": LAYERS, "sliding_window": 21},
+        90,
     ),
-    "all": ("mistral", "window-groups-of-2", {"sliding_window": 24, "head_dim": 24}),
+    "all windows": ("mistral", "window-groups-of-2", {"sliding_window": 24, "head_dim": 24}, 26),
+    "latents": ("deepseekv2", "lite-yarn", {}, 40),
 }
 
 
@@ -63,13 +66,12 @@ class Tried:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tried:
-    family, shape, changes = SHAPES[request.param]
+    family, shape, changes, few_blocks = SHAPES[request.param]
     path, demo = tmp_path_factory.mktemp("models") / "tiny", demo_model_path()
     vocab_size = Tokenizer.from_dir(demo).vocab_size
     theirs = write_tiny_model(path, family, shape, vocab_size=vocab_size, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
-    few_blocks = 90 if request.param == "some" else 26
     return Tried(path, few_blocks, [greedy(theirs, prompt, ANSWER) for prompt in PROMPTS])
 
 
