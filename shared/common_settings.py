@@ -23,8 +23,8 @@ MODEL_IMPL: Any = described(
 METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")
 OPERATOR_PORT: Any = described(
     None,
-    "Port for operators, never for clients: /cluster describes the cluster, /sd lists for "
-    "Prometheus where all metrics are. 0 takes a free one.",
+    "Port for operators, never for clients: /dashboard shows the cluster, /cluster describes it, "
+    "/sd lists for Prometheus where all metrics are. 0 takes a free one.",
     unset="`port` plus 1000",
 )
 OPERATOR_FD: Any = described(

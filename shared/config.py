@@ -311,13 +311,14 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
         return kind(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        is_secret = first["loc"][0] in _SECRETS
-        given = "what it is" if is_secret else repr(first["input"])
+        field, *part = map(str, first["loc"])
+        is_secret = field in _SECRETS
+        verb = "have" if part else "be"
+        problem = "is wrong" if is_secret else f"cannot {verb} {first['input']!r}"
         rule = first["msg"].removeprefix("Value error, ")
         if first["type"] == "too_short":  # what pydantic says of a secret's characters
-            rule = rule.replace("item", "character")
+            least, found = first["ctx"]["min_length"], first["ctx"]["actual_length"]
+            rule = f"it must have at least {least} characters, not {found}"
         raise ConfigError(
-            f"setting {field} (PAGEWIRE_{field.upper()}) cannot be {given}: "
-            f"{rule[0].lower()}{rule[1:]}"
+            f"setting {field} (PAGEWIRE_{field.upper()}) {problem}: {rule[0].lower()}{rule[1:]}"
         ) from None if is_secret else exc

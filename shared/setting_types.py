@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
+
+
+def _matching(pattern: str, rule: str) -> AfterValidator:
+    """Return what refuses a text that does not match, in words that complete "it must be"."""
+    expected = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not expected.fullmatch(value):
+            raise ValueError(f"it must be {rule}")
+        return value
+
+    return AfterValidator(check)
+
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-ServiceId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,64}\z")]
+ServiceId = Annotated[
+    str, _matching(r"[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, '.', '_', ':' or '-'")
+]
 
 
 def _number_from_text(value: Any) -> Any:
@@ -32,14 +48,28 @@ def _names_from_text(value: Any) -> Any:
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
-ModelName = Annotated[str, Field(pattern=r"\A[!-~]{1,200}\z")]
+ModelName = Annotated[str, _matching(r"[!-~]{1,200}", "1 to 200 ASCII characters, no blanks")]
 ModelNames = Annotated[tuple[ModelName, ...], NoDecode, BeforeValidator(_names_from_text)]
 # What a browser sends as `Origin`; it has no path.
-Origin = Annotated[str, Field(pattern=r"\A(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]_-]{1,255})\z")]
+Origin = Annotated[
+    str,
+    _matching(
+        r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]_-]{1,255}",
+        "an origin such as https://chat.example.com, without a path, or *",
+    ),
+]
 Origins = Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_names_from_text)]
 # Without user and password: the exporter writes it into the log.
-OtlpEndpoint = Annotated[str, Field(pattern=r"\Ahttps?://[A-Za-z0-9.:\[\]_/-]{1,500}\z")]
-HostName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,255}\z")]
+OtlpEndpoint = Annotated[
+    str,
+    _matching(
+        r"https?://[A-Za-z0-9.:\[\]_/-]{1,500}",
+        "a URL such as http://127.0.0.1:4318, without user, password or query",
+    ),
+]
+HostName = Annotated[
+    str, _matching(r"[A-Za-z0-9._:-]{1,255}", "a host name or address, without a port")
+]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 GenerationConfig = Literal["auto", "none"]
@@ -62,4 +92,10 @@ KvNetwork = Literal["untrusted", "private"]
 Policy = Literal["prefix", "round_robin"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-Revision = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}\z")]
+Revision = Annotated[
+    str,
+    _matching(
+        r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}",
+        "a branch, tag or commit: up to 200 letters, digits, '.', '_', '/' or '-'",
+    ),
+]

@@ -7,10 +7,11 @@ import hashlib
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pagewire.shared.errors import RedisSetupError, RedisUnavailableError
 
@@ -18,6 +19,27 @@ T = TypeVar("T")
 
 _MAX_CONNECTIONS = 16
 _SETTING = "PAGEWIRE_REDIS_URL"
+
+
+class _Connection(Connection):
+    """Looks the host's name up before it connects.
+
+    uvloop's `create_connection` leaves a lookup running if it is cancelled meanwhile, and asyncio
+    then logs a traceback of the lookup's error, which nobody retrieves.
+    """
+
+    async def connect(self) -> None:
+        """Connect unless it is connected.
+
+        Raises:
+            RedisError: there is no such host, or no server there.
+        """
+        if not self.is_connected:
+            try:
+                await asyncio.get_running_loop().getaddrinfo(self.host, self.port)
+            except OSError as exc:
+                raise RedisConnectionError(f"{self.host} has no address: {exc.strerror}") from exc
+        await super().connect()
 
 
 def cluster_tag(cluster_secret: str) -> str:
@@ -49,6 +71,7 @@ async def connect_redis(url: str, timeout: float = 2.0, setting: str = _SETTING)
             # cancellation of its task. `redis_call` bounds each call instead.
             socket_timeout=None,
             socket_connect_timeout=timeout,
+            connection_class=_Connection,
             retry=Retry(NoBackoff(), 0),  # whoever calls knows better whether to wait
             protocol=2,  # the embedded stand-in speaks no other
         )

@@ -20,6 +20,7 @@ from typer.testing import Result
 
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.certificates import write_certificate
 from pagewire.tests.support.client_cluster import (
     ANSWER,
     CLI,
@@ -266,6 +267,23 @@ def test_complete_says_what_an_endpoint_did(
     assert done.exit_code == 1, kind
     assert part in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("trusted", [False, True], ids=["unknown", "trusted"])
+def test_an_endpoint_with_a_certificate_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trusted: bool
+) -> None:
+    chain = write_certificate(tmp_path)
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(chain))
+    with openai_server(chain) as server:
+        done = pagewire("complete", "x", "--url", server.url)
+    if trusted:
+        assert (done.exit_code, done.stderr) == (0, "")
+    else:
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert "is not trusted: self-signed certificate" in done.stderr
+        assert "SSL_CERT_FILE" in done.stderr
 
 
 def bench(url: str, file: Path, *options: str) -> tuple[Result, dict[str, Any]]:

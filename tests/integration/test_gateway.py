@@ -17,6 +17,7 @@ import pytest
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.certificates import write_certificate
 from pagewire.tests.support.documents import ROOT
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
@@ -65,15 +66,6 @@ def gateway(folder: Path, router_port: int, checks: int = 0, **env: str) -> Iter
             yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()
-
-
-def write_certificate(folder: Path) -> Path:
-    """Write one for 127.0.0.1 as the gateway reads it; returns the file of its chain."""
-    chain, key = folder / "server.pem", folder / "server.pem.key"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", key, "-out", chain], check=True, capture_output=True)
-    return chain
 
 
 def test_with_a_certificate_the_gateway_speaks_tls_and_streams(redis_url, tmp_path):

@@ -1,8 +1,10 @@
 import asyncio
+import gc
 import socket
 import time
 
 import pytest
+import uvloop
 
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.errors import RedisSetupError
@@ -45,6 +47,22 @@ def test_a_wrong_or_missing_password_is_one_line() -> None:
                 assert await client.ping()
 
         run_async(scenario())
+
+
+def test_a_name_that_is_looked_up_too_slowly_leaves_no_error() -> None:
+    reported: list[object] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: reported.append(found))
+        for timeout in (0.0002, 0.0005, 0.001):
+            with pytest.raises(RedisSetupError, match="nowhere"):
+                await connect_redis("redis://nowhere.invalid:6379/0", timeout)
+        await asyncio.sleep(0.5)
+        gc.collect()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
+    assert reported == []
 
 
 @pytest.mark.parametrize(

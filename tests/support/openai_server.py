@@ -1,12 +1,14 @@
 """An OpenAI endpoint that is not Pagewire: it knows no newer fields, and can misbehave."""
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 KNOWN = {"model", "messages", "prompt", "max_tokens", "temperature", "seed", "stream"}
@@ -37,8 +39,8 @@ class OpenAIServer:
 
 
 @contextmanager
-def openai_server() -> Iterator[OpenAIServer]:
-    """Run an endpoint in a thread."""
+def openai_server(chain: Path | None = None) -> Iterator[OpenAIServer]:
+    """Run an endpoint in a thread; with TLS if it gets a chain, whose key is in NAME.key."""
     state = OpenAIServer()
 
     class Handler(_Handler):
@@ -46,6 +48,11 @@ def openai_server() -> Iterator[OpenAIServer]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{server.server_port}"
+    if chain is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(chain, f"{chain}.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        state.url = f"https://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

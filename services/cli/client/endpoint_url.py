@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import httpx
 
 from pagewire.shared.addresses import MAX_PORT, usual_operator_port
@@ -51,6 +53,14 @@ def usual_operator_url(url: str) -> str:
     if not (operator := usual_operator_port(port)):
         raise ConfigError(f"{url} has no usual operator port: name it with --operator-url")
     return str(httpx.URL(scheme="http", host=parsed.host, port=operator)).rstrip("/")
+
+
+def certificates_for(url: str) -> ssl.SSLContext | bool:
+    """Return what checks a server's certificate, as `verify` of httpx.
+
+    SSL_CERT_FILE and SSL_CERT_DIR hold for this machine, too, whose proxies do not.
+    """
+    return httpx.create_ssl_context() if httpx.URL(url).scheme == "https" else True
 
 
 def may_use_proxy(url: str) -> bool:

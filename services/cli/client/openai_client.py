@@ -14,7 +14,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy
+from pagewire.services.cli.client.endpoint_url import (
+    base_url,
+    certificates_for,
+    may_use_proxy,
+)
 from pagewire.services.cli.client.openai_messages import Chunk, ErrorBody, ModelList, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
 from pagewire.services.cli.program import own_command
@@ -199,6 +203,7 @@ class OpenAIClient:
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=may_use_proxy(self.url),
+            verify=certificates_for(self.url),
         )
         self._keep_text = keep_text
         self._dialect: Dialect | None = None
@@ -313,6 +318,13 @@ class OpenAIClient:
         return reply
 
     def _unreachable(self, exc: httpx.HTTPError) -> EndpointError:
+        if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+            text = str(exc).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+            return EndpointError(
+                f"the certificate of {self.url} is not trusted: {text or exc}; name the file of "
+                "the authority that signed it in SSL_CERT_FILE",
+                "certificate",
+            )
         kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
         return EndpointError(
             f"nothing answers at {self.url}: {exc or type(exc).__name__}; start a cluster with "

@@ -91,7 +91,7 @@ def link_lines(services: list[Service]) -> list[str]:
 
 def _rows(health: Health, facts: ReadyFacts) -> Iterator[tuple[str, str]]:
     yield "URL", f"{facts.url}/v1"
-    yield "Operators", f"{facts.operator_url} (/cluster, /sd)"
+    yield "Operators", f"{facts.operator_url} (/dashboard, /cluster, /sd)"
     if facts.needs_key:
         yield "API key", "needed: the commands below send that in PAGEWIRE_API_KEY"
     yield "Model", health.model

@@ -50,8 +50,10 @@ def operator_port(asked: int | None, port: int) -> int:
 
     Raises:
         PortTakenError: the one asked for is taken; names a free one.
-        ConfigError: it is not allowed.
+        ConfigError: it is not allowed, or the endpoint's.
     """
+    if asked == port != 0:
+        raise ConfigError(f"--operator-port {asked} is the endpoint's --port: name another one")
     try:
         return require_free_port(LOOPBACK, usual_operator_port(port) if asked is None else asked)
     except PortTakenError as exc:
