@@ -83,6 +83,7 @@ class RouterDirectory:
         self._seal = RecordSeal(cluster_secret)
         self._metrics_endpoint = ""
         self._others: dict[str, RouterRecord] = {}
+        self._answers = False  # Redis, at the last renewal
         self._task: asyncio.Task[None] | None = None
 
     def own(self) -> RouterRecord:
@@ -96,8 +97,11 @@ class RouterDirectory:
         )
 
     def others(self) -> list[RouterRecord]:
-        """Return the records of the other routers that are alive, by id."""
-        now = self._now_ms()
+        """Return the records of the other routers that are alive, by id.
+
+        While Redis does not answer, nobody can renew a record: then the last view stays.
+        """
+        now = self._now_ms() if self._answers else 0
         return [each for _, each in sorted(self._others.items()) if each.expires_ms > now]
 
     async def start(self, metrics_endpoint: str) -> None:
@@ -128,7 +132,9 @@ class RouterDirectory:
             seconds, micros = await redis_call(self._redis.time(), _TIMEOUT_S)
             self._ahead_s = seconds + micros / 1e6 - self._clock()
             await self._exchange()
+            self._answers = True
         except RedisUnavailableError as exc:  # the worker directory warns of it
+            self._answers = False
             logger.debug("the routers' records cannot be renewed: %s", exc)
 
     async def _exchange(self) -> None:
