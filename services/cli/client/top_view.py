@@ -22,7 +22,7 @@ PART_STYLES = {
     "queued": "yellow",
     "prefill": "magenta",
     "transfer": "green",
-    "first token": "cyan",
+    "first token": "bright_black",
     "tokens": "blue",
     "no token": "red",
 }
