@@ -159,7 +159,7 @@ class BeamSearch:
         )
 
 
-def check_beam_search(params: BeamSearchParams, eos: Collection[int]) -> None:
+def check_beam_search(params: object, eos: Collection[int]) -> None:
     """Check parameters, and that the engine reports as many likely tokens as a step needs.
 
     Raises:

@@ -25,10 +25,11 @@ pytestmark = pytest.mark.timeout(240)
 ROUNDING = 2e-5  # see test_llm_rollouts.py
 PROMPT = [(n * 37) % 900 + 10 for n in range(75)]  # longer than what a decode worker computes
 MESSAGES = [{"role": "user", "content": "What is a lambda, and what is it good for? " * 3}]
+TEMPERATURE = 1.4
 ASKED = {
     "model": "tiny",
     "return_token_ids": True,
-    "temperature": 1.4,
+    "temperature": TEMPERATURE,
     "seed": 5,
     "max_tokens": 40,
     "ignore_eos": True,
@@ -135,7 +136,7 @@ def test_processed_ones_are_of_the_temperature(cluster: LocalCluster, truth: Log
     asked = {"prompt": PROMPT, "logprobs": 0, "logprobs_mode": "processed"}
     [choice] = post(cluster, "completions", **asked)["choices"]
     tokens = choice["token_ids"]
-    rows = truth.of([*PROMPT, *tokens])[len(PROMPT) - 1 : -1] / ASKED["temperature"]
+    rows = truth.of([*PROMPT, *tokens])[len(PROMPT) - 1 : -1] / TEMPERATURE
     wanted = rows.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=ROUNDING)
 

@@ -173,6 +173,20 @@ def test_what_is_done_when_it_is_ended_stays_done(
     assert len(cluster.worker.generated) - before <= 60 + 4
 
 
+def test_a_full_disk_ends_it_and_what_fitted_stays(cluster: Cluster, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", [request(f"{n}") for n in range(12)]), tmp_path / "out"
+    command = ["prlimit", "--fsize=3000", *CLI, "batch", str(source), str(out)]
+    done = subprocess.run(
+        [*command, "--url", cluster.url], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert f"pagewire: {out} cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert out.stat().st_size == 3000  # a part of a line is the last
+    assert batch(source, cluster.url).exit_code == 0
+    assert sorted(int(line["custom_id"]) for line in read(out)) == list(range(12))
+
+
 def test_lines_of_progress_where_there_is_no_terminal(cluster: Cluster, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [request(f"{n}") for n in range(20)])
     options = ("--concurrency", "2", "--report-every", "0.2")

@@ -134,7 +134,12 @@ def test_a_torn_line_is_cut(tmp_path: Path, cut: int) -> None:
     torn = output(tmp_path / "other", "c")[:cut]
     path.write_bytes(whole + torn)
     found: list[str] = []
-    with OutputFile(path, lambda line: found.append(line.custom_id) is None) as file:
+
+    def keep(line: OutputLine) -> bool:
+        found.append(line.custom_id)
+        return True
+
+    with OutputFile(path, keep) as file:
         assert path.read_bytes() == whole
         file.append(failed(REQUEST, "timeout", "silent"))
     assert found == ["a", "b"]

@@ -21,6 +21,7 @@ from pagewire.services.cli.ctrl_c import CtrlC
 from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import note
 from pagewire.shared.errors import ConfigError
+from pagewire.shared.open_files import raise_open_file_limit
 
 
 def batch(
@@ -65,6 +66,7 @@ def batch(
     Example: pagewire batch requests.jsonl answers.jsonl
     """
     with one_line_errors(), contextlib.ExitStack() as stack:
+        raise_open_file_limit()  # each request has a connection
         sender = BatchSender(*options.endpoint(url, api_key), concurrency, timeout, retry_for)
         try:
             files = BatchFiles(stack, input_file, output_file, errors)

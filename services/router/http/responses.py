@@ -278,9 +278,9 @@ class ChatFormat(_OpenAIFormat):
         return {"prompt_token_ids": ids[0]} if ids else {}
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        if not delta.logprobs or self._extras.token_bytes is None:
-            return None
         extras = self._extras
+        if not delta.logprobs or extras.token_bytes is None:
+            return None
         return chat_logprobs(delta.logprobs, extras.token_bytes, extras.names_by_id)
 
     def last(self, usage: Usage) -> bytes:
