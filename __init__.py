@@ -1,6 +1,6 @@
 """Pagewire: LLM serving with prefill and decode on separate GPU services.
 
-`LLM`, `SamplingParams` and `StructuredOutputs` are loaded on first use, so that `import pagewire`
+`LLM` and what its methods take are loaded on first use, so that `import pagewire`
 (the router does it) never imports torch.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagewire.shared.engine.beam_search import BeamSearchParams
     from pagewire.shared.engine.llm import LLM
     from pagewire.shared.sampling import SamplingParams
     from pagewire.shared.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from pagewire.shared.engine.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from pagewire.shared.engine.beam_search import BeamSearchParams
+
+        return BeamSearchParams
     if name == "SamplingParams":
         from pagewire.shared.sampling import SamplingParams
 

@@ -11,6 +11,7 @@ from pagewire.shared.installing import install_command
 
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
 
 
 @contextlib.contextmanager

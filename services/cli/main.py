@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pagewire.services.cli.batch.command import batch
 from pagewire.services.cli.bench.command import bench
 from pagewire.services.cli.client.chat import chat
 from pagewire.services.cli.client.complete import complete
@@ -66,6 +67,7 @@ for command in (
     up,
     chat,
     complete,
+    batch,
     bench,
     status,
     top,

@@ -11,24 +11,30 @@ from typing import Any, Unpack
 import msgspec
 
 from pagewire.shared.config import LLMSettings, load_settings
+from pagewire.shared.engine.beam_search import (
+    BeamSearch,
+    BeamSearchOutput,
+    BeamSearchParams,
+    check_beam_search,
+    run_searches,
+)
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.chats import ChatArguments, ChatPrompt, read_chats
 from pagewire.shared.engine.embeddings import EmbeddingOutput, compute_embeddings
+from pagewire.shared.engine.llm_answer import LLMAnswer
 from pagewire.shared.engine.llm_progress import GenerationProgress
-from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
+from pagewire.shared.engine.outputs import RequestOutput
 from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.engine.step_output import StepOutput, StepOutputs
-from pagewire.shared.errors import InvalidRequestError, RequestFailedError
+from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.field_rules import check_fields
 from pagewire.shared.grammar.structures import grammar_text, read_structured_outputs
 from pagewire.shared.kv.block_pool import BlockCounts
-from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import load_pooling
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.markers import NO_MARKERS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.shown import fit_for
@@ -169,6 +175,45 @@ class LLM:
         with self._running:
             return compute_embeddings(self.engine.core, named, rules)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: BeamSearchParams,
+        add_special_tokens: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of prompts, as Hugging Face's `num_beams` finds them.
+
+        They are compared by the model's logits alone, without any of its sampling defaults.
+
+        Args:
+            prompts: as `generate` takes them.
+            params: of all searches.
+            add_special_tokens: begin and end texts as the model wants it.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is out of range.
+            RequestFailedError: the engine failed in the middle of a request.
+        """
+        eos, vocab_size = self.engine.config.eos_token_ids, self.engine.config.vocab_size
+        check_beam_search(params, eos)
+        tokenized = read_prompts(prompts, self.tokenizer, vocab_size, add_special_tokens)
+        searches = [
+            BeamSearch(ids, params, eos, self.engine.max_model_len - len(ids))
+            for ids in (prompt.token_ids for prompt in tokenized)
+        ]
+        room = self.block_counts().total * self.settings.block_size
+        run_searches(searches, room, self._likely_tokens)
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        return [search.output(decode) for search in searches]
+
+    def _likely_tokens(self, texts: list[list[int]], count: int) -> list[dict[int, float]]:
+        """Return the log probabilities of the likeliest next tokens of each text, by their ids."""
+        asked = SamplingParams(temperature=0, max_tokens=1, logprobs=count, logprobs_mode="raw")
+        prompts = [TokenizedPrompt(None, token_ids) for token_ids in texts]
+        answers = [output.outputs[0] for output in self._answer(prompts, asked, 1, False)]
+        positions = [position for answer in answers for position in answer.logprobs or ()]
+        return [{token: each.logprob for token, each in found.items()} for found in positions]
+
     def block_counts(self) -> BlockCounts:
         """Return how many KV blocks are free, cached and used."""
         return self.engine.core.scheduler.pool.counts()
@@ -181,7 +226,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _params(sampling_params, len(prompts))
-        answers: dict[str, _Answer] = {}
+        answers: dict[str, LLMAnswer] = {}
         outputs = []
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
@@ -191,7 +236,7 @@ class LLM:
             output = RequestOutput(prompt.text, token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
-                answer = _Answer(
+                answer = LLMAnswer(
                     index, choice, output, spec.for_choice(choice), asked, self.tokenizer, prompt
                 )
                 answers[f"llm-{next(self._ids)}"] = answer
@@ -236,7 +281,7 @@ class LLM:
                 return msgspec.structs.replace(spec, grammar=text)
         return spec
 
-    def _run(self, answers: dict[str, _Answer], use_tqdm: bool) -> None:
+    def _run(self, answers: dict[str, LLMAnswer], use_tqdm: bool) -> None:
         """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""
         core = self.engine.core
         try:
@@ -254,7 +299,7 @@ class LLM:
             for request_id in answers:
                 core.abort(request_id)
 
-    def _add(self, answers: dict[str, _Answer]) -> None:
+    def _add(self, answers: dict[str, LLMAnswer]) -> None:
         """Queue the answers to one prompt, which is computed once."""
         eos = self.engine.config.eos_token_ids
         sequences = [
@@ -269,7 +314,7 @@ class LLM:
 
 
 def _take(
-    outputs: StepOutputs, answers: dict[str, _Answer], progress: GenerationProgress
+    outputs: StepOutputs, answers: dict[str, LLMAnswer], progress: GenerationProgress
 ) -> list[str]:
     """Add what a step gave; returns the names of the answers that have ended."""
     plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
@@ -280,107 +325,6 @@ def _take(
     ]
     others = [output for output in outputs.others if output.request_id in answers]
     return ended + [o.request_id for o in others if answers[o.request_id].take(o, progress)]
-
-
-class _Answer:
-    """One answer while it is computed.
-
-    Attributes:
-        prompt_index: of its prompt among those of the call.
-        output: of its prompt; the answer is added to it.
-    """
-
-    def __init__(
-        self,
-        prompt_index: int,
-        choice: int,
-        output: RequestOutput,
-        spec: RequestSpec,
-        asked: SamplingParams,
-        tokenizer: Tokenizer | None,
-        prompt: TokenizedPrompt,
-    ) -> None:
-        self._chat = prompt if isinstance(prompt, ChatPrompt) else None
-        self.prompt_index, self.output, self.spec = prompt_index, output, spec
-        self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
-        output.outputs.append(self._result)
-        self._tokenizer, self._rules = tokenizer, TextRules.of(asked, asked.stop_strings)
-        if self._chat is not None:
-            shown = self._chat.reading.shown
-            self._rules = msgspec.structs.replace(self._rules, shown=shown)
-        self._assembler: TextAssembler | None = None
-        if asked.stop_strings:
-            if tokenizer is None:
-                raise InvalidRequestError(
-                    "stop: the model has no tokenizer.json, and so no text; use stop_token_ids",
-                    "stop",
-                )
-            prompt_ids = output.prompt_token_ids
-            self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules)
-
-    def take(self, step: StepOutput, progress: GenerationProgress) -> bool:
-        """Add what a step gave; returns whether the answer has ended.
-
-        Raises:
-            RequestFailedError: the engine failed.
-        """
-        if step.finish_reason == "error" or step.finish_reason == "abort":
-            raise RequestFailedError(step.error or "the engine failed")
-        if step.prompt_logprobs is not None:
-            self._prompt_logprobs += self._readable(step.prompt_logprobs.tokens)
-        prompt_tokens = 0
-        if step.cached_tokens is not None:
-            prompt_tokens = len(self.output.prompt_token_ids)
-            if self._result.index == 0:
-                self.output.cached_tokens = step.cached_tokens
-        return self.add(step.token_ids, step.finish_reason, progress, prompt_tokens, step.logprobs)
-
-    def add(
-        self,
-        token_ids: list[int],
-        finish_reason: TextFinishReason | None,
-        progress: GenerationProgress,
-        prompt_tokens: int = 0,
-        logprobs: Logprobs | None = None,
-    ) -> bool:
-        """Add tokens; returns whether the answer has ended."""
-        result = self._result
-        if self._assembler is None:
-            result.token_ids.extend(token_ids)
-            result.finish_reason = finish_reason
-        else:
-            delta = self._assembler.push(token_ids, finish_reason, logprobs)
-            result.token_ids.extend(delta.token_ids)
-            result.text += delta.text
-            result.finish_reason = delta.finish_reason
-            logprobs = delta.logprobs
-        if logprobs is not None and result.logprobs is not None:
-            result.logprobs += self._readable(logprobs)
-        ended = result.finish_reason is not None
-        if ended:
-            self._finish()
-        progress.add(ended, prompt_tokens, len(token_ids))
-        return ended
-
-    def _readable(self, logprobs: Logprobs) -> list[dict[int, Logprob]]:
-        tokenizer = self._tokenizer
-        return logprobs_of(logprobs, None if tokenizer is None else tokenizer.token_bytes.text)
-
-    def _finish(self) -> None:
-        result = self._result
-        if self.spec.prompt_logprobs is not None and result.index == 0:
-            self.output.prompt_logprobs = self._prompt_logprobs
-        if self._assembler is not None:
-            result.stop_reason = self._assembler.matched
-        elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
-            text = TextAssembler(self._tokenizer, self.output.prompt_token_ids, self._rules)
-            result.text = text.push(result.token_ids, "length").text
-        if self._chat is not None:
-            result.message = self._chat.message(result.text)
-        last = result.token_ids[-1:]
-        if result.stop_reason is None and result.finish_reason == "stop" and last:
-            result.stop_reason = last[0] if last[0] in self.spec.stop_token_ids else None
 
 
 def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -71,7 +71,8 @@ def test_block_runs_alone(block: Block) -> None:
 def test_block_runs_against_a_cluster(block: Block, cluster: LocalCluster) -> None:
     code = block.code.replace(DEFAULT_URL, cluster.url)
     # Commands without a URL mean the default one.
-    code = re.sub(r"(pagewire (?:complete|chat|bench|status))", rf"\1 --url {cluster.url}", code)
+    commands = r"(pagewire (?:complete|chat|batch|bench|status))"
+    code = re.sub(commands, rf"\1 --url {cluster.url}", code)
     code = code.replace("pagewire top", f"pagewire top --operator-url {cluster.operator_url}")
     _check_answers(code, _run(block, code))
 

@@ -48,7 +48,7 @@ def old() -> Iterator[OpenAIServer]:
         yield server
 
 
-@pytest.mark.parametrize("command", ["chat", "complete", "bench", "status", "doctor"])
+@pytest.mark.parametrize("command", ["chat", "complete", "batch", "bench", "status", "doctor"])
 def test_help_has_an_example(command: str) -> None:
     assert f"Example: pagewire {command}" in pagewire(command, "--help", NO_COLOR="1").stdout
 

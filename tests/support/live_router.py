@@ -79,8 +79,10 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRouter]:
-    """Run a router; at the end nothing of it is left."""
+async def live_router(
+    redis_url: str, *, port: int = 0, **settings: Any
+) -> AsyncIterator[LiveRouter]:
+    """Run a router, at any port for 0; at the end nothing of it is left."""
     chosen = RouterSettings(
         **(
             {
@@ -97,7 +99,8 @@ async def live_router(redis_url: str, **settings: Any) -> AsyncIterator[LiveRout
     service = await RouterService.connect(chosen)
     # asyncio sets TCP_NODELAY where the protocol is named; the real router's uvloop always does.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(
         create_app(service),
         http=protocol_factory(

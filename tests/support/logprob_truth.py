@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -11,11 +13,17 @@ TOLERANCE = 1e-4
 
 
 class LogprobTruth:
-    """Asks the demo model for the log probabilities of whole texts."""
+    """Asks a model for the log probabilities of whole texts.
 
-    def __init__(self) -> None:
-        path = demo_model_path()
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    Args:
+        model: as Hugging Face has it, in float32; None: the demo model.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        if model is None:
+            path = demo_model_path()
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._model = model
 
     @torch.inference_mode()
     def of(self, token_ids: list[int]) -> torch.Tensor:

@@ -25,6 +25,7 @@ class OpenAIServer:
             speaks something else; "cuts" closes the connection after [DONE], without the end of
             the body, and "lingers" leaves it open.
         delay_s: before each answer to a POST.
+        retry_after: the header of that name where it is busy.
         bodies: of the requests, in order.
         keys: their Authorization headers.
         num_connections: that were opened.
@@ -33,6 +34,7 @@ class OpenAIServer:
     url: str = ""
     mode: str = "old"
     delay_s: float = 0.0
+    retry_after: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     num_connections: int = 0
@@ -80,12 +82,13 @@ class _Handler(BaseHTTPRequestHandler):
         state.bodies.append(body)
         state.keys.append(self.headers["Authorization"])
         time.sleep(state.delay_s)
+        if state.mode == "busy":
+            self._answer(429, {"error": {"message": "come back later"}})
+            return
         known = KNOWN | ({"stream_options"} if state.mode == "usage" else set())
         if unknown := set(body) - known:
             message = f"Unrecognized request argument supplied: {min(unknown)}"
             self._answer(400, {"error": {"message": message}})
-        elif state.mode == "busy":
-            self._answer(429, {"error": {"message": "come back later"}})
         elif state.mode == "html":
             self._send(b"data: <html>\n\n")
         else:
@@ -114,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
+        if status == 429 and self.server_state.retry_after:
+            self.send_header("Retry-After", self.server_state.retry_after)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

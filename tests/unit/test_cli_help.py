@@ -61,7 +61,7 @@ def test_help_shows_the_default_of_every_setting(command: str) -> None:
 
 def test_help_shows_where_clients_look() -> None:
     default = ClientSettings.model_fields["url"].default
-    for command in ("chat", "complete", "bench", "status"):
+    for command in ("chat", "complete", "batch", "bench", "status"):
         page = one_line(pagewire(command, "--help").stdout)
         assert f"PAGEWIRE_URL. [default: {default}]" in page
 

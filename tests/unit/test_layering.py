@@ -48,6 +48,7 @@ PACKAGES = (
     "services.router.http",
     "services.cli.client",
     "services.cli.up",
+    "services.cli.batch",
     "services.cli.bench",
     "services.cli.doctor",
     "services.decode",

@@ -110,6 +110,28 @@ def test_parts_of_characters_have_names_of_their_own_in_completions() -> None:
     ]
 
 
+def test_tokens_are_named_by_their_ids_if_asked_for() -> None:
+    found = columns([300], top=1)
+    content = chat_logprobs(found, TOKEN_BYTES, by_id=True)["content"][0]
+    assert (content["token"], content["bytes"]) == ("token_id:300", list(TOKEN_BYTES.of(300)))
+    assert [each["token"] for each in content["top_logprobs"]] == ["token_id:301"]
+    shown = CompletionLogprobs(TOKEN_BYTES, None, by_id=True).of(
+        TextDelta("x", None, (300,), found)
+    )
+    assert shown is not None
+    assert shown["tokens"] == ["token_id:300"]
+    assert shown["top_logprobs"][0].keys() == {"token_id:300", "token_id:301"}
+
+
+def test_a_log_probability_is_the_same_float32_after_json() -> None:
+    values = -np.random.default_rng(3).exponential(4.0, (500, 1)).astype(np.float32)
+    found = msgspec.structs.replace(columns([7] * 500, top=0), logprobs=values.tobytes())
+    content = msgspec.json.decode(msgspec.json.encode(chat_logprobs(found, TOKEN_BYTES)))
+    read = np.array([each["logprob"] for each in content["content"]])
+    assert read.dtype == np.float64
+    assert (read == values[:, 0].astype(np.float64)).all()
+
+
 @pytest.mark.parametrize("size", [1, 2, 100])
 def test_offsets_of_a_completion_go_on_over_its_parts(size: int) -> None:
     prompt, text = "Where?", " naïve — 東京 🌍 it is"

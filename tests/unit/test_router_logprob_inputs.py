@@ -2,7 +2,8 @@
 
 import pytest
 
-from pagewire.tests.support.request_bodies import chat, completion, refusal
+from pagewire.services.router.http.inputs import read_completion
+from pagewire.tests.support.request_bodies import MODEL, chat, completion, encoded, refusal
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,24 @@ def test_log_probabilities_of_a_completion(asked, of_answer, of_prompt, echo):
     found = (prompt.spec.logprobs, prompt.spec.prompt_logprobs, prompt.echo)
     assert found == (of_answer, of_prompt, echo)
     assert read.prompt_logprobs == ("prompt_logprobs" in asked)
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_tokens_in_and_out(call):
+    assert not call().return_token_ids and not call().names_by_id
+    read = call(return_token_ids=True, return_tokens_as_token_ids=True)
+    assert read.return_token_ids and read.names_by_id
+
+
+def test_a_response_has_a_bounded_number_of_prompt_token_ids():
+    def long(**body):
+        asked = {"model": "m", "prompt": [[5] * 900] * 64, **body}
+        return read_completion(encoded(asked), MODEL, 1024)
+
+    assert long(return_token_ids=True, n=72).n == 72
+    error = refusal(long, return_token_ids=True, n=73)
+    assert error.param == "return_token_ids" and "at most 4194304" in error.message
+    assert long(n=73).n == 73
 
 
 def test_an_echo_alone_generates_nothing():

@@ -110,6 +110,38 @@ def test_a_service_tier_is_echoed_where_one_is_named():
     )
 
 
+def test_token_ids_of_prompts_are_in_the_response_or_the_first_chunks():
+    prompts = [[5, 6], [5, 6], [7], [7]]
+    extras = Extras(prompt_token_ids=prompts)
+    deltas = [TextDelta("x", "stop", (index, 2)) for index in range(4)]
+    full = json.loads(CompletionFormat("m", [""] * 4, extras).full_response(deltas, USAGE))
+    found = [(each["prompt_token_ids"], each["token_ids"]) for each in full["choices"]]
+    assert found == [(prompt, [index, 2]) for index, prompt in enumerate(prompts)]
+
+    form = CompletionFormat("m", [""] * 4, extras)
+    parts = [(3, TextDelta("", None)), (3, TextDelta("", None, (1,))), (0, TextDelta("a"))]
+    parts += [(3, TextDelta("b", "stop", (2,))), (0, TextDelta("c", None, (4,)))]
+    chunks = [e["choices"][0] for part in parts for e in events(form.stream_chunk(*part))]
+    assert [each["index"] for each in chunks] == [3, 0, 3, 0]
+    assert [each.get("prompt_token_ids") for each in chunks] == [[7], [5, 6], None, None]
+
+
+def test_token_ids_of_a_chats_prompt_are_in_the_response_or_the_first_chunk():
+    extras = Extras(prompt_token_ids=[[5, 6]] * 2)
+    deltas = [TextDelta("x", "stop", (1, 2))] * 2
+    full = json.loads(ChatFormat("m", 2, extras).full_response(deltas, USAGE))
+    assert full["prompt_token_ids"] == [5, 6]
+    assert [each["token_ids"] for each in full["choices"]] == [[1, 2]] * 2
+
+    form = ChatFormat("m", 2, extras)
+    parts = [(1, TextDelta("a", None, (1,))), (0, TextDelta("b", None, (2,)))]
+    chunks = [event for part in parts for event in events(form.stream_chunk(*part))]
+    assert [each.get("prompt_token_ids") for each in chunks] == [[5, 6], None]
+    assert [each["choices"][0]["token_ids"] for each in chunks] == [[1], [2]]
+    plain = json.loads(ChatFormat("m", 2, Extras()).full_response(deltas, USAGE))
+    assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
 def test_an_echo_comes_once_and_first():
     form = CompletionFormat("m", ["Echo", ""], Extras())
     deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]

@@ -23,10 +23,9 @@ from pagewire.services.cli.bench.view import run_with_bar, show_report
 from pagewire.services.cli.client import client_options
 from pagewire.services.cli.client.openai_client import CHAT, COMPLETIONS, OpenAIClient
 from pagewire.services.cli.ctrl_c import CtrlC
-from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.shared.errors import ConfigError
 
-EXIT_INTERRUPTED = 130
 CLOSE_S = 5.0
 STDOUT = "-"
 

@@ -13,7 +13,7 @@ import typer
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.openai_client import CHAT, EndpointError, OpenAIClient, Reply
-from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import (
     cut_note,
     describe,
@@ -24,7 +24,6 @@ from pagewire.services.cli.terminal import (
 
 PROMPT = "> "
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
-EXIT_INTERRUPTED = 130
 
 
 @dataclass

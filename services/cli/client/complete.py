@@ -11,11 +11,9 @@ import typer
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.errors import EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import cut_note, note, readable_stdin, write_text
 from pagewire.shared.errors import ConfigError
-
-EXIT_INTERRUPTED = 130
 
 
 def complete(

@@ -63,7 +63,11 @@ async def complete(request: Request) -> Response:
         echoes = [prompt.echo or "" for prompt in prompts]
         token_bytes = model.tokenizer.token_bytes
         logprobs = [
-            CompletionLogprobs(token_bytes, None if prompt.echo is None else prompt.token_ids[0])
+            CompletionLogprobs(
+                token_bytes,
+                None if prompt.echo is None else prompt.token_ids[0],
+                asked.names_by_id,
+            )
             for prompt in prompts
             if prompt.spec.logprobs is not None
         ]
@@ -233,10 +237,18 @@ def _extras(model: ServedModel, asked: GenerationInput) -> Extras:
         usage=asked.include_usage,
         running=RunningUsage(prompt_tokens) if asked.running_usage else None,
         service_tier=asked.service_tier,
-        token_ids=asked.return_token_ids,
+        prompt_token_ids=_prompt_token_ids(asked),
+        names_by_id=asked.names_by_id,
         prompt_logprobs=asked.prompt_logprobs,
         token_bytes=model.tokenizer.token_bytes,
     )
+
+
+def _prompt_token_ids(asked: GenerationInput) -> list[list[int]]:
+    """Return those of each choice's prompt, if the response has token ids."""
+    if not asked.return_token_ids:
+        return []
+    return [prompt.token_ids for prompt in asked.prompts for _ in range(asked.n)]
 
 
 def service_of(request: Request) -> RouterService:

@@ -42,6 +42,7 @@ InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response: a prompt's are in each of its choices
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
 # A longer text cannot fit, whatever its tokens: refused before it costs time to tokenize.
 MAX_CHARS_PER_TOKEN = 256
@@ -70,7 +71,8 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         rules: of the answers' texts.
         running_usage: each chunk of a stream carries the usage so far.
         service_tier: the response names one.
-        return_token_ids: the answer carries its token ids as well as its text.
+        return_token_ids: the response has the token ids of prompts and answers, too.
+        names_by_id: log probabilities name tokens by their ids.
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
@@ -93,6 +95,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     prompt_logprobs: bool
     unknown_fields: int
     running_usage: bool = False
+    names_by_id: bool = False
     service_tier: bool = False
     reading: AnswerReading | None = None
     form_field: str | None = None
@@ -250,6 +253,7 @@ def _input(
 ) -> GenerationInput:
     options = body.stream_options
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _check_prompt_token_ids(body, prompts)
     _check_prompt_logprobs(body, prompts)
     form = form_of(body, model.tokenizer.markers)
     if form is not None:
@@ -264,6 +268,7 @@ def _input(
         running_usage=bool(options is not None and options.continuous_usage_stats),
         service_tier=body.service_tier is not None,
         return_token_ids=bool(body.return_token_ids),
+        names_by_id=bool(body.return_tokens_as_token_ids),
         generates=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs is not None,
         unknown_fields=unknown_fields,
@@ -275,6 +280,17 @@ def _input(
 def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
     spec = msgspec.structs.replace(prompt.spec, grammar=text)
     return msgspec.structs.replace(prompt, spec=spec)
+
+
+def _check_prompt_token_ids(body: GenerationBody, prompts: list[PromptInput]) -> None:
+    """Bound the size of a response."""
+    count = (body.n or 1) * sum(len(prompt.token_ids) for prompt in prompts)
+    if body.return_token_ids and count > MAX_PROMPT_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"return_token_ids: {count} token ids of prompts are too many: at most "
+            f"{MAX_PROMPT_TOKEN_IDS} in one response",
+            "return_token_ids",
+        )
 
 
 def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:

@@ -19,12 +19,25 @@ def finite(logprob: float) -> float:
     return max(LEAST, logprob)
 
 
-def chat_logprobs(tokens: Iterable[Token], token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice, or of a part of it."""
+def name_by_id(token_id: int) -> str:
+    """Return the name that vLLM gives a token with `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(
+    tokens: Iterable[Token], token_bytes: TokenBytes, by_id: bool = False
+) -> dict[str, Any]:
+    """Return the `logprobs` of a chat choice, or of a part of it.
+
+    Args:
+        tokens: of the choice.
+        token_bytes: the vocabulary.
+        by_id: tokens are named by their ids.
+    """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = token_bytes.of(token_id)
-        text = raw.decode(errors="replace")
+        text = name_by_id(token_id) if by_id else raw.decode(errors="replace")
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
     content = [
@@ -59,11 +72,14 @@ class CompletionLogprobs:
     """The `logprobs` of one completion choice, whose offsets go on from part to part.
 
     Args:
+        token_bytes: the vocabulary.
         echoed: id of the prompt's first token, if the prompt is repeated before the answer.
+        by_id: tokens are named by their ids.
     """
 
-    def __init__(self, token_bytes: TokenBytes, echoed: int | None) -> None:
+    def __init__(self, token_bytes: TokenBytes, echoed: int | None, by_id: bool = False) -> None:
         self._bytes, self._echoed = token_bytes, echoed
+        self._name = name_by_id if by_id else token_bytes.name
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -86,7 +102,7 @@ class CompletionLogprobs:
         for token in part or ():
             top: dict[str, float] = {}
             for token_id, logprob in [*token.top, (token.id, token.logprob)]:
-                top.setdefault(self._bytes.name(token_id), finite(logprob))
+                top.setdefault(self._name(token_id), finite(logprob))
             self._add(columns, token.id, finite(token.logprob), top)
 
     def _add(
@@ -96,7 +112,7 @@ class CompletionLogprobs:
         logprob: float | None,
         top: dict[str, float] | None,
     ) -> None:
-        columns["tokens"].append(self._bytes.name(token_id))
+        columns["tokens"].append(self._name(token_id))
         columns["token_logprobs"].append(logprob)
         columns["top_logprobs"].append(top)
         columns["text_offset"].append(self._offset)

@@ -34,7 +34,10 @@ class Extras:
         usage: a stream ends with a chunk that carries the usage.
         running: each chunk carries the usage so far.
         service_tier: named, as in OpenAI's responses to requests that name one.
-        token_ids: choices carry their token ids, as `token_ids`.
+        prompt_token_ids: of each choice's prompt, if choices carry their `token_ids`. As vLLM has
+            it, a completion's choice has them, and of a chat the response; of a stream, the first
+            chunk.
+        names_by_id: log probabilities name tokens by their ids.
         prompt_logprobs: a response without streaming has vLLM's field of this name.
         token_bytes: the vocabulary; given if there are log probabilities.
     """
@@ -42,7 +45,8 @@ class Extras:
     usage: bool = False
     running: RunningUsage | None = None
     service_tier: bool = False
-    token_ids: bool = False
+    prompt_token_ids: Sequence[list[int]] = ()
+    names_by_id: bool = False
     prompt_logprobs: bool = False
     token_bytes: TokenBytes | None = None
 
@@ -149,16 +153,18 @@ class CompletionFormat(_OpenAIFormat):
         logprobs: Sequence[CompletionLogprobs] = (),
     ) -> None:
         self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
+        self._unbegun = set(range(len(echoes)))
         self._head = extras.head("cmpl-", "text_completion", model)
         choice = {"text": "", "logprobs": None, "finish_reason": None}
         self._plain = _PlainEvents(self._head, choice, b'"text":""', extras)
-        self._may_be_plain = not (logprobs or extras.token_ids or extras.running)
+        self._may_be_plain = not (logprobs or extras.prompt_token_ids or extras.running)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
         choices = [
             {
                 **self._choice(index, self._echoes[index] + answer.text, answer),
+                **self._prompt_ids(index),
                 **self._extras.prompt(answer),
             }
             for index, answer in enumerate(answers)
@@ -176,7 +182,14 @@ class CompletionFormat(_OpenAIFormat):
         choice = self._choice(index, text, delta)
         if not text and delta.finish_reason is None and not _has_tokens(choice):
             return b""
+        if index in self._unbegun:
+            self._unbegun.discard(index)
+            choice |= self._prompt_ids(index)
         return self._extras.event(self._head, [choice])
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        ids = self._extras.prompt_token_ids
+        return {"prompt_token_ids": ids[index]} if ids else {}
 
     def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
         return {
@@ -184,7 +197,7 @@ class CompletionFormat(_OpenAIFormat):
             "text": text,
             "logprobs": self._logprobs[index].of(delta) if self._logprobs else None,
             "finish_reason": delta.finish_reason,
-            **_tokens(delta, self._extras.token_ids),
+            **_tokens(delta, self._extras),
         }
 
     def last(self, usage: Usage) -> bytes:
@@ -197,7 +210,8 @@ class ChatFormat(_OpenAIFormat):
 
     def __init__(self, model: str, num_choices: int, extras: Extras) -> None:
         self._extras = extras
-        self._unbegun = set(range(num_choices))
+        self._unbegun, self._is_first = set(range(num_choices)), True
+        self._may_be_plain = not (extras.prompt_token_ids or extras.running)
         self._head = extras.head("chatcmpl-", "chat.completion", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         choice = {"delta": {"content": ""}, "logprobs": None, "finish_reason": None}
@@ -211,11 +225,11 @@ class ChatFormat(_OpenAIFormat):
                 "message": self.message(index, answer),
                 "logprobs": self._logprobs(answer),
                 "finish_reason": self.finish_reason(index, answer),
-                **_tokens(answer, self._extras.token_ids),
+                **_tokens(answer, self._extras),
             }
             for index, answer in enumerate(answers)
         ]
-        head = {**self._head, **self._extras.prompt(answers[0])}
+        head = {**self._head, **self._prompt_ids(), **self._extras.prompt(answers[0])}
         return _encode({**head, "choices": choices, **_totals(self.usage(usage))})
 
     def message(self, index: int, answer: TextDelta) -> dict[str, Any]:
@@ -233,9 +247,8 @@ class ChatFormat(_OpenAIFormat):
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
         text, is_begun = delta.text, index not in self._unbegun
-        extras = self._extras
-        has_more = delta.finish_reason or delta.logprobs or extras.token_ids or extras.running
-        if text and is_begun and not has_more:
+        has_more = delta.finish_reason or delta.logprobs
+        if text and is_begun and self._may_be_plain and not has_more:
             return self._plain.event(index, text)
         content: dict[str, str] = {"content": text} if text else {}
         if not is_begun:
@@ -251,16 +264,24 @@ class ChatFormat(_OpenAIFormat):
             "delta": content,
             "logprobs": self._logprobs(delta),
             "finish_reason": self.finish_reason(index, delta),
-            **_tokens(delta, self._extras.token_ids),
+            **_tokens(delta, self._extras),
         }
         if not content and delta.finish_reason is None and not _has_tokens(choice):
             return b""
-        return self._extras.event(self._chunk_head, [choice])
+        head = self._chunk_head
+        if self._is_first:
+            head, self._is_first = {**head, **self._prompt_ids()}, False
+        return self._extras.event(head, [choice])
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        ids = self._extras.prompt_token_ids
+        return {"prompt_token_ids": ids[0]} if ids else {}
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        if not delta.logprobs or self._extras.token_bytes is None:
+        extras = self._extras
+        if not delta.logprobs or extras.token_bytes is None:
             return None
-        return chat_logprobs(delta.logprobs, self._extras.token_bytes)
+        return chat_logprobs(delta.logprobs, extras.token_bytes, extras.names_by_id)
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
@@ -289,8 +310,9 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
     return choice["logprobs"] is not None or "token_ids" in choice
 
 
-def _tokens(part: TextDelta, wanted: bool) -> dict[str, list[int]]:
-    return {"token_ids": list(part.token_ids)} if wanted and part.token_ids else {}
+def _tokens(part: TextDelta, extras: Extras) -> dict[str, list[int]]:
+    is_wanted = extras.prompt_token_ids and part.token_ids
+    return {"token_ids": list(part.token_ids)} if is_wanted else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -102,6 +102,8 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     Attributes:
         add_special_tokens: begin and end the prompt's text as the model wants it; by default the
             text of a completion does, and the chat template alone decides for a chat.
+        return_token_ids: the response has the token ids of prompts and answers.
+        return_tokens_as_token_ids: log probabilities name tokens by their ids.
         service_tier: there is one; a response to a request that names any names "default".
         timings: the response says where the time went.
         user: changes nothing, nor do the fields after it.
@@ -114,6 +116,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     service_tier: ServiceTier | None = None
     timings: bool | None = None

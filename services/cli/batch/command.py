@@ -1,0 +1,148 @@
+"""`pagewire batch`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagewire.services.cli.batch.input_file import check_input, pending_requests
+from pagewire.services.cli.batch.known_ids import KnownIds
+from pagewire.services.cli.batch.lines import OutputLine
+from pagewire.services.cli.batch.output_file import OutputFile
+from pagewire.services.cli.batch.sender import BatchSender
+from pagewire.services.cli.batch.view import Tally, run_with_progress
+from pagewire.services.cli.client import client_options as options
+from pagewire.services.cli.ctrl_c import CtrlC
+from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.terminal import note
+from pagewire.shared.errors import ConfigError
+from pagewire.shared.open_files import raise_open_file_limit
+
+
+def batch(
+    input_file: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="One of OpenAI's batch files, with requests.")
+    ],
+    output_file: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="Where a line of each answer is added.")
+    ],
+    url: options.Url = None,
+    api_key: options.ApiKey = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Requests under way at once.")
+    ] = 64,
+    errors: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lines of requests that failed, in place of OUTPUT."),
+    ] = None,
+    retry_for: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="How long a request is sent again that is refused (429, 503) or gets no "
+            "connection.",
+        ),
+    ] = 300.0,
+    report_every: Annotated[
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Between lines of progress, without a terminal."
+        ),
+    ] = 10.0,
+    timeout: options.Timeout = 600.0,
+) -> None:
+    """Send the requests of a batch file and write down the answers.
+
+    INPUT is checked as a whole before anything is sent.
+    The same command again sends what has no successful answer in OUTPUT yet.
+    Exit code 1 if a request failed.
+
+    Example: pagewire batch requests.jsonl answers.jsonl
+    """
+    with one_line_errors(), contextlib.ExitStack() as stack:
+        raise_open_file_limit()  # each request has a connection
+        sender = BatchSender(*options.endpoint(url, api_key), concurrency, timeout, retry_for)
+        try:
+            files = BatchFiles(stack, input_file, output_file, errors)
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        with asyncio.Runner() as runner, CtrlC(runner.get_loop()) as ctrl_c:
+            try:
+                runner.run(_send(sender, files, ctrl_c, report_every))
+            finally:
+                note(_summary(files.tally, errors or output_file))
+    if ctrl_c.pressed or files.tally.failed:
+        raise typer.Exit(EXIT_INTERRUPTED if ctrl_c.pressed else EXIT_FAILURE)
+
+
+async def _send(sender: BatchSender, files: BatchFiles, ctrl_c: CtrlC, report_every: float) -> None:
+    async with sender:
+        sending = sender.send(files.requests, files.write)
+        await ctrl_c.ends(run_with_progress(sending, files.tally, sender, report_every))
+
+
+def _summary(tally: Tally, failures: Path) -> str:
+    said = tally.describe()
+    if tally.failed:
+        said += f". Failures are in {failures}"
+    if tally.failed or tally.done < tally.total:
+        said += ". The same command again sends what is not answered"
+    return said
+
+
+class BatchFiles:
+    """The files of one batch, checked and locked.
+
+    Args:
+        stack: closes them.
+        source: the input.
+        output: of answers that are successes.
+        errors: of others; None: they are in the output, too. Emptied.
+
+    Attributes:
+        tally: of its requests.
+        requests: those that are to be sent.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, source: Path, output: Path, errors: Path | None
+    ) -> None:
+        paths = [os.path.realpath(path) for path in (source, output, errors) if path is not None]
+        if len(set(paths)) < len(paths):
+            raise ConfigError("INPUT, OUTPUT and --errors must be different files")
+        self._ids = stack.enter_context(KnownIds())
+        self._done = 0
+        total = check_input(source, self._ids)
+        self._output = stack.enter_context(OutputFile(output, self._is_kept))
+        self._errors = self._output
+        if errors is not None:
+            self._errors = stack.enter_context(OutputFile(errors, lambda line: False))
+        self.tally = Tally(total, self._done)
+        self.requests = pending_requests(source, self._ids)
+
+    def _is_kept(self, line: OutputLine) -> bool:
+        """Keep a success, which is not asked for again; what failed is."""
+        if line.is_ok:
+            self._done += self._ids.mark_done(line.custom_id)
+        return line.is_ok
+
+    def write(self, line: OutputLine) -> None:
+        """Add a line to the file where it belongs, and to the tally.
+
+        Raises:
+            PagewireError: it cannot be written.
+        """
+        (self._output if line.is_ok else self._errors).append(line)
+        if line.is_ok:
+            self.tally.ok += 1
+        else:
+            self.tally.failed += 1

@@ -1,0 +1,86 @@
+"""Reads a batch's input: once whole to check it, then again as its requests are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagewire.services.cli.batch.known_ids import KnownIds
+from pagewire.services.cli.batch.lines import (
+    BatchLineError,
+    BatchRequest,
+    lines_of,
+    parse_request,
+)
+from pagewire.shared.errors import ConfigError
+
+MOST_PROBLEMS = 5
+
+
+def check_input(path: Path, ids: KnownIds) -> int:
+    """Read the whole input and note its ids.
+
+    Returns:
+        How many requests it has.
+
+    Raises:
+        ConfigError: it cannot be read, or lines are wrong; names the first of them.
+    """
+    problems: list[str] = []
+    wrong = total = 0
+    try:
+        for number, found in _read(path):
+            total += 1
+            problem = found if isinstance(found, BatchLineError) else None
+            if isinstance(found, BatchRequest):
+                first = ids.add(found.custom_id, number)
+                if first != number:
+                    shown = f"{found.custom_id[:100]!r} is that of line {first}, too"
+                    problem = BatchLineError(f"custom_id {shown}; each must be unique")
+            if problem is not None:
+                wrong += 1
+                problems += [f"line {number}: {problem}"] if wrong <= MOST_PROBLEMS else []
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    if wrong:
+        more = f"; and {wrong - MOST_PROBLEMS} more" if wrong > MOST_PROBLEMS else ""
+        raise ConfigError(f"{path}: nothing was sent. {'; '.join(problems)}{more}")
+    if not total:
+        raise ConfigError(f"{path} has no requests")
+    return total
+
+
+def pending_requests(path: Path, ids: KnownIds) -> Iterator[BatchRequest]:
+    """Yield the requests of a checked input that are not answered yet.
+
+    Raises:
+        ConfigError: it has changed since.
+    """
+    try:
+        for number, found in _read(path):
+            if isinstance(found, BatchLineError):
+                raise ConfigError(f"{path} has changed. Line {number}: {found}") from found
+            if not ids.is_done(found.custom_id):
+                yield found
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+
+
+def _read(path: Path) -> Iterator[tuple[int, BatchRequest | BatchLineError]]:
+    """Yield the number of each line that is not blank, with what it is or what is wrong."""
+    if not path.is_file():
+        path.stat()
+        raise ConfigError(f"{path} must be a file: it is read twice")
+    number = 0
+    with path.open("rb") as file:
+        try:
+            for number, line in enumerate(lines_of(file), start=1):
+                try:
+                    found = parse_request(line)
+                except BatchLineError as exc:
+                    yield number, exc
+                else:
+                    if found is not None:
+                        yield number, found
+        except BatchLineError as exc:  # too long: where the next one begins is not known
+            yield number + 1, exc

@@ -1,0 +1,84 @@
+"""The custom ids of a batch, on disk where they are too many for memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from types import TracebackType
+
+from pagewire.shared.errors import PagewireError
+
+CACHE_KIB = 64 << 10
+
+
+class KnownIds:
+    """Which custom ids the input has, and which of them are answered; a context manager.
+
+    They are in a database without a name, which SQLite keeps in memory up to `CACHE_KIB` and in the
+    folder for temporary files beyond.
+    """
+
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None)
+        for statement in (
+            "PRAGMA journal_mode = OFF",
+            "PRAGMA synchronous = OFF",
+            f"PRAGMA cache_size = -{CACHE_KIB}",
+            "CREATE TABLE ids (id TEXT PRIMARY KEY, line INTEGER, done INTEGER DEFAULT 0)"
+            " WITHOUT ROWID",
+            "BEGIN",  # one that never ends: nobody else reads it, nothing of it stays
+        ):
+            self._database.execute(statement)
+
+    def __enter__(self) -> KnownIds:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._database.close()
+
+    def add(self, custom_id: str, line: int) -> int:
+        """Note an id of the input.
+
+        Args:
+            custom_id: of a line.
+            line: its number.
+
+        Returns:
+            The number of the first line with this id, perhaps the same.
+
+        Raises:
+            PagewireError: there is no room for it, as also from the other methods.
+        """
+        with _mapped():
+            self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, 0)", (custom_id, line))
+            found = self._database.execute("SELECT line FROM ids WHERE id = ?", (custom_id,))
+            return int(found.fetchone()[0])
+
+    def mark_done(self, custom_id: str) -> bool:
+        """Note that an id is answered; returns whether the input has it and it was not yet."""
+        with _mapped():
+            changed = self._database.execute(
+                "UPDATE ids SET done = 1 WHERE id = ? AND NOT done", (custom_id,)
+            )
+            return changed.rowcount > 0
+
+    def is_done(self, custom_id: str) -> bool:
+        """Return whether an id of the input is answered."""
+        with _mapped():
+            found = self._database.execute("SELECT done FROM ids WHERE id = ?", (custom_id,))
+            row = found.fetchone()
+            return row is not None and bool(row[0])
+
+
+@contextlib.contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as exc:
+        raise PagewireError(f"the custom ids cannot be kept in a temporary file: {exc}") from exc

@@ -1,0 +1,171 @@
+"""The lines of OpenAI's batch files: requests in, answers out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from pagewire.shared.errors import UNDECODABLE, PagewireError
+
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/responses",
+)
+MAX_CUSTOM_ID_CHARS = 512
+MAX_LINE_BYTES = 256 << 20
+ID_PREFIX = "batch_req_"
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class BatchLineError(PagewireError):
+    """A line of a batch file is wrong; the message says how, not where."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of the input.
+
+    Attributes:
+        url: one of `URLS`.
+        body: a JSON object.
+    """
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the endpoint answered, an error of HTTP's, too."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class OutputLine(msgspec.Struct, frozen=True):
+    """One line of the output."""
+
+    id: str
+    custom_id: str
+    response: Answer | None = None
+    error: Failure | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the request was answered as it wished."""
+        return self.response is not None and 200 <= self.response.status_code < 300
+
+
+class _InputLine(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+
+
+_input_line = msgspec.json.Decoder(_InputLine)
+_body = msgspec.json.Decoder(_Body)
+_output_line = msgspec.json.Decoder(OutputLine)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield each line with its end, which only the last may lack.
+
+    Raises:
+        BatchLineError: one has more than `MAX_LINE_BYTES`.
+    """
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise BatchLineError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
+        yield line
+
+
+def parse_request(line: bytes) -> BatchRequest | None:
+    """Read a line of the input; None if it is blank.
+
+    Raises:
+        BatchLineError: it is not a request that a batch can have.
+    """
+    line = line.removeprefix(_BYTE_ORDER_MARK).strip()
+    if not line:
+        return None
+    try:
+        found = _input_line.decode(line)
+    except UNDECODABLE as exc:
+        raise BatchLineError(f"{exc}; a line has custom_id, method, url and body") from exc
+    if not 0 < len(found.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        raise BatchLineError(f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters")
+    if found.method != "POST":
+        raise BatchLineError(f"method must be POST, not {found.method[:20]!r}")
+    if found.url not in URLS:
+        raise BatchLineError(f"url must be one of {', '.join(URLS)}, not {found.url[:100]!r}")
+    body = bytes(found.body)
+    try:
+        stream = _body.decode(body).stream
+    except UNDECODABLE as exc:
+        raise BatchLineError(f"body: {exc}") from exc
+    if stream not in (None, False):
+        raise BatchLineError("body.stream must be false or absent: a batch has whole answers")
+    return BatchRequest(found.custom_id, found.url, body)
+
+
+def parse_output(line: bytes) -> OutputLine:
+    """Read a line of the output.
+
+    Raises:
+        BatchLineError: it is none.
+    """
+    try:
+        return _output_line.decode(line)
+    except UNDECODABLE as exc:
+        raise BatchLineError(f"it is not a line of a batch's output: {exc}") from exc
+
+
+def answered(request: BatchRequest, status: int, request_id: str, body: bytes) -> OutputLine:
+    """Return the line of an answer, whose body stays as it is but for white space.
+
+    Args:
+        request: that was answered.
+        status: of the HTTP response.
+        request_id: from its headers; may be empty.
+        body: of the response.
+    """
+    try:
+        msgspec.json.decode(body)
+        compact = msgspec.json.format(body, indent=-1)
+    except UNDECODABLE as exc:
+        return failed(
+            request, "invalid_answer", f"HTTP {status} with a body that is not JSON: {exc}"
+        )
+    return OutputLine(
+        _new_id(), request.custom_id, Answer(status, request_id, msgspec.Raw(compact))
+    )
+
+
+def failed(request: BatchRequest, code: str, message: str) -> OutputLine:
+    """Return the line of a request that has no answer."""
+    return OutputLine(_new_id(), request.custom_id, error=Failure(code, message))
+
+
+def _new_id() -> str:
+    return f"{ID_PREFIX}{secrets.token_hex(12)}"

@@ -1,0 +1,192 @@
+"""Sends the requests of a batch, a bounded number at once, and each again until it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import httpx
+
+from pagewire.services.cli.batch.lines import BatchRequest, OutputLine, answered, failed
+from pagewire.services.cli.client.endpoint_url import may_use_proxy, root_url
+from pagewire.services.cli.client.openai_client import (
+    CONNECT_TIMEOUT_S,
+    EndpointError,
+    key_header,
+    refusal,
+)
+from pagewire.services.cli.program import own_command
+
+MAX_ANSWER_BYTES = 128 << 20
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+NOT_ALLOWED = (401, 403)  # as any other request of this key
+UNAVAILABLE = (408, 429, 502, 503, 504)  # of the endpoint, whatever the request
+
+
+class _TryAgainError(Exception):
+    """A request has no answer yet.
+
+    Args:
+        cause: what to report if it never has.
+        is_general: another request would not fare better.
+        pause_s: that the endpoint asks for.
+    """
+
+    def __init__(self, cause: EndpointError, is_general: bool, pause_s: float = 0.0) -> None:
+        super().__init__(str(cause))
+        self.cause, self.is_general, self.pause_s = cause, is_general, pause_s
+
+
+class BatchSender:
+    """Sends requests to an endpoint; an async context manager.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        concurrency: requests under way at once.
+        timeout_s: without any byte from the server, after which a request is sent again.
+        retry_s: after its first failure, in which a request is sent again.
+
+    Attributes:
+        in_flight: requests under way.
+        waiting: requests that pause before they are sent again.
+        trouble: why they do.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None, concurrency: int, timeout_s: float, retry_s: float
+    ) -> None:
+        self.url = root_url(url)
+        self._concurrency, self._retry_s = concurrency, retry_s
+        self._http = httpx.AsyncClient(
+            headers={"Content-Type": "application/json", **key_header(api_key)},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
+            trust_env=may_use_proxy(self.url),
+        )
+        self.in_flight = self.waiting = 0
+        self.trouble = ""
+
+    async def __aenter__(self) -> BatchSender:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def send(
+        self, requests: Iterator[BatchRequest], on_line: Callable[[OutputLine], None]
+    ) -> None:
+        """Send all requests. If cancelled, those under way have no line.
+
+        Args:
+            requests: taken one by one, as there is room for them.
+            on_line: called with the line of each, in the order in which they end.
+
+        Raises:
+            EndpointError: the endpoint lets nobody in, or nobody for `retry_s`.
+        """
+
+        async def take_turns() -> None:
+            for request in requests:
+                on_line(await self._line_of(request))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._concurrency):
+                    tasks.create_task(take_turns())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first ended all others
+
+    async def _line_of(self, request: BatchRequest) -> OutputLine:
+        """Send a request until it is answered, or has failed for good."""
+        pause_s, deadline = FIRST_PAUSE_S, math.inf
+        while True:
+            self.in_flight += 1
+            try:
+                return await self._attempt(request)
+            except _TryAgainError as exc:
+                again = exc
+            finally:
+                self.in_flight -= 1
+            deadline = min(deadline, time.monotonic() + self._retry_s)
+            wait_s = max(again.pause_s, random.uniform(pause_s / 2, pause_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if time.monotonic() + wait_s > deadline:
+                cause = again.cause
+                if again.is_general:
+                    message = f"{cause}; given up by --retry-for {self._retry_s:g}"
+                    raise EndpointError(message, cause.kind, cause.status) from cause
+                return failed(request, cause.kind, str(cause))
+            await self._pause(wait_s, str(again))
+
+    async def _pause(self, seconds: float, trouble: str) -> None:
+        self.waiting, self.trouble = self.waiting + 1, trouble
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.waiting -= 1
+
+    async def _attempt(self, request: BatchRequest) -> OutputLine:
+        try:
+            async with self._http.stream(
+                "POST", self.url + request.url, content=request.body
+            ) as response:
+                body = await _read(response)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+            raise _TryAgainError(self._unreachable(exc), is_general=True) from exc
+        except httpx.TimeoutException as exc:
+            silent = EndpointError(f"{self.url} was silent for too long", "timeout")
+            raise _TryAgainError(silent, is_general=False) from exc
+        except httpx.HTTPError as exc:
+            broken = f"the connection broke: {exc or type(exc).__name__}"
+            cause = EndpointError(broken, "connection_error")
+            raise _TryAgainError(cause, is_general=False) from exc
+        status = response.status_code
+        if status in NOT_ALLOWED:
+            raise refusal(status, body)
+        if status in UNAVAILABLE:
+            pause_s = retry_after(response.headers.get("Retry-After", ""))
+            raise _TryAgainError(refusal(status, body), is_general=True, pause_s=pause_s)
+        if len(body) > MAX_ANSWER_BYTES:
+            said = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
+            return failed(request, "answer_too_large", said)
+        return answered(request, status, response.headers.get("x-request-id", ""), body)
+
+    def _unreachable(self, exc: httpx.HTTPError) -> EndpointError:
+        return EndpointError(
+            f"nothing answers at {self.url}: {exc or type(exc).__name__}; start a cluster with "
+            f"`{own_command()} up`, or name another endpoint with --url",
+            "connect",
+        )
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """Return the body, or somewhat more than `MAX_ANSWER_BYTES` of it."""
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            break
+    return bytes(body)
+
+
+def retry_after(value: str) -> float:
+    """Return the seconds that a header `Retry-After` asks for; 0 if it asks for none."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return seconds if seconds > 0 else 0.0  # nor for nan

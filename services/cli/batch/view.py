@@ -1,0 +1,107 @@
+"""How a batch looks while it runs: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from pagewire.services.cli.batch.sender import BatchSender
+from pagewire.services.cli.terminal import note, printable
+
+REFRESH_S = 0.2
+
+
+@dataclass
+class Tally:
+    """The requests of a batch so far.
+
+    Attributes:
+        before: answered by earlier runs.
+        ok, failed: of this run.
+        started: when it began, by `time.monotonic`.
+    """
+
+    total: int
+    before: int
+    ok: int = 0
+    failed: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def done(self) -> int:
+        """Requests that have a line now."""
+        return self.before + self.ok + self.failed
+
+    def describe(self) -> str:
+        """Return one line: how many are done, how fast, and how long the others will take."""
+        parts = [f"{self.done:,} of {self.total:,} done"]
+        if self.failed:
+            parts.append(f"{self.failed:,} failed")
+        seconds = time.monotonic() - self.started
+        if (now := self.ok + self.failed) and seconds > 0:
+            parts.append(f"{now / seconds:,.1f} requests/s")
+            if self.done < self.total:
+                parts.append(f"{_duration((self.total - self.done) * seconds / now)} left")
+        return ", ".join(parts)
+
+
+async def run_with_progress(
+    work: Coroutine[Any, Any, None], tally: Tally, sender: BatchSender, every_s: float
+) -> None:
+    """Run the work to its end, and show on stderr how far it is.
+
+    Args:
+        work: changes the tally.
+        tally: of the batch.
+        sender: of the work.
+        every_s: between two lines, where stderr is not a terminal.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (BarColumn(), TextColumn("{task.description}", markup=False))
+        with Progress(*columns, console=console) as bar:
+            shown = bar.add_task("", total=tally.total)
+
+            def redraw() -> None:
+                bar.update(shown, completed=tally.done, description=_status(tally, sender))
+
+            await _watched(work, redraw, REFRESH_S)
+            redraw()
+    else:
+        await _watched(work, lambda: note(_status(tally, sender)), every_s)
+
+
+async def _watched(
+    work: Coroutine[Any, Any, None], show: Callable[[], None], every_s: float
+) -> None:
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            show()
+
+    watcher = asyncio.create_task(repeat())
+    try:
+        await work
+    finally:
+        watcher.cancel()
+        await asyncio.wait([watcher])
+
+
+def _status(tally: Tally, sender: BatchSender) -> str:
+    waiting = f"; {sender.waiting} to be sent again ({sender.trouble})" if sender.waiting else ""
+    return printable(f"{tally.describe()}, {sender.in_flight} in flight{waiting}")
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as people read it, in two units."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
