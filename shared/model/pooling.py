@@ -1,7 +1,7 @@
 """How a model's final hidden states become an embedding, by the files of sentence-transformers.
 
 `modules.json` in the model's directory lists modules by path and type; that of the type `Pooling`
-has a `config.json` with a switch for each way.
+has a `config.json` that names the mode.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.errors import ConfigError
 
 _MODULES = "modules.json"
-_SWITCHES: dict[str, PoolingMode] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
+_MODE = "pooling_mode"
+# By its value, and by the switch that releases before 6 have for it.
+_MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_SWITCHES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
 
 
 class PoolingRules(msgspec.Struct, frozen=True):
@@ -77,14 +76,20 @@ def _matryoshka(model_path: Path) -> tuple[bool, tuple[int, ...] | None]:
     return True, tuple(sizes)
 
 
-def _mode(model_path: Path, name: str) -> PoolingMode:
-    switches = _read(model_path, name, dict)
-    on = [name for name, value in switches.items() if name.startswith("pooling_mode_") and value]
-    if len(on) != 1 or on[0] not in _SWITCHES:
+def _mode(model_path: Path, file: str) -> PoolingMode:
+    found = _read(model_path, file, dict)
+    if _MODE in found:
+        value = found[_MODE]
+        modes = value if isinstance(value, list) else [value]
+    else:
+        switches = [name for name, on in found.items() if name.startswith(f"{_MODE}_") and on]
+        modes = [_SWITCHES.get(name.removeprefix(f"{_MODE}_"), name) for name in switches]
+    if len(modes) != 1 or modes[0] not in _MODES:
         raise ConfigError(
-            f"{name} must switch on one of {', '.join(_SWITCHES)}, not {', '.join(on) or 'none'}"
+            f"{file} must have one {_MODE} of {', '.join(_MODES)}, not "
+            f"{', '.join(map(str, modes)) or 'none'}"
         )
-    return _SWITCHES[on[0]]
+    return _MODES[modes[0]]
 
 
 def _read(model_path: Path, name: str, kind: type) -> Any:

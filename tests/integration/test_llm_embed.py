@@ -122,7 +122,7 @@ def test_what_is_not_supported_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'Dense' are not supported"):
         llm.embed("a")
     model_with(tmp_path, None)
-    with pytest.raises(ConfigError, match="must switch on one of"):
+    with pytest.raises(ConfigError, match="must have one pooling_mode of"):
         llm.embed("a")
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
