@@ -310,7 +310,8 @@ class FakeDevice:
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.limits.max_num_seqs for slot in slots)
         for chunk in plan.chunks:
-            assert chunk.length > (1 if chunk.samples else 0), "this is a decode row"
+            is_row = chunk.length == 1 and chunk.samples and chunk.pooling is None
+            assert chunk.length and not is_row, "this is a decode row"
 
     def _apply(self, plan: StepPlan) -> None:
         copied = [list(self.cells[source]) for source, _target in plan.copies]
