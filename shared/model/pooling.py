@@ -15,7 +15,7 @@ import msgspec
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.errors import ConfigError
 
-_MODULES = "modules.json"
+_CONFIG, _MODULES = "config.json", "modules.json"
 _MODE = "pooling_mode"
 # By its value, and by the switch that releases before 6 have for it.
 _MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
@@ -45,6 +45,7 @@ def load_pooling(model_path: Path) -> PoolingRules:
         ConfigError: they cannot be read, or ask for something that is not supported. It names files
             as they lie in the model's directory.
     """
+    _refuse_later_tokens(model_path)
     is_matryoshka, sizes = _matryoshka(model_path)
     if not (model_path / _MODULES).exists():
         return PoolingRules(is_matryoshka=is_matryoshka, sizes=sizes)
@@ -65,14 +66,25 @@ def load_pooling(model_path: Path) -> PoolingRules:
     return PoolingRules(mode, normalize, is_matryoshka, sizes)
 
 
+def _refuse_later_tokens(model_path: Path) -> None:
+    """Refuse a model whose tokens attend to those after them: here none does."""
+    config = _read(model_path, _CONFIG, dict)
+    for field, value in {"is_causal": False, "use_bidirectional_attention": True}.items():
+        if config.get(field) is value:
+            raise ConfigError(
+                f"{_CONFIG}: {field} {json.dumps(value)} is not supported: tokens would attend to "
+                "later ones"
+            )
+
+
 def _matryoshka(model_path: Path) -> tuple[bool, tuple[int, ...] | None]:
     """Return whether an embedding may be shortened, and to which sizes, by vLLM's two fields."""
-    config = _read(model_path, "config.json", dict)
+    config = _read(model_path, _CONFIG, dict)
     sizes = config.get("matryoshka_dimensions")
     if sizes is None:
         return config.get("is_matryoshka") is True, None
     if not (isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)):
-        raise ConfigError("config.json: matryoshka_dimensions must be a list of positive integers")
+        raise ConfigError(f"{_CONFIG}: matryoshka_dimensions must be a list of positive integers")
     return True, tuple(sizes)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModel
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.embeddings import pooled_sequence
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.errors import ConfigError, InvalidRequestError
+from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.embedding_models import embeddings_by_hugging_face, model_with
 
@@ -85,6 +88,29 @@ def test_it_goes_along_with_answers_of_the_same_batch() -> None:
 def test_the_models_files_say_how(tmp_path: Path, mode: str, normalize: bool, newer: bool) -> None:
     llm = load(model_with(tmp_path, mode, *(["Normalize"] if normalize else []), newer=newer))
     check(llm, truth(llm, mode, normalize))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_is_saved_without_its_head(tmp_path: Path, tied: bool) -> None:
+    """As sentence-transformers saves them, by other names of architecture and tensors."""
+    model_with(tmp_path, "mean", "Normalize", newer=True)
+    model = AutoModel.from_pretrained(demo_model_path(), dtype=torch.float32)
+    model.config.tie_word_embeddings = tied
+    model.save_pretrained(tmp_path)
+    assert '"LlamaModel"' in (tmp_path / "config.json").read_text()
+    llm = load(tmp_path)
+    check(llm, truth(llm, "mean", True))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str
+)
+def test_a_model_that_looks_ahead_makes_no_embeddings(
+    tmp_path: Path, fields: dict[str, bool]
+) -> None:
+    llm = load(model_with(tmp_path, "mean", **fields))
+    with pytest.raises(ConfigError, match="would attend to later ones"):
+        llm.embed("a")
 
 
 def test_what_is_not_supported_is_refused_in_words(tmp_path: Path) -> None:
