@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pagewire.shared.control.protocol import (
     ControlMessage,
     Embed,
+    FinishReason,
     RefusalReason,
     Refused,
     TokenBatch,
@@ -111,8 +112,8 @@ class EmbeddingJobs:
         else:  # it has ended without
             error = output.error or "the engine gave no embedding"
             logger.warning("%s failed: %s", job.engine_id, error, extra=about(asked.log_id))
-            reason = "abort" if output.finish_reason == "abort" else "error"
-            found = TokenOutput(request_id=name, finish_reason=reason, error=clip_text(error))
+            ended: FinishReason = "abort" if output.finish_reason == "abort" else "error"
+            found = TokenOutput(request_id=name, finish_reason=ended, error=clip_text(error))
         self._forget(job)
         self._post(job.peer_id, TokenBatch(outputs=[found]))
 

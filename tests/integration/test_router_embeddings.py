@@ -295,7 +295,7 @@ def test_keys_and_log_lines_are_as_of_other_routes(
         with caplog.at_level(logging.INFO):
             response = await ask(router, ["a", "b"])
         count = response.json()["usage"]["prompt_tokens"]
-        [line] = [each.fields for each in caplog.records if each.getMessage() == "request"]
+        [line] = [vars(each)["fields"] for each in caplog.records if each.getMessage() == "request"]
         expected = {
             "method": "POST",
             "path": "/v1/embeddings",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from pagewire.tests.support.kv_services import (
     prefill_worker,
 )
 
-OPEN = {"prefill": prefill_worker, "decode": decode_worker}
 LONG = prompt_of(40)  # three chunks
 Worker = PrefillWorker | DecodeWorker
 Scenario = Callable[[Worker, Router], Awaitable[None]]
@@ -33,7 +32,9 @@ Run = Callable[[Scenario], None]
 
 @asynccontextmanager
 async def linked(role: str) -> AsyncIterator[tuple[Worker, Router]]:
-    async with OPEN[role]() as worker, router_of(worker) as router:
+    opened: AbstractAsyncContextManager[Worker]
+    opened = prefill_worker() if role == "prefill" else decode_worker()
+    async with opened as worker, router_of(worker) as router:
         yield worker, router
 
 

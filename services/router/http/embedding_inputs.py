@@ -80,7 +80,8 @@ def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list
     longest, most = max_model_len - 1, max(MAX_INPUT_TOKENS, max_model_len)
     found: list[list[int]] = []
     total = 0
-    for number, each in enumerate(split_prompts(body.input, "input", MAX_INPUTS)):
+    for each in split_prompts(body.input, "input", MAX_INPUTS):
+        number = len(found)
         ids = prompt_ids(each, model, max_model_len, adds_special, "input")
         ids = ids if kept is None else ids[-kept:]
         if not ids:
