@@ -179,13 +179,14 @@ def test_decode_workers_do_it_where_there_is_no_prefill_worker(redis_url: str) -
     with_workers(redis_url, scenario, ("decode-0",))
 
 
-def test_a_prompt_that_loses_its_worker_goes_to_another(redis_url: str) -> None:
+@pytest.mark.parametrize("how", ["die", "stop_renewing"])
+def test_a_prompt_that_loses_its_worker_goes_to_another(redis_url: str, how: str) -> None:
     async def scenario(router: LiveRouter, workers: dict[str, FakeDecodeWorker]) -> None:
         lost = workers["prefill-0"]
         lost.hold.clear()
         visit = asyncio.create_task(ask(router, ["a", "b", "c"]))
         await eventually(lambda: lost.active == 3)
-        await lost.die()
+        await getattr(lost, how)()
         response = await visit
         assert [item["embedding"] for item in response.json()["data"]] == [
             numbers(fake_embedding(TOKENIZER.encode(text))) for text in "abc"
