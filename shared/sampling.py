@@ -50,7 +50,9 @@ _GRAMMAR = Meta(
     description=f"the text of a grammar, at most {MAX_GRAMMAR_CHARS} characters",
 )
 # As `is_well_formed` in shared/http/request_id.py has them.
-_LOG_ID = Meta(min_length=1, max_length=128, description="a text of at most 128 characters")
+LogId = Annotated[
+    str, Meta(min_length=1, max_length=128, description="a text of at most 128 characters")
+]
 _CACHE_SALT = Meta(
     min_length=1,
     max_length=MAX_SALT_CHARS,
@@ -156,7 +158,7 @@ class RequestSpec(
     prompt_logprobs: NumTop | None = None
     logprobs_mode: LogprobsMode = "raw"
     grammar: Annotated[str, _GRAMMAR] | None = None
-    log_id: Annotated[str, _LOG_ID] | None = None
+    log_id: LogId | None = None
     cache_salt: Annotated[str, _CACHE_SALT] | None = None
 
     @property

@@ -8,6 +8,7 @@ from pagewire.services.decode.service import DecodeService
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
 
@@ -45,6 +46,7 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
         engine,
         links,
         jobs,
+        EmbeddingJobs(engine, post, lambda: runtime.is_draining),
         post,
         lambda: runtime.is_draining,
         local_prefills,

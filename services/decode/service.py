@@ -17,7 +17,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Literal
 
 from prometheus_client import Counter
 
@@ -27,8 +26,10 @@ from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
+    Embed,
     Generate,
     LoadReport,
+    RefusalReason,
     Refused,
     TokenBatch,
     TokenOutput,
@@ -41,6 +42,7 @@ from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.kv.job_messages import PrefillDone
 from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.tracing import Tracing
+from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class DecodeService:
         engine: that answers them.
         links: to prefill workers.
         jobs: that these do for it.
+        embeddings: that routers want where there is no prefill worker.
         post: sends a control message to a connection.
         is_draining: whether new requests are refused.
         local_prefills: counts prompts computed here, by reason.
@@ -66,6 +69,7 @@ class DecodeService:
         engine: EngineHandle,
         links: PrefillLinks,
         jobs: RemoteJobs,
+        embeddings: EmbeddingJobs,
         post: Callable[[str, ControlMessage], object],
         is_draining: Callable[[], bool],
         local_prefills: Counter,
@@ -74,6 +78,7 @@ class DecodeService:
         self._tracing = tracing
         self._epoch, self._engine, self._links, self._post = epoch, engine, links, post
         self._is_draining, self._local_prefills = is_draining, local_prefills
+        self._embeddings = embeddings
         self._ids = itertools.count(1)
         self._requests: dict[str, DecodeRequest] = {}
         self._by_router: dict[tuple[str, str], DecodeRequest] = {}
@@ -87,7 +92,7 @@ class DecodeService:
     @property
     def num_active(self) -> int:
         """Requests that are not finished."""
-        return len(self._requests)
+        return len(self._requests) + len(self._embeddings)
 
     def start(self) -> None:
         """Look for prefill workers."""
@@ -108,6 +113,10 @@ class DecodeService:
                 request = self._by_router.get((peer_id, message.request_id))
                 if request is not None:
                     self._cancel(request)
+                else:
+                    self._embeddings.cancel(peer_id, message.request_id)
+            case Embed():
+                self._embeddings.start(peer_id, message)
             case _:
                 logger.warning("%s sent a %s here", peer_id, type(message).__name__)
 
@@ -115,6 +124,7 @@ class DecodeService:
         """Cancel all requests of a router that is gone."""
         for request in [r for r in self._requests.values() if r.peer_id == peer_id]:
             self._cancel(request)
+        self._embeddings.on_peer_lost(peer_id)
 
     def _on_generate(self, peer_id: str, message: Generate) -> None:
         group: list[DecodeRequest] = []
@@ -158,7 +168,7 @@ class DecodeService:
     def _refuse(
         self,
         group: list[DecodeRequest],
-        reason: Literal["overloaded", "invalid", "draining"],
+        reason: RefusalReason,
         text: str,
         param: str | None = None,
     ) -> None:
@@ -198,7 +208,7 @@ class DecodeService:
     def _on_not_added(
         self,
         group: list[DecodeRequest],
-        reason: Literal["overloaded", "invalid"],
+        reason: RefusalReason,
         text: str,
         param: str | None = None,
     ) -> None:
@@ -263,9 +273,11 @@ class DecodeService:
                 by_peer[request.peer_id].append(token_output)
         for output in outputs.others:
             request = self._requests.get(output.request_id)
-            if request is not None and output.prompt_logprobs is not None:
+            if request is None:
+                self._embeddings.take(output)
+            elif output.prompt_logprobs is not None:
                 self._post_scores(request, output.prompt_logprobs)
-            elif request is not None:
+            else:
                 by_peer[request.peer_id].append(self._token_output(request, output))
                 if output.finish_reason is not None:
                     self._forget(request)

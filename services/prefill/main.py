@@ -7,6 +7,7 @@ from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.runtime import Service, WorkerRuntime, run_worker
 
 
@@ -25,6 +26,13 @@ def make_service(runtime: WorkerRuntime) -> Service:
     if not isinstance(sender, KvSender):
         raise ConfigError("a prefill service needs the sending half of the KV endpoint")
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
+    embeddings = EmbeddingJobs(engine, post, lambda: runtime.is_draining)
     return PrefillService(
-        runtime.epoch, engine, sender, links, lambda: runtime.is_draining, runtime.tracing
+        runtime.epoch,
+        engine,
+        sender,
+        links,
+        embeddings,
+        lambda: runtime.is_draining,
+        runtime.tracing,
     )

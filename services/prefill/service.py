@@ -6,6 +6,7 @@
 
 Jobs come and go over the KV links, in the engine's thread; the event loop opens the links. A job is
 known here until its first token has left; its blocks are the sender's until all are acknowledged.
+Routers want embeddings over the control channel (shared/worker/embedding_jobs.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.shared.control.protocol import ControlMessage, KvHello, LoadReport, clip_text
+from pagewire.shared.control.protocol import (
+    Cancel,
+    ControlMessage,
+    Embed,
+    KvHello,
+    LoadReport,
+    clip_text,
+)
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
@@ -31,6 +39,7 @@ from pagewire.shared.kv.job_messages import (
 )
 from pagewire.shared.logs import about
 from pagewire.shared.tracing import Attributes, TracedSpan, Tracing
+from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -60,13 +69,14 @@ class _Job:
 
 
 class PrefillService:
-    """Jobs of all decode workers that are linked.
+    """Jobs of all decode workers that are linked, and embeddings for routers.
 
     Args:
         epoch: of this run of the worker.
         engine: that computes them.
         sender: that sends their blocks.
         links: to the decode workers.
+        embeddings: that routers want.
         is_draining: whether new jobs are refused.
         tracing: the spans of requests; None: there are none.
     """
@@ -77,19 +87,20 @@ class PrefillService:
         engine: EngineHandle,
         sender: KvSender,
         links: DecodeLinks,
+        embeddings: EmbeddingJobs,
         is_draining: Callable[[], bool],
         tracing: Tracing | None = None,
     ) -> None:
         self._tracing = tracing
         self._epoch, self._engine, self._sender = epoch, engine, sender
-        self._links, self._is_draining = links, is_draining
+        self._links, self._embeddings, self._is_draining = links, embeddings, is_draining
         self._jobs: dict[str, _Job] = {}  # without a first token; the engine thread's
         sender.on_job_request, sender.on_failed = self._on_job_request, self._on_failed
 
     @property
     def num_active(self) -> int:
         """Jobs that are not finished; from any thread."""
-        return max(len(self._jobs), self._sender.num_jobs)
+        return max(len(self._jobs), self._sender.num_jobs) + len(self._embeddings)
 
     def start(self) -> None:
         """Nothing runs by itself: decode workers come here."""
@@ -98,15 +109,21 @@ class PrefillService:
         """Nothing waits."""
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Take a decode worker's message."""
-        if isinstance(message, KvHello):
-            self._links.open(peer_id, message)
-        else:
-            logger.warning("%s sent a %s here", peer_id, type(message).__name__)
+        """Take a message of a decode worker, or of a router."""
+        match message:
+            case KvHello():
+                self._links.open(peer_id, message)
+            case Embed():
+                self._embeddings.start(peer_id, message)
+            case Cancel():
+                self._embeddings.cancel(peer_id, message.request_id)
+            case _:
+                logger.warning("%s sent a %s here", peer_id, type(message).__name__)
 
     def on_peer_lost(self, peer_id: str) -> None:
-        """End the link to a decode worker that is gone, and its jobs."""
+        """End the link to a decode worker that is gone, and its jobs, or a router's."""
         self._links.close(peer_id)
+        self._embeddings.on_peer_lost(peer_id)
 
     # In the engine's thread
 
@@ -161,6 +178,8 @@ class PrefillService:
             job = self._jobs.get(output.request_id)
             if job is not None:
                 self._report(output, job)
+            else:
+                self._embeddings.take_soon(output)
 
     def _report(self, output: StepOutput, job: _Job) -> None:
         job_id, link = output.request_id, job.link

@@ -34,14 +34,14 @@ from pagewire.services.router.placement.policy import Policy, PrefixPolicy, Roun
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.startup import Startup
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.services.router.workers.decode_links import DecodeLinks
+from pagewire.services.router.workers.worker_links import WorkerLinks
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import Registry, WorkerDirectory, WorkerRecord
 from pagewire.shared.cluster.routers import RouterDirectory, RouterState
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
-from pagewire.shared.control.protocol import PROTOCOL_VERSION
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, Role
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.http.connections import ConnectionCollector, Connections
@@ -52,6 +52,7 @@ from pagewire.shared.open_files import connection_bound
 from pagewire.shared.tracing import Tracing, open_tracing
 
 KEEP_ALIVE_S = 75
+_ROLES: tuple[Role, Role] = ("decode", "prefill")
 
 
 class RouterService:
@@ -85,7 +86,13 @@ class RouterService:
         note_lookup = self.metrics.index_lookup.observe
         self._index = PrefixIndex(redis, tag, settings.router_id, note_lookup=note_lookup)
         self.selector = WorkerSelector(
-            secret, self.directory, self._links, self._index, _policy(settings), self._in_flight
+            secret,
+            self.directory,
+            self._links,
+            self._prefill_links,
+            self._index,
+            _policy(settings),
+            self._in_flight,
         )
         self.key_meter = KeyMeter(self.metrics.registry)
         self.recent = RecentRequests(model.name)
@@ -111,18 +118,22 @@ class RouterService:
         settings = self.settings
         # A worker's record is renewed each heartbeat and read each half.
         self._in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
-        self._links = DecodeLinks(
-            ClusterKeys.derive(secret),
-            f"router-{secrets.token_hex(4)}",
-            settings.heartbeat_s,
-            settings.lease_s,
-            self._in_flight.note_report,
+        self._links, self._prefill_links = (
+            WorkerLinks(
+                role,
+                ClusterKeys.derive(secret),
+                f"router-{secrets.token_hex(4)}",
+                settings.heartbeat_s,
+                settings.lease_s,
+                self._in_flight.note_report,
+            )
+            for role in _ROLES
         )
         self.directory = WorkerDirectory(
             workers,
             settings.heartbeat_s / 2,
             grace_s=math.inf,  # the control channel shows who is alive where Redis cannot
-            on_join=self._links.join,
+            on_join=self._on_join,
             on_leave=self._on_leave,
         )
         self.routers = RouterDirectory(
@@ -166,6 +177,7 @@ class RouterService:
             stack.callback(self.grammar_checker.close)
             stack.push_async_callback(self._index.close)
             stack.push_async_callback(self._links.close)
+            stack.push_async_callback(self._prefill_links.close)
             stack.push_async_callback(self.directory.close)
             stack.push_async_callback(self._metrics_server.close)
             stack.push_async_callback(self._operator_server.close)
@@ -179,9 +191,15 @@ class RouterService:
         """End all connections."""
         await self._stack.aclose()
 
+    def _on_join(self, record: WorkerRecord) -> None:
+        """Connect to a run of a worker."""
+        self._links.join(record)
+        self._prefill_links.join(record)
+
     def _on_leave(self, record: WorkerRecord) -> None:
         """End what is known of a run of a worker."""
         self._links.leave(record)
+        self._prefill_links.leave(record)
         self._in_flight.forget(record.worker_id)
 
     def _make_pages(self, workers: Registry) -> None:

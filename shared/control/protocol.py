@@ -1,13 +1,14 @@
 """Every control message between the services: tagged msgspec structs in versioned frames.
 
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
+    router --Embed, Cancel--> prefill, or decode --TokenBatch, Refused--> router
     decode --KvHello--> prefill --KvRefusal--> decode
     any client --Ping--> server --Pong--> client
 
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
 the version in every release; a server answers a client of another version with a `Pong` of its own,
 so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
-are `ProtocolError`s. A request id names a request between a router and a decode worker. What decode
+are `ProtocolError`s. A request id names a request between a router and a worker. What decode
 and prefill workers say of a request's prompt crosses their KV link (shared/kv/job_messages.py).
 """
 
@@ -20,10 +21,10 @@ from msgspec import Meta
 
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.sampling import LogId, RequestSpec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -39,6 +40,9 @@ MAX_EPOCH = 2**63 - 1
 Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Role = Literal["prefill", "decode"]
+PoolingMode = Literal["last", "mean", "cls"]  # what is made of a prompt's hidden states
+MAX_EMBEDDING_BYTES = 1 << 22
+RefusalReason = Literal["overloaded", "invalid", "draining"]
 # W3C's `traceparent`: version, trace id, parent span's id, flags.
 Trace = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")]
 
@@ -115,6 +119,24 @@ class Cancel(Message, frozen=True, kw_only=True):
     request_id: Id
 
 
+class Embed(Message, frozen=True, kw_only=True):
+    """Compute a prompt's embedding; the answer is one `TokenOutput` that has it.
+
+    Attributes:
+        token_ids: the prompt, at least one token.
+        normalize: it is to have the length 1.
+        dimensions: how many of its first numbers are wanted; None: all.
+        log_id: names the client's request in logs.
+    """
+
+    request_id: Id
+    token_ids: TokenIds
+    pooling: PoolingMode
+    normalize: bool = True
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_BYTES // 4)] | None = None
+    log_id: LogId | None = None
+
+
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request's time went at its workers; sent with its last token.
 
@@ -174,6 +196,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         prefill_load: of that worker when it had sampled the token.
         error: why the request failed, if `finish_reason` is "error".
         param: the request's field that this is due to, if it is the client's fault.
+        embedding: of the prompt, little-endian float32; with the one output of an `Embed`.
         logprobs: of the tokens, if the request asks for them.
         prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with
             tokens. A worker that computes the prompt again sends them again.
@@ -190,13 +213,14 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     param: Text | None = None
+    embedding: Annotated[bytes, Meta(max_length=MAX_EMBEDDING_BYTES)] | None = None
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
     """One step's tokens of all sequences that belong to one router.
 
     Attributes:
-        load: of the decode worker after the step.
+        load: of a decode worker after the step.
     """
 
     outputs: Annotated[list[TokenOutput], Meta(max_length=1 << 16)]
@@ -207,7 +231,7 @@ class Refused(Message, frozen=True, kw_only=True):
     """A request was not taken; nothing of it is held."""
 
     request_id: Id
-    reason: Literal["overloaded", "invalid", "draining"]
+    reason: RefusalReason
     message: Text
     param: Text | None = None
 
@@ -269,7 +293,9 @@ class KvRefusal(Message, frozen=True, kw_only=True):
     error: Text
 
 
-ControlMessage = Ping | Pong | Generate | Cancel | TokenBatch | Refused | KvHello | KvRefusal
+ControlMessage = (
+    Ping | Pong | Generate | Embed | Cancel | TokenBatch | Refused | KvHello | KvRefusal
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.prompts import TokenizedPrompt
 from pagewire.shared.engine.sequence import Sequence, new_sequence
 from pagewire.shared.errors import RequestFailedError
-from pagewire.shared.model.pooling import PoolingMode, PoolingRules
+from pagewire.shared.model.pooling import PoolingRules
 from pagewire.shared.sampling import RequestSpec
 
 
@@ -49,7 +51,7 @@ def compute_embeddings(
         InvalidRequestError: a prompt is empty or too long.
         RequestFailedError: the engine failed.
     """
-    found: dict[str, list[float]] = {}
+    pooled: dict[str, bytes] = {}
     unfinished = set(prompts)
     try:
         for name, prompt in prompts.items():
@@ -58,7 +60,7 @@ def compute_embeddings(
             outputs, _worked = core.step()
             for output in outputs.others:
                 if output.embedding is not None and output.request_id in unfinished:
-                    found[output.request_id] = finished_embedding(output.embedding, rules)
+                    pooled[output.request_id] = output.embedding
                 if output.finish_reason in ("error", "abort"):
                     raise RequestFailedError(output.error or "the engine failed")
                 if output.finish_reason is not None:
@@ -68,15 +70,26 @@ def compute_embeddings(
         for name in prompts:
             core.abort(name)
     return [
-        EmbeddingOutput(prompt.text, prompt.token_ids, found[name])
+        EmbeddingOutput(
+            prompt.text,
+            prompt.token_ids,
+            finished_embedding(pooled[name], rules.normalize).tolist(),
+        )
         for name, prompt in prompts.items()
     ]
 
 
-def finished_embedding(pooled: bytes, rules: PoolingRules) -> list[float]:
-    """Return the numbers of a pooled prompt, with the length 1 if the rules say so."""
-    vector = np.frombuffer(pooled, np.float32)
-    if rules.normalize:
+def finished_embedding(
+    pooled: bytes, normalize: bool, dimensions: int | None = None
+) -> npt.NDArray[np.float32]:
+    """Return the embedding that is made of a pooled prompt.
+
+    Args:
+        pooled: float32.
+        normalize: it is to have the length 1.
+        dimensions: how many of its first numbers are wanted; None: all.
+    """
+    vector = np.frombuffer(pooled, np.float32)[:dimensions]
+    if normalize:
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    numbers: list[float] = vector.tolist()
-    return numbers
+    return vector

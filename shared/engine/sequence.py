@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.status import RequestStatus, check_transition
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.kv.block_table import BlockTable
-from pagewire.shared.model.pooling import PoolingMode
 from pagewire.shared.sampling import RequestSpec
 
 

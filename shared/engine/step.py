@@ -27,8 +27,8 @@ from itertools import compress
 
 import msgspec
 
+from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.logprobs import Logprobs
-from pagewire.shared.model.pooling import PoolingMode
 from pagewire.shared.sampling import RequestSpec
 
 

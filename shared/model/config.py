@@ -109,11 +109,15 @@ def _named(fields: Fields) -> list[str]:
 
 
 def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
-    """Return the first of a model's architectures that has a family."""
+    """Return the first of a model's architectures that has a family.
+
+    One that is saved without its head, as embedding models are, is of the same family.
+    """
     named = _named(fields)
-    for architecture in named:
-        if architecture in ARCHITECTURES:
-            return architecture
+    for name in named:
+        for architecture in (name, f"{name.removesuffix('Model')}ForCausalLM"):
+            if architecture in ARCHITECTURES:
+                return architecture
     reason = REFUSED.get(named[0])
     why = f" ({reason})" if reason else ""
     if model_impl == "auto" and _may_be_run_by_transformers(named[0], fields):

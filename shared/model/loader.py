@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.load_progress import LoadProgress
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
-from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie
+from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie, without_head
 from pagewire.shared.model.weights_copy import Fill, copy_weights
 from pagewire.shared.model.weights_match import match_weights
 
@@ -69,6 +70,10 @@ def load_model(
             raise ModelLoadError("load_format safetensors needs a model directory")
         prefixes = ARCHITECTURES[config.architecture].renamed_prefixes
         checkpoint = [rename_tensors(file, prefixes) for file in find_weights(path)]
+        if without_head(checkpoint):
+            checkpoint = [rename_tensors(file, {"": "model."}) for file in checkpoint]
+            config = dataclasses.replace(config, tie_word_embeddings=True)
+            logger.warning("the weights have no output head: only embeddings mean something")
         config = settle_tie(config, checkpoint, dtype)
         stacked = _has_stacked_experts(checkpoint)
         # A wrong or corrupt file should not cost the allocation of a large model: check its

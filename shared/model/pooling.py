@@ -1,25 +1,25 @@
 """How a model's final hidden states become an embedding, by the files of sentence-transformers.
 
 `modules.json` in the model's directory lists modules by path and type; that of the type `Pooling`
-has a `config.json` with a switch for each way.
+has a `config.json` that names the mode.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.errors import ConfigError
 
-PoolingMode = Literal["last", "mean", "cls"]
-_SWITCHES: dict[str, PoolingMode] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
+_CONFIG, _MODULES = "config.json", "modules.json"
+_MODE = "pooling_mode"
+# By its value, and by the switch that releases before 6 have for it.
+_MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_SWITCHES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
 
 
 class PoolingRules(msgspec.Struct, frozen=True):
@@ -28,53 +28,89 @@ class PoolingRules(msgspec.Struct, frozen=True):
     Attributes:
         mode: what is made of the tokens' hidden states.
         normalize: an embedding has the length 1.
+        is_matryoshka: an embedding's first numbers are an embedding, too.
+        sizes: of such parts; None: any.
     """
 
     mode: PoolingMode = "last"
     normalize: bool = True
+    is_matryoshka: bool = False
+    sizes: tuple[int, ...] | None = None
 
 
 def load_pooling(model_path: Path) -> PoolingRules:
     """Return what the model's files say; without any, the last token's state, normalised.
 
     Raises:
-        ConfigError: they cannot be read, or ask for something that is not supported.
+        ConfigError: they cannot be read, or ask for something that is not supported. It names files
+            as they lie in the model's directory.
     """
-    modules = model_path / "modules.json"
-    if not modules.exists():
-        return PoolingRules()
+    _refuse_later_tokens(model_path)
+    is_matryoshka, sizes = _matryoshka(model_path)
+    if not (model_path / _MODULES).exists():
+        return PoolingRules(is_matryoshka=is_matryoshka, sizes=sizes)
     mode, normalize = None, False
-    for module in _read(modules, list):
+    for module in _read(model_path, _MODULES, list):
         kind = str(module.get("type", "")) if isinstance(module, dict) else ""
         match kind.rpartition(".")[2]:
             case "Transformer":
                 pass
             case "Pooling":
-                mode = _mode(model_path / str(module.get("path", "")) / "config.json")
+                mode = _mode(model_path, f"{module.get('path', '')}/config.json")
             case "Normalize":
                 normalize = True
             case name:
-                raise ConfigError(f"{modules}: modules of type {name!r} are not supported")
+                raise ConfigError(f"{_MODULES}: modules of type {name!r} are not supported")
     if mode is None:
-        raise ConfigError(f"{modules} has no module of type 'Pooling'")
-    return PoolingRules(mode, normalize)
+        raise ConfigError(f"{_MODULES} has no module of type 'Pooling'")
+    return PoolingRules(mode, normalize, is_matryoshka, sizes)
 
 
-def _mode(path: Path) -> PoolingMode:
-    switches = _read(path, dict)
-    on = [name for name, value in switches.items() if name.startswith("pooling_mode_") and value]
-    if len(on) != 1 or on[0] not in _SWITCHES:
+def _refuse_later_tokens(model_path: Path) -> None:
+    """Refuse a model whose tokens attend to those after them: here none does."""
+    config = _read(model_path, _CONFIG, dict)
+    for field, value in {"is_causal": False, "use_bidirectional_attention": True}.items():
+        if config.get(field) is value:
+            raise ConfigError(
+                f"{_CONFIG}: {field} {json.dumps(value)} is not supported: tokens would attend to "
+                "later ones"
+            )
+
+
+def _matryoshka(model_path: Path) -> tuple[bool, tuple[int, ...] | None]:
+    """Return whether an embedding may be shortened, and to which sizes, by vLLM's two fields."""
+    config = _read(model_path, _CONFIG, dict)
+    sizes = config.get("matryoshka_dimensions")
+    if sizes is None:
+        return config.get("is_matryoshka") is True, None
+    if not (isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)):
+        raise ConfigError(f"{_CONFIG}: matryoshka_dimensions must be a list of positive integers")
+    return True, tuple(sizes)
+
+
+def _mode(model_path: Path, file: str) -> PoolingMode:
+    found = _read(model_path, file, dict)
+    if _MODE in found:
+        value = found[_MODE]
+        modes = value if isinstance(value, list) else [value]
+    else:
+        switches = [name for name, on in found.items() if name.startswith(f"{_MODE}_") and on]
+        modes = [_SWITCHES.get(name.removeprefix(f"{_MODE}_"), name) for name in switches]
+    if len(modes) != 1 or modes[0] not in _MODES:
         raise ConfigError(
-            f"{path} must switch on one of {', '.join(_SWITCHES)}, not {', '.join(on) or 'none'}"
+            f"{file} must have one {_MODE} of {', '.join(_MODES)}, not "
+            f"{', '.join(map(str, modes)) or 'none'}"
         )
-    return _SWITCHES[on[0]]
+    return _MODES[modes[0]]
 
 
-def _read(path: Path, kind: type) -> Any:
+def _read(model_path: Path, name: str, kind: type) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+        value = json.loads((model_path / name).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{name} cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{name} cannot be read: {exc}") from exc
     if not isinstance(value, kind):
-        raise ConfigError(f"{path} is not a JSON {'list' if kind is list else 'object'}")
+        raise ConfigError(f"{name} is not a JSON {'list' if kind is list else 'object'}")
     return value

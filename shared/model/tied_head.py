@@ -18,8 +18,14 @@ from pagewire.shared.model.safetensors_header import WeightsFile
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_BARE_EMBEDDING = EMBEDDING.removeprefix("model.")
 
 _ROWS = 4096  # compared at a time: the tables of a large vocabulary take gigabytes
+
+
+def without_head(checkpoint: list[WeightsFile]) -> bool:
+    """Whether a checkpoint is of a model alone, as embedding models are saved."""
+    return any(_BARE_EMBEDDING in file.tensors for file in checkpoint)
 
 
 def settle_tie(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec
+from pagewire.tests.support.embedding_models import embeddings_by_hugging_face, model_with
 
 TEXT = "The with statement is used to wrap the execution of a block. "
 PROMPTS = [
@@ -27,38 +26,13 @@ PROMPTS = [
     list(range(5, 70)),  # one token more than a step
     TEXT * 9,  # several chunks
 ]
-SWITCHES = {
-    "cls": "pooling_mode_cls_token",
-    "mean": "pooling_mode_mean_tokens",
-    "last": "pooling_mode_lasttoken",
-}
-MODULES = "sentence_transformers.models."
-
-
-def model_with(folder: Path, mode: str | None, *kinds: str) -> Path:
-    """The demo model with the files of sentence-transformers."""
-    shutil.copytree(demo_model_path(), folder, dirs_exist_ok=True)
-    kinds = ("Transformer", "Pooling", *kinds)
-    modules = [{"path": f"{i}_{kind}", "type": MODULES + kind} for i, kind in enumerate(kinds)]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    switches = {switch: name == mode for name, switch in SWITCHES.items()}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(switches))
-    return folder
 
 
 def truth(llm: LLM, mode: str, normalize: bool) -> list[Any]:
     """The embeddings by Hugging Face."""
-    model = AutoModel.from_pretrained(demo_model_path(), dtype=torch.float32)
-    found = []
     assert llm.tokenizer is not None
-    for prompt in PROMPTS:
-        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        with torch.inference_mode():
-            hidden = model(torch.tensor([ids])).last_hidden_state[0]
-        pooled = {"cls": hidden[0], "mean": hidden.mean(0), "last": hidden[-1]}[mode]
-        found.append((pooled / pooled.norm() if normalize else pooled).numpy())
-    return found
+    ids = [llm.tokenizer.encode(each) if isinstance(each, str) else each for each in PROMPTS]
+    return embeddings_by_hugging_face(ids, mode, normalize)
 
 
 def load(path: Path | str) -> LLM:
@@ -109,12 +83,34 @@ def test_it_goes_along_with_answers_of_the_same_batch() -> None:
     assert not core.has_work
 
 
-@pytest.mark.parametrize(
-    ("mode", "normalize"), [("cls", False), ("mean", True), ("mean", False), ("last", False)]
-)
-def test_the_models_files_say_how(tmp_path: Path, mode: str, normalize: bool) -> None:
-    llm = load(model_with(tmp_path, mode, *(["Normalize"] if normalize else [])))
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize(("mode", "normalize"), [("cls", False), ("mean", True), ("last", False)])
+def test_the_models_files_say_how(tmp_path: Path, mode: str, normalize: bool, newer: bool) -> None:
+    llm = load(model_with(tmp_path, mode, *(["Normalize"] if normalize else []), newer=newer))
     check(llm, truth(llm, mode, normalize))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_is_saved_without_its_head(tmp_path: Path, tied: bool) -> None:
+    """As sentence-transformers saves them, by other names of architecture and tensors."""
+    model_with(tmp_path, "mean", "Normalize", newer=True)
+    model = AutoModel.from_pretrained(demo_model_path(), dtype=torch.float32)
+    model.config.tie_word_embeddings = tied
+    model.save_pretrained(tmp_path)
+    assert '"LlamaModel"' in (tmp_path / "config.json").read_text()
+    llm = load(tmp_path)
+    check(llm, truth(llm, "mean", True))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str
+)
+def test_a_model_that_looks_ahead_makes_no_embeddings(
+    tmp_path: Path, fields: dict[str, bool]
+) -> None:
+    llm = load(model_with(tmp_path, "mean", **fields))
+    with pytest.raises(ConfigError, match="would attend to later ones"):
+        llm.embed("a")
 
 
 def test_what_is_not_supported_is_refused_in_words(tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_what_is_not_supported_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'Dense' are not supported"):
         llm.embed("a")
     model_with(tmp_path, None)
-    with pytest.raises(ConfigError, match="must switch on one of"):
+    with pytest.raises(ConfigError, match="must have one pooling_mode of"):
         llm.embed("a")
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

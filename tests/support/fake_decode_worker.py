@@ -1,6 +1,7 @@
 """A decode worker without an engine: real sockets, a real record in Redis, scripted tokens."""
 
 import asyncio
+import struct
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,6 +21,7 @@ from pagewire.shared.control.protocol import (
     BlockLayout,
     Cancel,
     ControlMessage,
+    Embed,
     Generate,
     LoadReport,
     Refused,
@@ -44,6 +46,11 @@ LAYOUT = BlockLayout(
 )
 
 
+def fake_embedding(token_ids: list[int]) -> bytes:
+    """What it says is a prompt's embedding: three numbers."""
+    return struct.pack("<3f", token_ids[0] / 3, len(token_ids), token_ids[-1] / 7)
+
+
 class FakeDecodeWorker:
     """Answers every request with the same tokens, a step apart.
 
@@ -57,6 +64,8 @@ class FakeDecodeWorker:
         refuse: reason to refuse every request with, if any.
         generated: requests that came, in order, each by itself.
         groups: how many requests each message had.
+        embedded: prompts that came for an embedding, in order.
+        most_active: requests that ran at once.
         cancelled: ids of those that were cancelled.
         record: published with the next heartbeat if replaced.
     """
@@ -87,6 +96,8 @@ class FakeDecodeWorker:
         self.cached_tokens = 0
         self.generated: list[Generate] = []
         self.groups: list[int] = []
+        self.embedded: list[Embed] = []
+        self.most_active = 0
         self.cancelled: list[str] = []
         self._redis_url, self._secret = redis_url, secret
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -121,6 +132,11 @@ class FakeDecodeWorker:
     def active(self) -> int:
         """Requests that still run."""
         return len(self._tasks)
+
+    @property
+    def num_routers(self) -> int:
+        """Routers that are connected."""
+        return len(self._server.peers)
 
     async def __aenter__(self) -> "FakeDecodeWorker":
         endpoint = await self._server.start()
@@ -169,18 +185,41 @@ class FakeDecodeWorker:
             for request in requests:
                 self._on_request(peer_id, request)
 
-    def _on_request(self, peer_id: str, request: Generate) -> None:
+        elif isinstance(message, Embed):
+            self.embedded.append(message)
+            self._on_request(peer_id, message)
+
+    def _on_request(self, peer_id: str, request: Generate | Embed) -> None:
         if self.refuse is not None:
             refused = Refused(request_id=request.request_id, reason=self.refuse, message="scripted")
             self._server.post(peer_id, refused)
+            return
+        if isinstance(request, Embed):
+            work = self._embed(peer_id, request)
         else:
-            task = asyncio.create_task(self._generate(peer_id, request))
-            self._tasks[request.request_id] = task
+            work = self._generate(peer_id, request)
+        self._tasks[request.request_id] = asyncio.create_task(work)
+        self.most_active = max(self.most_active, self.active)
 
     def _on_peer_lost(self, peer_id: str) -> None:
         for request_id in list(self._tasks):
             self.cancelled.append(request_id)
             self._tasks.pop(request_id).cancel()
+
+    async def _embed(self, peer_id: str, request: Embed) -> None:
+        await asyncio.sleep(self.step_s)
+        await self.hold.wait()
+        output = TokenOutput(
+            request_id=request.request_id,
+            finish_reason="stop",
+            embedding=fake_embedding(request.token_ids),
+        )
+        if self.error is not None:
+            output = TokenOutput(
+                request_id=request.request_id, finish_reason="error", error=self.error
+            )
+        self._server.post(peer_id, TokenBatch(outputs=[output]))
+        self._tasks.pop(request.request_id, None)
 
     async def _generate(self, peer_id: str, request: Generate) -> None:
         first = len(request.output_token_ids)

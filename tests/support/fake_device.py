@@ -54,6 +54,11 @@ def score(tokens: list[int]) -> Logprobs:
     return Logprobs(1, ids.tobytes(), (-ids - 0.5).astype(np.float32).tobytes(), ids.tobytes())
 
 
+def pooled_prompt(tokens: list[int]) -> bytes:
+    """What the fake model says is the embedding of a prompt, before it is normalised."""
+    return np.array([len(tokens), *np.bincount(tokens, minlength=8)[:8]], np.float32).tobytes()
+
+
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
     """All outputs that a sequence should end with, those that it replays included."""
     tokens, prompt = list(sequence.token_ids), sequence.num_prompt_tokens
@@ -223,6 +228,7 @@ class FakeDevice:
         scores = StepScores(
             {i: score([tokens[i]]) for i, slot in enumerate(sampled) if self._slots[slot].scores},
             {i: score(chunk.scored) for i, chunk in enumerate(plan.chunks) if chunk.scored},
+            {i: self._pool_prompt(c) for i, c in enumerate(plan.chunks) if c.pooling and c.samples},
         )
         return FakePending(self, StepResult(plan.number, tokens, scores), error)
 
@@ -304,7 +310,8 @@ class FakeDevice:
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.limits.max_num_seqs for slot in slots)
         for chunk in plan.chunks:
-            assert chunk.length > (1 if chunk.samples else 0), "this is a decode row"
+            is_row = chunk.length == 1 and chunk.samples and chunk.pooling is None
+            assert chunk.length and not is_row, "this is a decode row"
 
     def _apply(self, plan: StepPlan) -> None:
         copied = [list(self.cells[source]) for source, _target in plan.copies]
@@ -379,6 +386,10 @@ class FakeDevice:
 
     def _content(self, table: list[int], length: int) -> list[int | None]:
         return [cell for block in table for cell in self.cells[block]][:length]
+
+    def _pool_prompt(self, chunk: PrefillChunk) -> bytes:
+        table = self._slots[chunk.slot].tables[0]
+        return pooled_prompt([cell or 0 for cell in self._content(table, chunk.end)])
 
     def _hold(self, number: int) -> int:
         """Sample nothing: the last token runs again, and a plan brings it. Returns no token."""

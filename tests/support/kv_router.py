@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+
 from pagewire.shared.control.channel import ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
+    Embed,
     Fork,
     Generate,
     LoadReport,
@@ -21,7 +24,7 @@ from pagewire.shared.control.protocol import (
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_device import VOCAB, next_token
-from pagewire.tests.support.kv_services import KEYS, DecodeWorker
+from pagewire.tests.support.kv_services import KEYS, Worker
 
 SEED = 3
 MAX_TOKENS = 4
@@ -96,6 +99,21 @@ class Router:
             )
         )
 
+    def embed(self, request_id: str = "e", prompt: list[int] | None = None, **fields: Any) -> None:
+        """Post a prompt that is to have an embedding."""
+        prompt = prompt_of(9) if prompt is None else prompt
+        fields = {"pooling": "mean", "normalize": False} | fields
+        self.client.post(Embed(request_id=request_id, token_ids=prompt, **fields))
+
+    async def embedding(self, request_id: str = "e") -> list[float]:
+        """Wait for one."""
+        await eventually(lambda: self._has_ended(request_id))
+        [output] = self.outputs[request_id]
+        assert output.finish_reason == "stop"
+        assert output.embedding is not None
+        found: list[float] = np.frombuffer(output.embedding, "<f4").tolist()
+        return found
+
     def cancel(self, request_id: str = "r") -> None:
         """Post a cancellation."""
         self.client.post(Cancel(request_id=request_id))
@@ -139,8 +157,8 @@ class Router:
 
 
 @asynccontextmanager
-async def router_of(worker: DecodeWorker) -> AsyncIterator[Router]:
-    """Connect to a decode worker."""
+async def router_of(worker: Worker) -> AsyncIterator[Router]:
+    """Connect to a worker."""
     router = Router()
     router.client = ControlClient(
         worker.endpoint,

@@ -41,6 +41,7 @@ from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv_metrics import KvCollector
@@ -202,6 +203,10 @@ class Worker:
         }
         return record(**(fields | changes))
 
+    def embeddings(self) -> EmbeddingJobs:
+        """The part that computes embeddings for routers."""
+        return EmbeddingJobs(self.engine, self.server.post, lambda: self.is_draining)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start what the service needs, and end all of it in the order of a worker's runtime."""
@@ -340,7 +345,12 @@ async def prefill_worker(
         post = worker.server.post
         links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
         worker.service = PrefillService(
-            epoch, worker.engine, worker.sender, links, lambda: worker.is_draining
+            epoch,
+            worker.engine,
+            worker.sender,
+            links,
+            worker.embeddings(),
+            lambda: worker.is_draining,
         )
         take = worker.sender.on_job_request
 
@@ -396,6 +406,7 @@ async def decode_worker(
             worker.engine,
             worker.links,
             jobs,
+            worker.embeddings(),
             worker.server.post,
             lambda: worker.is_draining,
             worker.prefill_counter,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.services.router.http.embedding_inputs import read_embedding
 from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
@@ -23,6 +24,10 @@ def completion(**body: Any) -> GenerationInput:
 def chat(**body: Any) -> GenerationInput:
     messages = [{"role": "user", "content": "Hi"}]
     return read_chat(encoded({"model": "m", "messages": messages, **body}), MODEL, CONTEXT)
+
+
+def embedding(**body: Any) -> GenerationInput:
+    return read_embedding(encoded({"model": "m", "input": "Hi", **body}), MODEL, CONTEXT)
 
 
 def encoded(body: Any) -> bytes:

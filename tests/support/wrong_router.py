@@ -10,13 +10,13 @@ import os
 import msgspec
 
 from pagewire.services.cli.main import app
-from pagewire.services.router.workers.decode_links import DecodeLink
+from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.control.protocol import ControlMessage, TokenBatch, TokenOutput
 
 WRONG_AT = 20  # the message of each worker after which one stream's tokens are wrong
 
-_on_message = DecodeLink.on_message
-_counts: dict[DecodeLink, int] = {}
+_on_message = WorkerLink.on_message
+_counts: dict[WorkerLink, int] = {}
 
 
 def _wrong(first: TokenOutput, others: list[TokenOutput]) -> TokenBatch:
@@ -26,7 +26,7 @@ def _wrong(first: TokenOutput, others: list[TokenOutput]) -> TokenBatch:
     return TokenBatch(outputs=[msgspec.structs.replace(first, token_ids=tokens), *others])
 
 
-def on_message(self: DecodeLink, message: ControlMessage) -> None:
+def on_message(self: WorkerLink, message: ControlMessage) -> None:
     if isinstance(message, TokenBatch):
         _counts[self] = _counts.get(self, 0) + 1
         if _counts[self] == WRONG_AT:
@@ -35,5 +35,5 @@ def on_message(self: DecodeLink, message: ControlMessage) -> None:
 
 
 if __name__ == "__main__":
-    DecodeLink.on_message = on_message
+    WorkerLink.on_message = on_message
     app()

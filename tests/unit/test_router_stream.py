@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagewire.services.router.http.backlog import MAX_JOINED_TOKENS, Backlog
 from pagewire.services.router.text.stream import AnswerStream
-from pagewire.services.router.workers.decode_links import DecodeLink
+from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.control.protocol import Refused, Timings, TokenBatch, TokenOutput
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
@@ -178,8 +178,8 @@ class Client:
         pass
 
 
-def link_with(listener: Listener) -> DecodeLink:
-    link = DecodeLink("decode-0", 1, lambda worker_id, load: None)
+def link_with(listener: Listener) -> WorkerLink:
+    link = WorkerLink("decode-0", 1, lambda worker_id, load: None)
     link.client = Client()
     link.listen("r", listener)
     return link

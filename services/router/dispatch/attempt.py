@@ -1,4 +1,4 @@
-"""One try to have a request answered by one decode worker."""
+"""One try to have a request answered by one worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
-from pagewire.services.router.workers.decode_links import DecodeLink
-from pagewire.shared.control.protocol import Cancel, Generate, Refused, TokenOutput
+from pagewire.services.router.workers.worker_links import WorkerLink
+from pagewire.shared.control.protocol import Cancel, Embed, Generate, Refused, TokenOutput
 from pagewire.shared.errors import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Attempt:
         on_output: gets each output and the time of its arrival; what it raises ends the attempt.
     """
 
-    def __init__(self, link: DecodeLink, on_output: OnOutput, in_flight: InFlightLoad) -> None:
+    def __init__(self, link: WorkerLink, on_output: OnOutput, in_flight: InFlightLoad) -> None:
         self.link = link
         self.request_id = secrets.token_hex(16)
         self._on_output, self._in_flight = on_output, in_flight
@@ -45,19 +45,24 @@ class Attempt:
         self._last_heard = time.monotonic()
         self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
         self._outcome = asyncio.get_running_loop().create_future()
-        self._decode_load: Entry | None = None
+        self._load: Entry | None = None
         self._prefill_load: Entry | None = None
 
-    def start(self, request: Generate, blocks: int, uncached_tokens: int) -> None:
+    def start(self, request: Generate | Embed, amount: int, uncached_tokens: int = 0) -> None:
         """Send the request.
+
+        Args:
+            request: for the worker of the link.
+            amount: that it adds to this worker's load.
+            uncached_tokens: that it adds to the load of the first of its prefill workers.
 
         Raises:
             ChannelError: the worker cannot be reached.
         """
         self.link.post(request)
         self.link.listen(self.request_id, self)
-        self._decode_load = self._in_flight.add(self.link.worker_id, blocks)
-        if request.prefill_workers:
+        self._load = self._in_flight.add(self.link.worker_id, amount)
+        if isinstance(request, Generate) and request.prefill_workers:
             self._prefill_load = self._in_flight.add(request.prefill_workers[0], uncached_tokens)
 
     def start_with(self, first: Attempt) -> None:
@@ -122,6 +127,6 @@ class Attempt:
         if self._prefill_load is not None:
             self._in_flight.remove(self._prefill_load)
             self._prefill_load = None
-        if self._decode_load is not None and not prefill_only:
-            self._in_flight.remove(self._decode_load)
-            self._decode_load = None
+        if self._load is not None and not prefill_only:
+            self._in_flight.remove(self._load)
+            self._load = None

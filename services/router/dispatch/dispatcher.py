@@ -28,7 +28,7 @@ from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
-from pagewire.services.router.workers.decode_links import DecodeLink, DecodeLinks
+from pagewire.services.router.workers.worker_links import WorkerLink, WorkerLinks
 from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
 from pagewire.shared.errors import (
     ChannelError,
@@ -283,7 +283,7 @@ class TokenStream:
                 logger.info("%s cannot be reached: %s", worker_id, exc)
         raise NoWorkerError("no decode worker can be reached")
 
-    def _send_to(self, link: DecodeLink, prefills: list[str], prompt: Prompt) -> Attempt:
+    def _send_to(self, link: WorkerLink, prefills: list[str], prompt: Prompt) -> Attempt:
         """Send the request to a worker, and with it those that start with it.
 
         Raises:
@@ -333,7 +333,7 @@ class Dispatcher:
     def __init__(
         self,
         selector: WorkerSelector,
-        links: DecodeLinks,
+        links: WorkerLinks,
         in_flight: InFlightLoad,
         metrics: RouterMetrics,
         max_queue: int,

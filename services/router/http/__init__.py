@@ -14,6 +14,8 @@ becomes token ids and parameters, or is refused; chooses `max_tokens` if a reque
 `responses.py`, `http_io.py` (reads bodies, sends streams, cancels a request whose client has left
 or takes nothing for too long), `body_reader.py` (where a body is read).
 
+`/v1/embeddings` has its own reader (embedding_inputs.py) and response (embedding_api.py).
+
 `/v1/responses` is a chat in another form: `response_routes.py` (what is stored, and when),
 `response_inputs.py` (a body becomes a chat's), `response_format.py` and `response_items.py` (the
 response object and its events).

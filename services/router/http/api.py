@@ -168,10 +168,10 @@ def answers_to(request: Request, asked: GenerationInput) -> AnswerSet:
     """Return the answers to a request, which are to be closed; none has begun."""
     service, record = service_of(request), record_of(request.scope)
     trace = None if service.tracing is None else record.begin_span(service.tracing)
-    record.answers = AnswerSet(
+    record.answers = answers = AnswerSet(
         service.dispatcher, service.model.tokenizer, asked, record.request_id, record.start, trace
     )
-    return record.answers
+    return answers
 
 
 async def read_request(

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from pagewire.services.router.http.access_log import AccessLog
 from pagewire.services.router.http.api import router
 from pagewire.services.router.http.cut import CutRequests
+from pagewire.services.router.http.embedding_api import embedding_router
 from pagewire.services.router.http.error_forms import error_response
 from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.key_check import KeyCheck
@@ -52,6 +53,7 @@ def create_app(service: RouterService) -> ASGIApp:
     routes.include_router(router)
     routes.include_router(messages_router)
     routes.include_router(token_router)
+    routes.include_router(embedding_router)
     routes.include_router(response_router)
     for kind in (PagewireError, HTTPException, Exception):
         routes.add_exception_handler(kind, _on_error)

@@ -20,7 +20,14 @@ LENGTH_BYTES = 4
 
 MessageT = TypeVar("MessageT")
 BodyKind = Literal[
-    "chat", "completion", "response", "message", "message count", "tokenize", "detokenize"
+    "chat",
+    "completion",
+    "response",
+    "message",
+    "message count",
+    "tokenize",
+    "detokenize",
+    "embedding",
 ]
 RefusalKind = Literal["InvalidRequestError", "ContextLengthError", "ModelNotFoundError"]
 

@@ -24,6 +24,7 @@ from pagewire.services.router.http.body_messages import (
     send_message,
 )
 from pagewire.services.router.http.child_serving import memory_bytes, run
+from pagewire.services.router.http.embedding_inputs import read_embedding
 from pagewire.services.router.http.inputs import InputReader, read_chat, read_completion
 from pagewire.services.router.http.message_inputs import read_message, read_message_count
 from pagewire.services.router.http.response_inputs import read_response
@@ -40,6 +41,7 @@ READERS: dict[BodyKind, InputReader] = {
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
     "response": read_response,
+    "embedding": read_embedding,
 }
 
 

@@ -203,16 +203,22 @@ class EventStream(Response):
         return True
 
     async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
-        if not chunk and not last:
-            return
-        message: Message = {"type": "http.response.body", "body": chunk, "more_body": not last}
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-        except TimeoutError as exc:
-            raise ClientGoneError(
-                f"the client took nothing for {self._send_timeout_s:g} s"
-            ) from exc
+        if chunk or last:
+            await send_part(send, chunk, self._send_timeout_s, last=last)
+
+
+async def send_part(send: Send, part: bytes, timeout_s: float, *, last: bool = False) -> None:
+    """Send a part of a response's body, through ASGI.
+
+    Raises:
+        ClientGoneError: the client took nothing for so long.
+    """
+    message: Message = {"type": "http.response.body", "body": part, "more_body": not last}
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError as exc:
+        raise ClientGoneError(f"the client took nothing for {timeout_s:g} s") from exc
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

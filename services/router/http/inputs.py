@@ -17,6 +17,7 @@ from pagewire.services.router.http.chat_inputs import (
     num_chars,
     template_options,
 )
+from pagewire.services.router.http.embedding_form import EmbeddingForm
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.response_turn import ResponseTurn
 from pagewire.services.router.http.schemas import (
@@ -82,6 +83,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         other_grammars: to be used in this order if that grammar is refused; None: any answer.
         return_token_strs: the response of `/tokenize` has the tokens as the vocabulary writes them.
         turn: what only a request of `/v1/responses` has.
+        embedding: what only a request of `/v1/embeddings` has.
     """
 
     model: str
@@ -103,6 +105,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     timings: bool = False
     return_token_strs: bool = False
     turn: ResponseTurn | None = None
+    embedding: EmbeddingForm | None = None
 
     def with_grammar(self, text: str | None) -> GenerationInput:
         """Return the request with another grammar for its answers."""
@@ -140,7 +143,7 @@ def read_completion(
     prompts = []
     sampling = sampling_of(body, body.logprobs)
     adds_special = body.add_special_tokens is not False
-    for prompt in _split_prompts(body.prompt):
+    for prompt in split_prompts(body.prompt, "prompt", MAX_PROMPTS):
         ids = sampling.truncate(prompt_ids(prompt, model, max_model_len, adds_special))
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
         max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
@@ -330,20 +333,29 @@ def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> 
     return room
 
 
-def _split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion request, one or several, text or token ids."""
+def split_prompts(prompt: str | list[Any], param: str, most: int) -> list[str] | list[list[int]]:
+    """Return the prompts of a request, one or several, text or token ids.
+
+    Args:
+        prompt: the field's value.
+        param: the field.
+        most: more are refused.
+
+    Raises:
+        InvalidRequestError: they are too many, or no prompts.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if prompt:
         if _are_ints(prompt):
             return [prompt]
-        if len(prompt) > MAX_PROMPTS:
+        if len(prompt) > most:
             raise InvalidRequestError(
-                f"prompt: at most {MAX_PROMPTS} prompts in one request, not {len(prompt)}", "prompt"
+                f"{param}: at most {most} prompts in one request, not {len(prompt)}", param
             )
         if _are_texts(prompt) or _are_id_lists(prompt):
             return prompt
-    raise InvalidRequestError(f"prompt must be {PROMPT_RULE}", "prompt")
+    raise InvalidRequestError(f"{param} must be {PROMPT_RULE}", param)
 
 
 def _are_ints(value: list[Any]) -> TypeGuard[list[int]]:
@@ -359,19 +371,30 @@ def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
 
 
 def prompt_ids(
-    prompt: str | list[int], model: ServedModel, max_model_len: int, adds_special: bool
+    prompt: str | list[int],
+    model: ServedModel,
+    max_model_len: int,
+    adds_special: bool,
+    param: str = "prompt",
 ) -> list[int]:
     """Return the token ids of a prompt.
+
+    Args:
+        prompt: its text or its token ids.
+        model: the model.
+        max_model_len: prompt and answer together, in tokens.
+        adds_special: a text begins and ends as the model wants it.
+        param: the field that it comes from.
 
     Raises:
         InvalidRequestError: it is too long, or has ids that the model lacks.
     """
     if isinstance(prompt, str):
-        _check_chars(len(prompt), max_model_len, "prompt")
+        _check_chars(len(prompt), max_model_len, param)
         return model.tokenizer.encode(prompt, adds_special)
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         raise InvalidRequestError(
-            f"prompt: token ids must lie between 0 and {model.vocab_size - 1}", "prompt"
+            f"{param}: token ids must lie between 0 and {model.vocab_size - 1}", param
         )
     return prompt
 

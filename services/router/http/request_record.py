@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from starlette.types import Scope
 
-from pagewire.services.router.http.answers import AnswerSet
+from pagewire.services.router.http.answers import Usage
 from pagewire.services.router.http.errors import CLIENT_CLOSED_REQUEST, SERVER_ERROR
+from pagewire.shared.control.protocol import Timings
 from pagewire.shared.http.request_id import request_id_of
 from pagewire.shared.tracing import Attributes, TracedSpan, Tracing
 
@@ -20,6 +21,30 @@ MAX_ERROR_CHARS = 500
 Outcome = Literal["ok", "refused", "cancelled", "failed", "cut"]
 
 RECORD = "pagewire.request"
+
+
+class Answers(Protocol):
+    """What there is to say of the answers to a request; `AnswerSet` (answers.py) has it all."""
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token arrived, on the monotonic clock; None before that."""
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the answers that have ended, each once."""
+
+    @property
+    def timings(self) -> Timings | None:
+        """What workers have measured."""
+
+    @property
+    def workers(self) -> list[str]:
+        """Ids of those that have answered."""
 
 
 class RequestRecord:
@@ -54,7 +79,7 @@ class RequestRecord:
         self.status = 0
         self.outcome: Outcome | None = None
         self.error: str | None = None
-        self.answers: AnswerSet | None = None
+        self.answers: Answers | None = None
         self.span: TracedSpan | None = None
 
     def fail(self, exc: Exception, outcome: Outcome | None = None) -> None:
@@ -122,7 +147,7 @@ class RequestRecord:
             found["error"] = self.error
         return found
 
-    def _fields_of(self, answers: AnswerSet) -> dict[str, Any]:
+    def _fields_of(self, answers: Answers) -> dict[str, Any]:
         usage, first = answers.usage, answers.first_token_at
         found: dict[str, Any] = {
             "prompt_tokens": usage.prompt_tokens,

@@ -34,11 +34,23 @@ _Messages = Annotated[
 ]
 
 
-class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `POST /tokenize`: a text, or a conversation.
+class PlainBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A body without sampling parameters.
 
     Attributes:
         model: may be left out.
+    """
+
+    model: str | None = None
+
+
+BodyT = TypeVar("BodyT", bound=PlainBody)
+
+
+class TokenizeBody(PlainBody, frozen=True, kw_only=True):
+    """Body of `POST /tokenize`: a text, or a conversation.
+
+    Attributes:
         add_special_tokens: begin and end as the model wants a text; by default a prompt does, and
             the chat template alone decides for a conversation.
         return_token_strs: the response has the tokens as the vocabulary writes them.
@@ -46,7 +58,6 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
             it are a conversation's.
     """
 
-    model: str | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     add_special_tokens: bool | None = None
@@ -57,21 +68,13 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tools: Tools | None = None
 
 
-class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `POST /detokenize`.
-
-    Attributes:
-        model: may be left out.
-    """
+class DetokenizeBody(PlainBody, frozen=True, kw_only=True):
+    """Body of `POST /detokenize`."""
 
     tokens: Annotated[
         list[TokenId],
         Meta(max_length=MAX_TOKENS, description=f"a list of at most {MAX_TOKENS} token ids"),
     ]
-    model: str | None = None
-
-
-BodyT = TypeVar("BodyT", TokenizeBody, DetokenizeBody)
 
 
 def read_tokenize(
@@ -82,7 +85,7 @@ def read_tokenize(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, unknown_fields = _parse(TokenizeBody, raw, model)
+    body, unknown_fields = parse_plain(TokenizeBody, raw, model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("the body must have either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -102,7 +105,7 @@ def read_detokenize(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, unknown_fields = _parse(DetokenizeBody, raw, model)
+    body, unknown_fields = parse_plain(DetokenizeBody, raw, model)
     if max(body.tokens, default=0) >= model.vocab_size:
         problem = f"tokens must be token ids below {model.vocab_size}, not {max(body.tokens)}"
         raise InvalidRequestError(problem, "tokens")
@@ -127,8 +130,12 @@ def _ids_of_chat(
     return chat_ids(chat, template_options(chat, raw), model, max_model_len)
 
 
-def _parse(kind: type[BodyT], raw: bytes | bytearray, model: ServedModel) -> tuple[BodyT, int]:
-    """Return the checked body of a request, and how many of its fields are unknown."""
+def parse_plain(kind: type[BodyT], raw: bytes | bytearray, model: ServedModel) -> tuple[BodyT, int]:
+    """Return the checked body of a request, and how many of its fields are unknown.
+
+    Raises:
+        InvalidRequestError: it is not JSON, a field is wrong, or the model is another.
+    """
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         body = msgspec.json.decode(raw, type=kind)

@@ -46,6 +46,7 @@ class RouterMetrics:
         migrations: requests that lost their worker and continue at another or at its next run.
         request_errors: answers with a status of 400 or more.
         outcomes: requests for an answer by what became of them; their sum is all that came.
+        embeddings: that were computed.
         index_lookup: seconds of lookups in the prefix index.
         unknown_fields: of accepted requests.
     """
@@ -77,7 +78,9 @@ class RouterMetrics:
             INTER_TOKEN_BUCKETS,
         )
         self._make_token_histograms()
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started answers")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of started answers and of embeddings"
+        )
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
         self.prefix_queries = self._counter(
             "prefix_cache_queries", "Prompt tokens that might have been cached"
@@ -107,6 +110,11 @@ class RouterMetrics:
             answers: of the prompt; None if this is the only one.
         """
         return RequestMeter(self, num_prompt_tokens, answers or self.answers(1))
+
+    def count_embedding(self, num_tokens: int) -> None:
+        """Count an embedding that was computed, and its prompt's tokens."""
+        self.embeddings.inc()
+        self.prompt_tokens.value += num_tokens
 
     def answers(self, count: int) -> AnswerLengths:
         """Return what the meters of a prompt's answers share."""
@@ -155,6 +163,9 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.outcomes = {outcome: outcomes.labels(outcome) for outcome in get_args(Outcome)}
+        self.embeddings = Counter(
+            "pagewire_embeddings", "Embeddings that were computed", registry=self.registry
+        )
         self.unknown_fields = Counter(
             "pagewire_request_unknown_fields",
             "Fields of accepted requests that this API does not have, which were ignored",

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
-from pagewire.services.router.workers.decode_links import DecodeLinks
+from pagewire.services.router.workers.worker_links import WorkerLink, WorkerLinks
 from pagewire.shared.cluster.registry import WorkerDirectory, WorkerRecord
 from pagewire.shared.control.protocol import BlockLayout, LoadReport
 from pagewire.shared.errors import NoWorkerError
@@ -26,19 +26,23 @@ class WorkerSelector:
 
     Args:
         cluster_secret: block hashes are keyed by it.
+        links: to decode workers.
+        prefill_links: to prefill workers, for embeddings alone.
     """
 
     def __init__(
         self,
         cluster_secret: str,
         directory: WorkerDirectory,
-        links: DecodeLinks,
+        links: WorkerLinks,
+        prefill_links: WorkerLinks,
         index: PrefixIndex,
         policy: Policy,
         in_flight: InFlightLoad,
     ) -> None:
         self._cluster_secret = cluster_secret
-        self._directory, self._links, self._index = directory, links, index
+        self._directory, self._index = directory, index
+        self._links, self._prefill_links = links, prefill_links
         self._policy, self._in_flight = policy, in_flight
         self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
         self._complaints = Complaints(logger)
@@ -49,8 +53,7 @@ class WorkerSelector:
         All serve one model with one KV layout: that of the worker that was linked first. Others are
         used when there is no such worker any more, as after an upgrade.
         """
-        known = (self._directory.get(link.worker_id) for link in self._links)
-        records = [record for record in known if record is not None and record.state == "ready"]
+        records = self._ready(self._links)
         for record in records:
             if record.layout != records[0].layout:
                 self._complaints.say(
@@ -64,6 +67,48 @@ class WorkerSelector:
     def max_model_len(self, model_len: int) -> int:
         """Return the longest sequence that every decode worker takes."""
         return min([model_len, *(record.max_model_len for record in self.decode_records())])
+
+    def embedding_workers(
+        self, num_tokens: int, excluded: AbstractSet[str]
+    ) -> list[tuple[WorkerLink, int]]:
+        """Return the workers that may compute an embedding, the least loaded first.
+
+        These are prefill workers, or decode workers where there is no such worker.
+
+        Args:
+            num_tokens: of the prompt.
+            excluded: workers that are not to be used.
+
+        Returns:
+            Links, each with what the prompt adds to its worker's load.
+        """
+        decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
+        layout = next((record.layout for record in (*decodes, *prefills)), None)
+        prefills = [each for each in prefills if each.layout == layout]
+        links, wanted = self._prefill_links, num_tokens
+        loads = {
+            each.worker_id: self._load(each, each.load.queued_prefill_tokens)
+            for each in prefills
+            if each.worker_id not in excluded
+        }
+        if not loads and layout is not None:
+            links, wanted = self._links, -(-num_tokens // layout.block_size)
+            loads = {
+                each.worker_id: self._load(each, each.load.used_blocks)
+                for each in decodes
+                if each.worker_id not in excluded
+            }
+        found = [links.get(worker_id) for worker_id in sorted(loads, key=loads.__getitem__)]
+        return [(link, wanted) for link in found if link is not None]
+
+    def _ready(self, links: WorkerLinks) -> list[WorkerRecord]:
+        known = (self._directory.get(link.worker_id) for link in links)
+        return [record for record in known if record is not None and record.state == "ready"]
+
+    def _load(self, record: WorkerRecord, amount: int) -> int:
+        """Return a worker's load: an amount on its record, and what came since."""
+        on_record = LoadReport(record.epoch, record.load.iterations, amount)
+        return self._in_flight.load(record.worker_id, on_record, self._directory.redis_ok)
 
     async def place(
         self, token_ids: Sequence[int], excluded: AbstractSet[str], hash_extra: bytes = b""
@@ -96,10 +141,9 @@ class WorkerSelector:
         prompt = Prompt(len(token_ids), layout.block_size, found.hits, hashes)
 
         def candidate(record: WorkerRecord, amount: int) -> Candidate:
-            on_record = LoadReport(record.epoch, record.load.iterations, amount)
             worker_id = record.worker_id
-            load = self._in_flight.load(worker_id, on_record, self._directory.redis_ok)
-            return Candidate(worker_id, load + found.reserved.get(worker_id, 0))
+            load = self._load(record, amount) + found.reserved.get(worker_id, 0)
+            return Candidate(worker_id, load)
 
         placement = self._policy.place(
             prompt,

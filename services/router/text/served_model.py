@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ModelNotFoundError
+from pagewire.shared.errors import ConfigError, ModelNotFoundError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.model.pooling import PoolingRules, load_pooling
 from pagewire.shared.model.source import default_served_name, resolve_model
 from pagewire.shared.sampling import SamplingDefaults
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.shown import fit_for
 from pagewire.shared.tools.syntax import ChatSyntax
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class ServedModel:
         defaults: of sampling, where a request says nothing.
         syntax: how the model writes tool calls and reasoning.
         eos_token_ids: any of them ends an answer.
+        hidden_size: how many numbers an embedding has.
+        pooling: how embeddings are made, or why there are none.
     """
 
     names: tuple[str, ...]
@@ -39,6 +45,8 @@ class ServedModel:
     defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
     syntax: ChatSyntax = ChatSyntax()  # noqa: RUF009 - immutable
     eos_token_ids: tuple[int, ...] = ()
+    hidden_size: int = 0
+    pooling: PoolingRules | str = PoolingRules()  # noqa: RUF009 - immutable
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -69,6 +77,8 @@ class ServedModel:
             defaults=load_sampling_defaults(path, settings.generation_config),
             syntax=syntax,
             eos_token_ids=config.eos_token_ids,
+            hidden_size=config.hidden_size,
+            pooling=_pooling(path),
         )
 
     @property
@@ -87,3 +97,11 @@ class ServedModel:
             raise ModelNotFoundError(
                 f"The model `{name[:200]}` does not exist; this server has {known}.", "model"
             )
+
+
+def _pooling(path: Path) -> PoolingRules | str:
+    try:
+        return load_pooling(path)
+    except ConfigError as exc:
+        logger.warning("/v1/embeddings answers 400: %s", exc)
+        return str(exc)

@@ -1,4 +1,4 @@
-"""The router's connections to decode workers: one to each run of each worker in the directory."""
+"""The router's connections to workers of a role: one to each run of each in the directory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pagewire.shared.control.protocol import (
     ControlMessage,
     LoadReport,
     Refused,
+    Role,
     TokenBatch,
     TokenOutput,
 )
@@ -47,8 +48,8 @@ class RequestListener(Protocol):
         """The worker is gone."""
 
 
-class DecodeLink:
-    """A usable connection to one run of a decode worker.
+class WorkerLink:
+    """A usable connection to one run of a worker.
 
     Outputs are handed on when all messages that have arrived are read: a request's tokens of
     several steps, of which there are some only if the event loop lags, then go on as one output.
@@ -140,43 +141,50 @@ def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
     )
 
 
-class DecodeLinks:
-    """Keeps a link to every decode worker that `join`ed and has not `leave`d.
+class WorkerLinks:
+    """Keeps a link to every worker of a role that `join`ed and has not `leave`d.
 
     Args:
+        role: workers of the other are left out.
         name: of this router, part of its id at the workers.
         lease_s: silence after which a worker is gone.
         on_load: gets the loads that workers report with their tokens.
     """
 
     def __init__(
-        self, keys: ClusterKeys, name: str, heartbeat_s: float, lease_s: float, on_load: OnLoad
+        self,
+        role: Role,
+        keys: ClusterKeys,
+        name: str,
+        heartbeat_s: float,
+        lease_s: float,
+        on_load: OnLoad,
     ) -> None:
-        self._keys, self._name, self._on_load = keys, name, on_load
+        self._role, self._keys, self._name, self._on_load = role, keys, name, on_load
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
-        self._links: dict[str, DecodeLink] = {}
+        self._links: dict[str, WorkerLink] = {}
         self._has_linked = False
         self._complaints = Complaints(logger)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def __iter__(self) -> Iterator[DecodeLink]:
+    def __iter__(self) -> Iterator[WorkerLink]:
         """Iterate over the usable links."""
         return iter([link for link in self._links.values() if not link.lost.is_set()])
 
-    def get(self, worker_id: str) -> DecodeLink | None:
+    def get(self, worker_id: str) -> WorkerLink | None:
         """Return the usable link to a worker."""
         link = self._links.get(worker_id)
         return None if link is None or link.lost.is_set() else link
 
     @property
     def expects_worker(self) -> bool:
-        """Whether a decode worker is known, or there was one that may come back."""
+        """Whether a worker is known, or there was one that may come back."""
         return self._has_linked or bool(self._keepers)
 
     def join(self, record: WorkerRecord) -> None:
         """Begin to keep a link to a run of a worker."""
-        if record.role == "decode":
+        if record.role == self._role:
             self._keepers[record.worker_id] = start_task(
                 self._keep(record), f"link to {record.worker_id}"
             )
@@ -225,8 +233,8 @@ class DecodeLinks:
                 delay = MIN_RETRY_S
             await asyncio.sleep(delay)
 
-    async def _connect(self, record: WorkerRecord) -> DecodeLink:
-        link = DecodeLink(record.worker_id, record.epoch, self._on_load)
+    async def _connect(self, record: WorkerRecord) -> WorkerLink:
+        link = WorkerLink(record.worker_id, record.epoch, self._on_load)
         link.client = ControlClient(
             record.endpoint,
             self._keys,

@@ -1,0 +1,173 @@
+"""Prompts on their way to an embedding: several of a request at a time, each with one worker.
+
+open --> todo --Embed--> waiting --embedding--> done
+^                |
++--refused, lost-+        (another worker; a loss is forgiven once)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
+from pagewire.services.router.dispatch.dispatcher import Dispatcher
+from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.workers.worker_links import WorkerLink
+from pagewire.shared.aio import end_task
+from pagewire.shared.control.protocol import Embed, Refused, TokenOutput
+from pagewire.shared.errors import (
+    ChannelError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+    RequestFailedError,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 64  # prompts of one request that are with workers
+MAX_LOSSES = 1  # of one prompt's workers: it must not kill all
+
+
+class EmbeddingSet:
+    """The embeddings of one request's prompts. `run` it, and `close` it in any case.
+
+    Attributes:
+        num_tokens: of all prompts.
+        workers: ids of those that have computed some, each once.
+
+    Args:
+        dispatcher: knows the workers, and counts prompts that are with them.
+        prompts: at least one; each has at least one token.
+        template: what is sent for each prompt, but for request id and tokens.
+
+    Raises:
+        OverloadedError: from the constructor, the queue is full.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, prompts: Sequence[list[int]], template: Embed
+    ) -> None:
+        self._dispatcher, self._prompts, self._template = dispatcher, prompts, template
+        self.num_tokens = sum(map(len, prompts))
+        self.workers: list[str] = []
+        self._vectors = [b""] * len(prompts)
+        self._todo = deque(range(len(prompts)))
+        admission = dispatcher.admission
+        self._places = admission.enter(min(len(prompts), MAX_AT_ONCE, admission.max_request))
+
+    async def run(self) -> list[bytes]:
+        """Return the embeddings in the order of their prompts, as little-endian float32.
+
+        Raises:
+            InvalidRequestError: a worker finds a prompt impossible.
+            OverloadedError: every worker's queue is full.
+            NoWorkerError: no worker can be reached, or one prompt has lost two.
+            RequestFailedError: a worker failed, or did not answer in time.
+        """
+        tasks = [asyncio.create_task(self._work()) for _ in self._places]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                await end_task(task)
+        return self._vectors
+
+    def close(self) -> None:
+        """Give its places in the queue back. Idempotent."""
+        for place in self._places:
+            place.leave()
+
+    async def _work(self) -> None:
+        """Take one prompt after another."""
+        while self._todo:
+            index = self._todo.popleft()
+            self._vectors[index] = await self._embed(self._prompts[index])
+            self._dispatcher.metrics.count_embedding(len(self._prompts[index]))
+
+    async def _embed(self, token_ids: list[int]) -> bytes:
+        excluded: set[str] = set()
+        overloaded, losses = False, 0
+        while True:
+            attempt = self._send(token_ids, excluded, overloaded)
+            worker_id = attempt.link.worker_id
+            match await attempt.result(self._dispatcher.request_timeout_s):
+                case bytes(vector):
+                    if worker_id not in self.workers:
+                        self.workers.append(worker_id)
+                    return vector
+                case WorkerLost(reason):
+                    logger.warning("an embedding lost its worker: %s", reason)
+                    losses += 1
+                    if losses > MAX_LOSSES:
+                        raise NoWorkerError(f"an embedding lost {losses} workers")
+                case Refused() as refused:
+                    if refused.reason == "invalid":
+                        raise InvalidRequestError(refused.message, refused.param)
+                    logger.info("%s is %s: %s", worker_id, refused.reason, refused.message)
+                    overloaded = overloaded or refused.reason == "overloaded"
+            excluded.add(worker_id)
+
+    def _send(self, token_ids: list[int], excluded: set[str], overloaded: bool) -> _Attempt:
+        """Send a prompt to the least loaded worker.
+
+        Raises:
+            OverloadedError: there is none that has room.
+            NoWorkerError: there is none.
+        """
+        dispatcher = self._dispatcher
+        for link, amount in dispatcher.selector.embedding_workers(len(token_ids), excluded):
+            attempt = _Attempt(link, dispatcher.in_flight)
+            asked = msgspec.structs.replace(
+                self._template, request_id=attempt.request_id, token_ids=token_ids
+            )
+            try:
+                attempt.start(asked, amount)
+            except ChannelError as exc:
+                logger.info("%s cannot be reached: %s", link.worker_id, exc)
+            else:
+                return attempt
+        if overloaded:
+            raise OverloadedError("the queues of all workers are full")
+        raise NoWorkerError("no worker that computes embeddings can be reached")
+
+
+class _Attempt(Attempt):
+    """One try to have one prompt's embedding computed by one worker."""
+
+    def __init__(self, link: WorkerLink, in_flight: InFlightLoad) -> None:
+        super().__init__(link, self._take, in_flight)
+        self._vector = b""
+
+    async def result(self, timeout: float) -> bytes | Refused | WorkerLost:
+        """Return the embedding, or why there is none; nothing of the attempt is left then.
+
+        Raises:
+            RequestFailedError: the worker failed, or did not answer in time.
+        """
+        is_over = False
+        try:
+            outcome = await self.outcome(timeout)
+            is_over = True
+        except TimeoutError as exc:
+            problem = f"no embedding from {self.link.worker_id} within {timeout:g} s"
+            raise RequestFailedError(problem) from exc
+        finally:
+            self.end(cancel=not is_over)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return self._vector if outcome is None else outcome
+
+    def _take(self, output: TokenOutput, _now: float) -> None:
+        if output.finish_reason == "abort":
+            self.on_lost("the worker aborted the request")
+        elif output.embedding is None:
+            raise RequestFailedError(output.error or "the worker gave no embedding")
+        else:
+            self._vector = output.embedding
+            self.end(cancel=False)

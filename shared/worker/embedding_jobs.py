@@ -1,0 +1,158 @@
+"""The embeddings that routers want of a worker, whatever its role.
+
+Embed --> engine: prompt in chunks, pooled, no prefix cache --> TokenBatch, one for each
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagewire.shared.control.protocol import (
+    ControlMessage,
+    Embed,
+    FinishReason,
+    RefusalReason,
+    Refused,
+    TokenBatch,
+    TokenOutput,
+    clip_text,
+)
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.embeddings import finished_embedding, pooled_sequence
+from pagewire.shared.engine.step_output import StepOutput
+from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.logs import about
+from pagewire.shared.worker.engine_handle import EngineHandle
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """An embedding that is being computed.
+
+    Attributes:
+        engine_id: its name in the engine, unique whatever routers call it.
+    """
+
+    peer_id: str
+    message: Embed
+    engine_id: str
+
+
+class EmbeddingJobs:
+    """Jobs of all routers that are connected. The event loop owns them.
+
+    Args:
+        engine: that computes them.
+        post: sends a control message to a connection.
+        is_draining: whether new jobs are refused.
+
+    Attributes:
+        take_soon: `take`, to be called from the engine's thread.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        post: Callable[[str, ControlMessage], object],
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._engine, self._post, self._is_draining = engine, post, is_draining
+        self._ids = itertools.count(1)
+        self._jobs: dict[str, _Job] = {}
+        self._by_router: dict[tuple[str, str], _Job] = {}
+        self.take_soon: Callable[[StepOutput], None] = engine.in_loop(self.take)
+
+    def __len__(self) -> int:
+        """How many are not finished."""
+        return len(self._jobs)
+
+    def start(self, peer_id: str, message: Embed) -> None:
+        """Begin a job, or refuse it."""
+        job = _Job(peer_id, message, f"embedding-{next(self._ids)}")
+        try:
+            self._check(peer_id, message)
+        except InvalidRequestError as exc:
+            self._refuse(job, "invalid", str(exc), exc.param)
+            return
+        if self._is_draining():
+            self._refuse(job, "draining", "shutting down")
+            return
+        self._jobs[job.engine_id] = self._by_router[peer_id, message.request_id] = job
+        try:
+            self._engine.submit(lambda core: self._add(core, job))
+        except OverloadedError as exc:
+            self._on_not_added(job, "overloaded", str(exc))
+
+    def cancel(self, peer_id: str, request_id: str) -> None:
+        """End a job of a router; one that has ended is fine."""
+        if (job := self._by_router.get((peer_id, request_id))) is not None:
+            self._forget(job)
+            self._engine.submit(lambda core: core.abort(job.engine_id), admitted=True)
+
+    def on_peer_lost(self, peer_id: str) -> None:
+        """End all jobs of a router that is gone."""
+        for peer, request_id in [key for key in self._by_router if key[0] == peer_id]:
+            self.cancel(peer, request_id)
+
+    def take(self, output: StepOutput) -> None:
+        """Report what the engine gave a sequence, if that is a job's."""
+        job = self._jobs.get(output.request_id)
+        if job is None:
+            return
+        name, asked = job.message.request_id, job.message
+        if output.embedding is not None:
+            vector = finished_embedding(output.embedding, asked.normalize, asked.dimensions)
+            embedding = vector.astype("<f4").tobytes()
+            found = TokenOutput(request_id=name, finish_reason="stop", embedding=embedding)
+        else:  # it has ended without
+            error = output.error or "the engine gave no embedding"
+            logger.warning("%s failed: %s", job.engine_id, error, extra=about(asked.log_id))
+            ended: FinishReason = "abort" if output.finish_reason == "abort" else "error"
+            found = TokenOutput(request_id=name, finish_reason=ended, error=clip_text(error))
+        self._forget(job)
+        self._post(job.peer_id, TokenBatch(outputs=[found]))
+
+    def _check(self, peer_id: str, message: Embed) -> None:
+        if not message.token_ids:
+            raise InvalidRequestError("the input is empty", "input")
+        if max(message.token_ids) >= self._engine.vocab_size:
+            problem = f"token ids must be below {self._engine.vocab_size}"
+            raise InvalidRequestError(problem, "input")
+        if (peer_id, message.request_id) in self._by_router:
+            raise InvalidRequestError("there is a request of this id already", "request_id")
+
+    def _add(self, core: EngineCore, job: _Job) -> None:
+        """Queue a job's sequence. Runs in the engine's thread."""
+        asked = job.message
+        try:
+            core.add(pooled_sequence(job.engine_id, asked.token_ids, asked.pooling))
+        except InvalidRequestError as exc:
+            self._engine.in_loop(self._on_not_added)(job, "invalid", str(exc), "input")
+        except OverloadedError as exc:
+            self._engine.in_loop(self._on_not_added)(job, "overloaded", str(exc))
+
+    def _on_not_added(
+        self, job: _Job, reason: RefusalReason, text: str, param: str | None = None
+    ) -> None:
+        if self._forget(job):
+            self._refuse(job, reason, text, param)
+
+    def _refuse(
+        self, job: _Job, reason: RefusalReason, text: str, param: str | None = None
+    ) -> None:
+        log = about(job.message.log_id)
+        logger.info("%s is refused, %s: %s", job.engine_id, reason, text, extra=log)
+        refused = Refused(
+            request_id=job.message.request_id, reason=reason, message=clip_text(text), param=param
+        )
+        self._post(job.peer_id, refused)
+
+    def _forget(self, job: _Job) -> bool:
+        """Drop a job that has ended; returns whether it was known."""
+        self._by_router.pop((job.peer_id, job.message.request_id), None)
+        return self._jobs.pop(job.engine_id, None) is not None
