@@ -24,12 +24,13 @@ class _Entry(NamedTuple):
     timings: Timings | None
 
 
-def is_shown(path: str, status: int) -> bool:
-    """Whether a request is one for an answer.
+def is_shown(method: str, path: str, status: int) -> bool:
+    """Whether a request asked for an answer.
 
-    Those without a right key are not shown: anyone could push out the others with them.
+    Those without a valid key are left out, and so are a browser's preflights, which need none:
+    anyone could push out all others with them.
     """
-    return path in ANSWER_PATHS and status != UNAUTHORIZED
+    return method == "POST" and path in ANSWER_PATHS and status != UNAUTHORIZED
 
 
 class RecentRequests:

@@ -59,7 +59,7 @@ class AccessLog:
         level = logging.WARNING if record.final_outcome == "failed" else logging.INFO
         if level == logging.INFO and is_quiet:
             level = logging.DEBUG
-        is_kept = is_shown(record.scope["path"], record.status)
+        is_kept = is_shown(record.scope["method"], record.scope["path"], record.status)
         if not (is_kept or logger.isEnabledFor(level)):
             return
         fields = record.fields()
