@@ -35,6 +35,15 @@ class Histogram(msgspec.Struct, frozen=True):
     bounds: Annotated[list[float], Meta(max_length=64)] = []
     counts: Annotated[list[_Count], Meta(max_length=65)] = []
 
+    def __post_init__(self) -> None:
+        """Check the number of counts.
+
+        Raises:
+            ValueError: it is wrong; a decoder reports it as a field that is.
+        """
+        if len(self.counts) != (len(self.bounds) + 1 if self.bounds else 0):
+            raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
+
     def since(self, before: Histogram) -> Histogram:
         """Return what has been added since an earlier one of the same router."""
         if before.bounds != self.bounds:
@@ -85,7 +94,7 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     id: _Text
-    ended_at: float
+    ended_at: Annotated[float, Meta(ge=0, le=1e11)]
     path: _Text
     model: _Text
     status: _Count

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -53,6 +56,31 @@ class Numbers:
 
 
 _decoder = msgspec.json.Decoder(Snapshot)
+
+WINDOW_S = 10.0  # shown are the numbers of the time since this long ago
+
+
+class Window:
+    """Snapshots of the last `WINDOW_S`, by this machine's clock: a router's may be set back.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, Snapshot]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, found: Snapshot) -> Snapshot:
+        """Take a snapshot; returns the earlier one to compare it with, at first itself."""
+        now = self._clock()
+        self._seen.append((now, found))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
+            self._seen.popleft()
+        return self._seen[0][1]
 
 
 async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
