@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ class ApiKeys:
                 logger.warning("%s; the API keys that were read before stay valid", exc)
             self._complaint = str(exc)
         else:
+            if self._complaint:
+                logger.info("API keys: %s is right again", file)
             self._complaint = ""
 
     def _read(self, file: Path) -> None:
@@ -177,6 +180,8 @@ class ApiKeys:
         """
         try:
             found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+                raise ConfigError(f"API keys: {file} is not a regular file")
             signature = (found.st_mtime_ns, found.st_size, found.st_ino)
             if signature == self._signature:
                 return
