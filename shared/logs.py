@@ -64,7 +64,8 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Return the line without a traceback."""
+        """Return the line without a traceback; what could end it or steer a terminal is escaped."""
+        record.message = _printable(record.message.rstrip("\n"))
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, "fields", {})
         line += "".join(f" {name}={_shown(value)}" for name, value in fields.items())
@@ -112,6 +113,13 @@ def _line(created: float, level: str, logger: str, message: str, service: str) -
         "message": message,
     }
     return found | ({"service": service} if service else {})
+
+
+def _printable(text: str) -> str:
+    """Return text with escapes such as \\n for all that is not printable."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _shown(value: Any) -> str:
