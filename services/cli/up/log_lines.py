@@ -6,6 +6,7 @@ import json
 import re
 
 from pagewire.services.cli.terminal import printable
+from pagewire.shared.logs import json_line
 
 # Time, level and logger in log lines of Pagewire and of Redis.
 _PREFIXES = re.compile(
@@ -22,6 +23,22 @@ def message_of(line: str) -> str:
         except (ValueError, LookupError, TypeError, RecursionError):  # of another program
             return printable(line).expandtabs(1)
     return printable(_PREFIXES.sub("", line, count=1)).expandtabs(1)
+
+
+def as_json_line(name: str, line: str) -> str:
+    """Return a process's line as a JSON object: as it is if it is one, else with it as message.
+
+    Redis, tracebacks of Python itself, and lines that were too long to keep whole are no objects.
+
+    Args:
+        name: of the process.
+        line: as it was written.
+    """
+    try:
+        is_object = isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return line if is_object else json_line("info", name, line, name)
 
 
 def is_of_request(line: str) -> bool:
