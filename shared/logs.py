@@ -116,7 +116,7 @@ def _line(created: float, level: str, logger: str, message: str, service: str) -
 
 
 def _printable(text: str) -> str:
-    """Return text with escapes such as \\n for all that is not printable."""
+    """Return text with escapes for all that is not printable."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -60,7 +60,9 @@ async def _watch(
 ) -> None:
     """Redraw in place; a router that is away for a while ends nothing."""
     window = Window()
-    with Live(render(window.add(first), first), console=console, auto_refresh=False, screen=True) as live:
+    with Live(
+        render(window.add(first), first), console=console, auto_refresh=False, screen=True
+    ) as live:
         while True:
             await asyncio.sleep(interval)
             try:
