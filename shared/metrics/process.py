@@ -46,10 +46,10 @@ class _Identity:
 
 
 class LoopLag:
-    """Measures how late the event loop calls what is due: what else it runs delays it.
+    """Measures how late the event loop calls what is due, because of what else it runs.
 
-    A stall also counts for each look that it has kept from happening, as late as that would have
-    been; else a long stall would be one value among the many of the time around it.
+    A stall counts once for each measurement that it prevented, each as late as it would have been.
+    Otherwise a long stall would be a single value among the many before and after it.
 
     Args:
         registry: gets the histogram.
@@ -63,12 +63,12 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Look from now on, in the running loop."""
+        """Start to measure the running loop."""
         loop = asyncio.get_running_loop()
         self._wait(loop)
 
     def stop(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

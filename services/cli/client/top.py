@@ -24,7 +24,7 @@ def top(
     url: options.Url = None,
     operator_url: options.OperatorUrl = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two requests.")
     ] = 1.0,
 ) -> None:
     """Show a cluster live, with its last requests. Ctrl-C ends it.
@@ -32,7 +32,7 @@ def top(
     It asks the operator port of a router, which must be reachable from here. Where the output is
     not a terminal, it is printed once, with the numbers of one interval.
 
-    The same as a page for browsers is at /dashboard of the operator port.
+    The operator port also serves this as a page for browsers, at /dashboard.
 
     Example: pagewire top --interval 2
     """
@@ -58,7 +58,7 @@ async def _show(root: str, interval: float) -> None:
 async def _watch(
     client: httpx.AsyncClient, root: str, interval: float, console: Console, first: Snapshot
 ) -> None:
-    """Redraw in place; a router that is away for a while ends nothing."""
+    """Redraw in place. While no router answers, show that, and go on."""
     window = Window()
     with Live(
         render(window.add(first), first), console=console, auto_refresh=False, screen=True

@@ -1,4 +1,4 @@
-"""The document of the dashboard, as `pagewire top` reads it, and what two of them say."""
+"""The dashboard's document as `pagewire top` reads it, and the numbers that two of them give."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Snapshot(Health, frozen=True):
     Attributes:
         at: Unix time in seconds, by the clock of the router that answered.
         live: of each router that answers.
-        silent: ids of the routers that do not.
-        requests: the last that have ended, the newest first.
+        silent: ids of the routers that do not answer.
+        requests: the last ones that have ended, newest first.
     """
 
     at: float = 0.0
@@ -36,7 +36,7 @@ class Snapshot(Health, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What happened between two snapshots. None: not known.
+    """What happened between two snapshots. Numbers that are not known are None.
 
     Attributes:
         output, prompt: tokens a second.
@@ -111,7 +111,10 @@ def _no_router(url: str) -> NoRouterError:
 
 
 def between(before: Snapshot, now: Snapshot) -> Numbers:
-    """Return what happened between two snapshots. A router that was started again counts later."""
+    """Return what happened between two snapshots.
+
+    A router that was restarted between them is left out.
+    """
     old = {(each.id, each.epoch): each for each in before.live}
     pairs = [(old[key], each) for each in now.live if (key := (each.id, each.epoch)) in old]
     seconds = now.at - before.at

@@ -16,7 +16,7 @@ _OF_REQUESTS = "pagewire.services.router.http.access_log"
 
 
 def message_of(line: str) -> str:
-    """Return what a log line says, as printable text."""
+    """Return the message of a log line, as printable text."""
     if line.startswith("{"):
         try:
             line = str(json.loads(line)["message"])
