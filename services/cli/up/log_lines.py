@@ -28,7 +28,7 @@ def message_of(line: str) -> str:
 def as_json_line(name: str, line: str) -> str:
     """Return a process's line as a JSON object: as it is if it is one, else with it as message.
 
-    Redis, tracebacks of Python itself, and lines that were too long to keep whole are no objects.
+    Redis and Python itself write text, and a line that was too long has lost its end.
 
     Args:
         name: of the process.
