@@ -1,4 +1,4 @@
-"""Writes log lines in a thread of its own: a reader of stderr that is stuck stops no service."""
+"""Writes log lines in a thread of its own: no service waits for a stuck reader of stderr."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FLUSH_S = 2.0
 
 
 class LogWriter(logging.Handler):
-    """A handler that never waits for its file. Lines that come while the queue is full are lost.
+    """A handler that never waits for its file. While its queue is full, further lines are lost.
 
-    How many were lost is a line of its own, before the next one that is not.
+    The next line that is not lost comes after one that has the number of lost lines.
 
     Args:
         fd: of the file. It is written to without Python's buffer, whose lock a stuck write would
@@ -65,12 +65,12 @@ class LogWriter(logging.Handler):
                 continue
             try:
                 self._write(text.encode(errors="backslashreplace"))
-            except OSError:  # nobody is left to read it
+            except OSError:  # the reader is gone
                 continue
 
     def _write(self, data: bytes) -> None:
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # another process has made the file so
+            except BlockingIOError:  # another process has made the file non-blocking
                 select.select([], [self._fd], [])

@@ -1,4 +1,4 @@
-"""Log lines of the services: text, or JSON; each names the request that it is about, if one."""
+"""Log lines of the services, as text or JSON. A line about a request has the request's id."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 def configure_logging(level: str, form: LogForm = "text", service: str = "") -> None:
     """Write this project's log lines from a level on to stderr, and warnings of the libraries.
 
-    A crash of native code leaves Python's stack there, too. Nobody waits for stderr.
+    A crash in native code also writes Python's stack there. No caller waits for a line.
 
     Args:
         level: debug, info, warning or error.
@@ -47,7 +47,7 @@ def configure_logging(level: str, form: LogForm = "text", service: str = "") -> 
 
 
 def about(request_id: str | None) -> dict[str, Any]:
-    """Return the `extra` of a log line about a request, where no task of its own writes it."""
+    """Return the `extra` of a log line about a request that another task than its own writes."""
     return {"request_id": request_id}
 
 
@@ -64,7 +64,8 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Return the line without a traceback."""
+        """Return the line without a traceback; what could end it or steer a terminal is escaped."""
+        record.message = _printable(record.message.rstrip("\n"))
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, "fields", {})
         line += "".join(f" {name}={_shown(value)}" for name, value in fields.items())
@@ -114,6 +115,13 @@ def _line(created: float, level: str, logger: str, message: str, service: str) -
     return found | ({"service": service} if service else {})
 
 
+def _printable(text: str) -> str:
+    """Return text with escapes for all that is not printable."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def _shown(value: Any) -> str:
     """Return a field's value as one word."""
     if isinstance(value, int | float):
@@ -125,14 +133,14 @@ def _shown(value: Any) -> str:
 
 
 class Complaints:
-    """Warnings about what is tried again and again: each is one until it changes."""
+    """Warnings about what is tried repeatedly: the same text is a warning only once in a row."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._last: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     def say(self, worker_id: str, epoch: int, text: str) -> None:
-        """Warn of something about a worker's life, unless that was the last that was said."""
+        """Warn about a run of a worker; at level debug if its last warning had the same text."""
         subject = (worker_id, epoch)
         is_news = self._last.pop(subject, None) != text
         self._logger.log(logging.WARNING if is_news else logging.DEBUG, "%s", text)
@@ -141,5 +149,5 @@ class Complaints:
             self._last.popitem(last=False)
 
     def forget(self, worker_id: str, epoch: int) -> None:
-        """It is well again: the same is news the next time."""
+        """Note that the trouble is over: the same text is a warning the next time."""
         self._last.pop((worker_id, epoch), None)

@@ -3,9 +3,9 @@
     router (server) --Generate.trace--> decode --Prefill.trace--> prefill
                                           +--> transfer
 
-A service has a `Tracing` where an OTLP endpoint is set, and imports OpenTelemetry only then. A span
-is made where its trace is sampled. Spans are exported over HTTP by a thread of the SDK's, in
-batches, from a queue of bounded length; what does not fit it is dropped.
+A service has a `Tracing` if an OTLP endpoint is set, and imports OpenTelemetry only then. Spans
+exist only for sampled traces. A thread of the SDK exports them over HTTP in batches, from a bounded
+queue; spans that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Attributes = dict[str, str | int | float | bool]
 
 
 class TracedSpan:
-    """One span that runs. Its methods may be called from any thread.
+    """A span that has not ended. Its methods may be called from any thread.
 
     Attributes:
-        trace: W3C's `traceparent` of those that have it as their parent.
+        trace: the W3C `traceparent` for its children.
     """
 
     __slots__ = ("_span", "_tracing", "trace")
@@ -43,7 +43,7 @@ class TracedSpan:
         )
 
     def note_child(self, name: str, duration_s: float, attributes: Attributes) -> None:
-        """Make a child that ends now and took so long."""
+        """Add a child span of this duration, in seconds, that ends now."""
         child = self._tracing.start(name, self.trace, ago_s=duration_s)
         if child is not None:
             child.end(attributes)
@@ -80,13 +80,13 @@ class Tracing:
     def start(
         self, name: str, trace: str | None, state: str | None = None, *, ago_s: float = 0.0
     ) -> TracedSpan | None:
-        """Begin a span; None if its trace is not sampled.
+        """Begin a span. Returns None if its trace is not sampled.
 
         Args:
             name: of the span.
-            trace: the parent's `traceparent`; None, or one that is malformed: it has none.
+            trace: the parent's `traceparent`; with None or a malformed one, the span has no parent.
             state: the `tracestate` that came with it.
-            ago_s: it began this long ago.
+            ago_s: seconds since it began.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
@@ -108,7 +108,7 @@ class Tracing:
 def open_tracing(
     endpoint: str | None, service: str, instance: str, *, is_server: bool = False
 ) -> Tracing | None:
-    """Return the spans of a service; None where no endpoint is set.
+    """Return a service's `Tracing`; None if no endpoint is set.
 
     Args:
         endpoint: base URL of an OTLP collector, as in OTEL_EXPORTER_OTLP_ENDPOINT.

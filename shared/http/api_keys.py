@@ -1,4 +1,4 @@
-"""API keys: which are valid, and whose they are.
+"""API keys: which are valid, and what they are named.
 
 Keys are compared as SHA-256 hashes, and the file may hold those. A hash needs no salt: a key is
 random, not a password. Neither keys nor hashes are ever logged.
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
-LOOK_S = 1.0  # between looks at the file
-SETTLE_S = 2.0  # a file that was changed so recently may change again and look the same
+LOOK_S = 1.0  # between checks whether the file has changed
+SETTLE_S = 2.0  # within this time a second change may leave the same time of change
 HASHED = "sha256:"
 DEFAULT = "default"  # name of the key that is not in a file
 
@@ -50,8 +51,8 @@ class ApiKey:
 class KeyTable:
     """Finds the key that a client has sent.
 
-    How long a lookup takes says nothing of any key: it compares hashes under a key of this process
-    alone, so that nobody can know what is compared.
+    The time of a lookup reveals nothing about the keys: it compares keyed hashes, and only this
+    process knows the key of the hash, so that a client cannot choose what is compared.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
@@ -120,9 +121,9 @@ def _parse_line(line: str, number: int) -> ApiKey:
 class ApiKeys:
     """The keys of an endpoint: of a file that may change, and fixed ones.
 
-    The file is looked at when a key is checked, at most once a second, so that no signal is needed
-    and a file that is replaced as a whole, as those of Kubernetes and docker are, is noticed as
-    well. While it is missing or wrong, the keys that were read last stay valid.
+    When a client's key is checked, and at most once a second, the file is read again if it has
+    changed or was replaced, as Kubernetes and Docker replace theirs. No signal is needed. While it
+    is missing or wrong, the keys that were read last stay valid.
 
     Args:
         file: of keys; None if there is none.
@@ -167,6 +168,8 @@ class ApiKeys:
                 logger.warning("%s; the API keys that were read before stay valid", exc)
             self._complaint = str(exc)
         else:
+            if self._complaint:
+                logger.info("API keys: %s is right again", file)
             self._complaint = ""
 
     def _read(self, file: Path) -> None:
@@ -177,6 +180,8 @@ class ApiKeys:
         """
         try:
             found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+                raise ConfigError(f"API keys: {file} is not a regular file")
             signature = (found.st_mtime_ns, found.st_size, found.st_ino)
             if signature == self._signature:
                 return
@@ -199,7 +204,7 @@ def _text(raw: bytes) -> str:
     """Return the text of a file.
 
     Raises:
-        ConfigError: it is too large, or no text.
+        ConfigError: it is too large, or it is not text.
     """
     if len(raw) > MAX_FILE_BYTES:
         raise ConfigError(f"it has more than {MAX_FILE_BYTES} bytes")

@@ -35,7 +35,7 @@ class Peer(Protocol):
         """Close it at once."""
 
     def on_overdue(self, phase: Phase) -> None:
-        """Its client was waited for too long."""
+        """Act on a client that has taken too long."""
 
 
 class Connections:

@@ -1,4 +1,4 @@
-"""What a connection is answered that is ended before its request reaches a route."""
+"""Responses to connections that are ended before their request reaches a route."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import secrets
 HEADER = b"x-request-id"
 MAX_CHARS = 128
 
-# Nothing that could end a log line or a header, or need quotes in either.
+# No character that could end a log line or a header, or would need quotes there.
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:;=+/@~-]{1,%d}" % MAX_CHARS)
 
 

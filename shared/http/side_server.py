@@ -1,4 +1,4 @@
-"""An HTTP server of a few routes on a port of its own, next to what a process is there for."""
+"""A small HTTP server on a port of its own, in addition to a process's main work."""
 
 from __future__ import annotations
 

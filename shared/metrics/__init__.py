@@ -1,4 +1,4 @@
-"""Prometheus metrics that more than one service shows, and the server that shows them.
+"""Prometheus metrics that several services have, and the server of `/metrics`.
 
 Entry points: `MetricsServer` (server.py), `describe_process` (process.py), `load_families`
 (load.py), `labelled` (faults.py), `PlainHistogram` (numbers.py); `pages.py` reads pages of others.

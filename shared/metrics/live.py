@@ -1,7 +1,7 @@
-"""What a router shows of itself for people who watch: the body of `/live` at its metrics port.
+"""A router's numbers for the dashboard: the body of `/live` at its metrics port.
 
-Counters and histograms only grow while a router runs, so two documents make the numbers of the
-time between them. A router that was started again has another epoch.
+Counters and histograms only grow while a router runs, so the difference of two documents is what
+happened between them. A router that was restarted has another epoch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ class Histogram(msgspec.Struct, frozen=True):
 
     bounds: Annotated[list[float], Meta(max_length=64)] = []
     counts: Annotated[list[_Count], Meta(max_length=65)] = []
+
+    def __post_init__(self) -> None:
+        """Check the number of counts.
+
+        Raises:
+            ValueError: it is wrong; a decoder reports it as a field that is.
+        """
+        if len(self.counts) != (len(self.bounds) + 1 if self.bounds else 0):
+            raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
 
     def since(self, before: Histogram) -> Histogram:
         """Return what has been added since an earlier one of the same router."""
@@ -81,11 +90,11 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         key: name of its API key.
         ttft_s: to its first token, from its arrival; None if there was none.
         workers: that have answered; no more than `MAX_WORKERS_SHOWN`.
-        parts: of its duration, in order; they make up all of it.
+        parts: of its duration, in order; their sum is the duration.
     """
 
     id: _Text
-    ended_at: float
+    ended_at: Annotated[float, Meta(ge=0, le=1e11)]
     path: _Text
     model: _Text
     status: _Count
@@ -125,7 +134,7 @@ class LivePage(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `/live`.
 
     Attributes:
-        requests: its last ones that have ended, the newest first.
+        requests: the last ones that have ended, newest first.
     """
 
     router: RouterLive
@@ -148,6 +157,6 @@ def decode_live(body: bytes) -> LivePage:
 
 
 def newest(pages: Sequence[LivePage]) -> list[RecentRequest]:
-    """Return the last requests of several routers, the newest first, no more than of one."""
+    """Return the last requests of several routers, newest first, at most `MAX_REQUESTS`."""
     found = [request for page in pages for request in page.requests]
     return sorted(found, key=lambda each: -each.ended_at)[:MAX_REQUESTS]

@@ -13,6 +13,7 @@ from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.metrics.numbers import PlainHistogram
 
 LAG_INTERVAL_S = 0.25
+MAX_MISSED = 2400  # of one stall: ten minutes
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -45,26 +46,29 @@ class _Identity:
 
 
 class LoopLag:
-    """Measures how late the event loop calls what is due: what else it runs delays it.
+    """Measures how late the event loop calls what is due, because of what else it runs.
+
+    A stall counts once for each measurement that it prevented, each as late as it would have been.
+    Otherwise a long stall would be a single value among the many before and after it.
 
     Args:
         registry: gets the histogram.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        text = "How late the event loop calls what is due, looked at four times a second"
+        text = "How late the event loop calls what is due, measured four times a second"
         self._lag = PlainHistogram(
             "pagewire_event_loop_lag_seconds", text, {}, LAG_BUCKETS, registry
         )
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Look from now on, in the running loop."""
+        """Start to measure the running loop."""
         loop = asyncio.get_running_loop()
         self._wait(loop)
 
     def stop(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -74,5 +78,7 @@ class LoopLag:
         self._timer = loop.call_at(due, self._look, loop, due)
 
     def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        self._lag.observe(max(0.0, loop.time() - due))
+        late = max(0.0, loop.time() - due)
+        for missed in range(min(int(late / LAG_INTERVAL_S), MAX_MISSED) + 1):
+            self._lag.observe(late - missed * LAG_INTERVAL_S)
         self._wait(loop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import subprocess
 from collections.abc import Iterator
 
@@ -82,6 +83,28 @@ def test_each_router_shows_the_requests_and_numbers_of_all(redis_url: str) -> No
             assert whole == pytest.approx(two["duration_s"])
 
     run_async(main())
+
+
+def test_a_document_of_all_routers_stalls_no_stream(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading the certificates of authorities takes tens of milliseconds of the event loop."""
+    loads: list[object] = []
+
+    def load(_context: ssl.SSLContext, *arguments: object, **named: object) -> None:
+        loads.append(arguments or named)
+
+    async def main() -> None:
+        async with (
+            live_router(redis_url, router_id="router-0") as first,
+            live_router(redis_url, router_id="router-1"),
+        ):
+            await eventually(lambda: first.service.routers.others())
+            monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", load)
+            assert (await document(first)).json()["silent"] == []
+
+    run_async(main())
+    assert loads == []
 
 
 def test_a_router_that_does_not_answer_is_named_and_the_rest_is_shown(redis_url: str) -> None:
@@ -180,6 +203,31 @@ def test_a_browser_shows_workers_and_requests(cluster: Cluster, page: Browser, s
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert dark == {"light": "rgb(246, 247, 248)", "dark": "rgb(20, 23, 26)"}[scheme]
     assert page.complaints == []
+
+
+@pytest.mark.browser
+def test_a_page_that_is_hidden_and_shown_asks_once_at_a_time(
+    cluster: Cluster, page: Browser
+) -> None:
+    page.show(f"{cluster.operator_url}/dashboard")
+    page.wait_for("document.documentElement.dataset.shown")
+    page.evaluate("""
+        (() => {
+          const real = window.fetch;
+          Object.assign(window, { asked: 0, open: 0, most: 0 });
+          window.fetch = async (...all) => {
+            window.asked += 1;
+            window.most = Math.max(window.most, ++window.open);
+            await new Promise((done) => setTimeout(done, 300));
+            try { return await real(...all); } finally { window.open -= 1; }
+          };
+          for (let shown = 0; shown < 5; shown += 1) {
+            document.dispatchEvent(new Event("visibilitychange"));
+          }
+        })()
+    """)
+    page.wait_for("window.asked >= 2")
+    assert page.evaluate("window.most") == 1
 
 
 @pytest.mark.browser

@@ -153,6 +153,11 @@ def test_a_browsers_page_may_ask_and_read_streams(redis_url, keys):
         assert preflight.status_code == 200  # without a key
         assert preflight.headers["access-control-allow-origin"] == ORIGIN
         assert "authorization" in preflight.headers["access-control-allow-headers"]
+        deletes = {**asks, "Access-Control-Request-Method": "DELETE"}
+        for path in ("/v1/responses/resp_1", "/v1/completions"):
+            assert (await router.http.options(path, headers=deletes)).status_code == 200
+        patches = {**asks, "Access-Control-Request-Method": "PATCH"}
+        assert (await router.http.options("/v1/completions", headers=patches)).status_code == 400
         foreign = {**asks, "Origin": "https://elsewhere.example.com"}
         refused = await router.http.options("/v1/chat/completions", headers=foreign)
         assert refused.status_code == 400
@@ -164,7 +169,10 @@ def test_a_browsers_page_may_ask_and_read_streams(redis_url, keys):
             answer = await router.chat(stream=stream)
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-origin"] == ORIGIN
-            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            assert {"x-request-id", "request-id", "retry-after"} == set(exposed)
+        # Preflights need no key, so that they must not push requests out of what operators see.
+        assert len(router.service.recent.newest_first()) == 2
 
     with_worker(redis_url, scenario, api_key_file=keys, cors_origins=(ORIGIN,))
 

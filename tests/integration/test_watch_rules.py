@@ -198,8 +198,11 @@ CASES = {
         {
             of("pagewire_control_faults_total", "decode", "d0", kind="denied"): rising(1),
             of("pagewire_kv_link_faults_total", "decode", "d0", kind="denied"): OFF,
+            of("pagewire_control_faults_total", "decode", "d1", kind="denied"): OFF,
+            of("pagewire_kv_link_faults_total", "decode", "d1", kind="denied"): rising(1),
+            of("pagewire_control_faults_total", "prefill", "p0", kind="denied"): rising(1),
         },
-        [DECODE],
+        [DECODE, {"role": "decode", "instance": "d1"}, {"role": "prefill", "instance": "p0"}],
     ),
 }
 LATE = {"PagewireMixedReleases": "100m"}

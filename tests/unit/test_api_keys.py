@@ -91,7 +91,7 @@ def test_a_file_that_is_replaced_with_an_old_one_is_noticed(tmp_path: Path) -> N
     assert keys.name_of(KEY.encode()) is None
 
 
-@pytest.mark.parametrize("trouble", ["missing", "empty", "wrong", "no text", "too large"])
+@pytest.mark.parametrize("trouble", ["missing", "empty", "wrong", "no text", "too large", "pipe"])
 def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
@@ -100,8 +100,10 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
     keys = ApiKeys(file, {}, clock)
     contents = {"empty": b"", "wrong": b"x", "no text": b"\xff\n", "too large": b"#" * (1 << 21)}
     assert len(contents["too large"]) > MAX_FILE_BYTES
-    if trouble == "missing":
+    if trouble in ("missing", "pipe"):
         file.unlink()
+        if trouble == "pipe":  # nobody writes to it: whoever opens it waits
+            os.mkfifo(file)
     else:
         file.write_bytes(contents[trouble])
     for second in (1, 2, 3):
@@ -109,9 +111,14 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
         assert keys.name_of(KEY.encode()) == "alice"
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert str(file) in warning.getMessage()
-    file.write_text(f"bob: {OTHER}\n")
-    clock.now += LOOK_S
+    file.unlink(missing_ok=True)
+    caplog.set_level(logging.INFO)
+    for name, key in (("alice", KEY), ("bob", OTHER)):
+        file.write_text(f"{name}: {key}\n")
+        clock.now += LOOK_S
+        assert keys.name_of(key.encode()) == name
     assert keys.name_of(KEY.encode()) is None
+    assert caplog.text.count(f"{file} is right again") == 1
 
 
 def test_a_file_that_is_wrong_from_the_start_is_refused(tmp_path: Path) -> None:

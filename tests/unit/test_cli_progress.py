@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.up.log_lines import message_of
+from pagewire.services.cli.up.log_lines import as_json_line, message_of
 from pagewire.services.cli.up.processes import ChildSpec, OutputLog
 from pagewire.services.cli.up.progress import ProgressDisplay
 from pagewire.services.cli.up.supervisor import ChildStatus
@@ -72,3 +73,18 @@ def test_what_the_cluster_waits_for_is_shown() -> None:
 )
 def test_the_message_of_a_log_line(line: str, message: str) -> None:
     assert message_of(line).strip() == message
+
+
+@pytest.mark.parametrize("line", ["12:M Ready", '{"message": "cut in the mid', "{not JSON", "[1]"])
+def test_what_is_not_a_json_object_becomes_the_message_of_one(line: str) -> None:
+    found = json.loads(as_json_line("redis", line))
+    assert (found["message"], found["service"]) == (line, "redis")
+
+
+def test_a_json_line_with_a_long_traceback_stays_as_it_is(tmp_path: Path) -> None:
+    seen: list[str] = []
+    log = OutputLog(tmp_path / "log", seen.append)
+    line = json.dumps({"message": "failed", "exception": "x" * 20_000})
+    log.feed(f"{line}\n".encode())
+    log.close()
+    assert [as_json_line("decode-0", each) for each in seen] == [line]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.client.top_data import Snapshot, between, link_bytes
+from pagewire.services.cli.client.top_data import WINDOW_S, Snapshot, Window, between, link_bytes
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.router.dashboard.recent import RecentRequests, is_shown, parts_of
 from pagewire.shared.control.protocol import Timings
@@ -65,9 +65,11 @@ def test_the_ring_is_bounded_and_the_newest_comes_first() -> None:
 
 
 def test_what_asks_for_no_answer_or_has_no_key_pushes_nothing_out() -> None:
-    assert is_shown("/v1/completions", 429)
-    assert not is_shown("/v1/models", 200)
-    assert not is_shown("/v1/completions", 401)
+    assert is_shown("POST", "/v1/completions", 429)
+    assert not is_shown("GET", "/v1/models", 200)
+    assert not is_shown("POST", "/v1/completions", 401)
+    assert not is_shown("OPTIONS", "/v1/completions", 200)
+    assert not is_shown("GET", "/v1/completions", 405)
 
 
 def test_requests_of_several_routers_are_merged_by_time() -> None:
@@ -83,7 +85,17 @@ def test_requests_of_several_routers_are_merged_by_time() -> None:
     assert len(found) == MAX_REQUESTS
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"router": {"id": "", "epoch": 1}}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"router": {"id": "", "epoch": 1}}',
+        b'{"router": {"id": "r", "epoch": 1, "ttft": {"bounds": [1.0], "counts": [1]}}}',
+        b'{"router": {"id": "r", "epoch": 1, "ttft": {"counts": [1]}}}',
+    ],
+)
 def test_what_is_not_a_routers_page_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a router's numbers"):
         decode_live(body)
@@ -128,6 +140,20 @@ def test_two_documents_give_rates() -> None:
     assert (found.transfer, found.running) == (500.0, 1)
     same = between(snapshot(10.0), snapshot(10.0))
     assert (same.output, same.transfer) == (None, None)
+
+
+def test_the_window_is_bounded_whatever_a_routers_clock_does() -> None:
+    now = 0.0
+    window = Window(lambda: now)
+    first = snapshot(5000.0)
+    assert window.add(first) is first
+    for step in range(1, 200):
+        now = step / 2
+        found = snapshot(1000.0 + now, tokens=step)  # set back by more than an hour
+        before = window.add(found)
+        assert len(window) <= 2 * WINDOW_S + 2
+    assert between(before, found).output == pytest.approx(2.0)
+    assert found.at - before.at == WINDOW_S
 
 
 def test_a_router_or_worker_that_was_started_again_counts_from_its_next_document() -> None:

@@ -32,6 +32,8 @@ def test_text_has_fields_and_the_requests_id_after_the_message() -> None:
 def test_nothing_that_a_client_sends_begins_another_line() -> None:
     line = TextFormatter().format(record("request", fields={"path": "/\n2026 ERROR", "q": '"'}))
     assert "\n" not in line
+    line = TextFormatter().format(record("refused by %s", "d-0\n2026 ERROR\x1b[2J"))
+    assert line.endswith(r": refused by d-0\n2026 ERROR\x1b[2J")
     assert JsonFormatter("s").format(record("x", fields={"path": "/\nb"})).count("\n") == 0
 
 

@@ -45,7 +45,7 @@ def test_a_prefill_by_another_worker():
         decode_s=20.1,
         num_tokens=201,
         gaps=gaps,
-        workers_say=REMOTE,
+        reported=REMOTE,
         migrations=1,
         decode_worker="d",
         workers=("p", "d"),
@@ -76,7 +76,7 @@ def test_a_prefill_by_another_worker():
 
 def test_a_prompt_that_the_decode_worker_computes():
     said = Timings(queue_s=0.002, prefill_s=0.03, chunks=1, cached_tokens=16)
-    choice = field_of(num_tokens=1, workers_say=said, decode_worker="d", workers=("d",))
+    choice = field_of(num_tokens=1, reported=said, decode_worker="d", workers=("d",))
     assert choice["cached"]["worker"] == choice["prefill"]["worker"] == "d"
     assert choice["cached"]["is_local"]
     assert choice["transfer"] is None

@@ -14,19 +14,17 @@ from rich.text import Text
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.cluster_status import NoRouterError
 from pagewire.services.cli.client.endpoint_url import may_use_proxy
-from pagewire.services.cli.client.top_data import Snapshot, fetch_snapshot
+from pagewire.services.cli.client.top_data import Snapshot, Window, fetch_snapshot
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.terminal import print_whole
-
-WINDOW_S = 10.0  # shown are the numbers of the time since this long ago
 
 
 def top(
     url: options.Url = None,
     operator_url: options.OperatorUrl = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two requests.")
     ] = 1.0,
 ) -> None:
     """Show a cluster live, with its last requests. Ctrl-C ends it.
@@ -34,7 +32,7 @@ def top(
     It asks the operator port of a router, which must be reachable from here. Where the output is
     not a terminal, it is printed once, with the numbers of one interval.
 
-    The same as a page for browsers is at /dashboard of the operator port.
+    The operator port also serves this as a page for browsers, at /dashboard.
 
     Example: pagewire top --interval 2
     """
@@ -60,16 +58,16 @@ async def _show(root: str, interval: float) -> None:
 async def _watch(
     client: httpx.AsyncClient, root: str, interval: float, console: Console, first: Snapshot
 ) -> None:
-    """Redraw in place; a router that is away for a while ends nothing."""
-    seen = [first]
-    with Live(render(first, first), console=console, auto_refresh=False, screen=True) as live:
+    """Redraw in place. While no router answers, show that, and go on."""
+    window = Window()
+    with Live(
+        render(window.add(first), first), console=console, auto_refresh=False, screen=True
+    ) as live:
         while True:
             await asyncio.sleep(interval)
             try:
-                seen.append(await fetch_snapshot(client, root))
+                found = await fetch_snapshot(client, root)
             except NoRouterError as exc:
                 live.update(Text(str(exc), style="red"), refresh=True)
                 continue
-            while len(seen) > 2 and seen[1].at <= seen[-1].at - WINDOW_S:
-                seen.pop(0)
-            live.update(render(seen[0], seen[-1], console.height), refresh=True)
+            live.update(render(window.add(found), found, console.height), refresh=True)

@@ -1,7 +1,10 @@
-"""The document of the dashboard, as `pagewire top` reads it, and what two of them say."""
+"""The dashboard's document as `pagewire top` reads it, and the numbers that two of them give."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -21,8 +24,8 @@ class Snapshot(Health, frozen=True):
     Attributes:
         at: Unix time in seconds, by the clock of the router that answered.
         live: of each router that answers.
-        silent: ids of the routers that do not.
-        requests: the last that have ended, the newest first.
+        silent: ids of the routers that do not answer.
+        requests: the last ones that have ended, newest first.
     """
 
     at: float = 0.0
@@ -33,7 +36,7 @@ class Snapshot(Health, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What happened between two snapshots. None: not known.
+    """What happened between two snapshots. Numbers that are not known are None.
 
     Attributes:
         output, prompt: tokens a second.
@@ -53,6 +56,31 @@ class Numbers:
 
 
 _decoder = msgspec.json.Decoder(Snapshot)
+
+WINDOW_S = 10.0  # shown are the numbers of the time since this long ago
+
+
+class Window:
+    """Snapshots of the last `WINDOW_S`, by this machine's clock: a router's may be set back.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, Snapshot]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, found: Snapshot) -> Snapshot:
+        """Take a snapshot; returns the earlier one to compare it with, at first itself."""
+        now = self._clock()
+        self._seen.append((now, found))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
+            self._seen.popleft()
+        return self._seen[0][1]
 
 
 async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
@@ -83,7 +111,10 @@ def _no_router(url: str) -> NoRouterError:
 
 
 def between(before: Snapshot, now: Snapshot) -> Numbers:
-    """Return what happened between two snapshots. A router that was started again counts later."""
+    """Return what happened between two snapshots.
+
+    A router that was restarted between them is left out.
+    """
     old = {(each.id, each.epoch): each for each in before.live}
     pairs = [(old[key], each) for each in now.live if (key := (each.id, each.epoch)) in old]
     seconds = now.at - before.at

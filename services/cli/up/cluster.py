@@ -27,6 +27,7 @@ from pagewire.services.cli.up.cluster_plan import (
     plan_services,
     restarted_router,
 )
+from pagewire.services.cli.up.log_lines import as_json_line
 from pagewire.services.cli.up.machine import LOOPBACK, Machine, local_url
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.services.cli.up.progress import ProgressDisplay
@@ -96,8 +97,8 @@ class ClusterContext:
 
     def echo_line(self, name: str, line: str) -> None:
         """Print a service's line, which has a time, and in JSON the service's name."""
-        if self.log_format == "json":  # Redis writes text
-            self._print(line if line.startswith("{") else json_line("info", name, line, name))
+        if self.log_format == "json":
+            self._print(as_json_line(name, line))
         else:
             self._print(f"{name} | {line}")
 

@@ -17,7 +17,7 @@ from pagewire.services.cli.up import tether
 from pagewire.services.cli.up.log_lines import is_of_request
 
 TAIL_LINES = 40
-MAX_LINE_BYTES = 4096
+MAX_LINE_BYTES = 64 << 10  # such as a JSON line with a traceback
 MAX_LOG_BYTES = 16 << 20
 CHUNK_BYTES = 64 << 10
 # After a child's exit its pipe closes at once, unless something it started still holds it.

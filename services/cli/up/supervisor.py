@@ -24,9 +24,9 @@ from pagewire.shared.errors import ConfigError, PagewireError
 EXIT_CONFIG = 2
 RESTARTS = "PAGEWIRE_RESTARTS"
 PHASES = 3
-DRAINING = "draining: "  # how a service's line begins that says what it waits for
+DRAINING = "draining: "  # a service's line with what it waits for begins with this
 STARTING_GRACE_S = 10.0
-CUT_S = 7.0  # for a router that must not wait any more to notify its clients: it takes 5 s
+CUT_S = 7.0  # for a router to end its streams with an error, which takes 5 s
 REPORTED_LINES = 10
 
 
@@ -274,7 +274,7 @@ class Supervisor:
     async def _restart_delay(
         self, status: ChildStatus, ended: ExitStatus, started: float, stop: asyncio.Event
     ) -> bool:
-        """Report a death and wait out the delay; False if there is no going on."""
+        """Report a death and wait for the delay; False if the child is not to be restarted."""
         if time.monotonic() - started >= self._policy.stable_s:
             status.failures = 0
         status.failures += 1

@@ -12,7 +12,7 @@ const GOOD = ["ok", "ready"];
 const BAD = ["failed", "unreachable", "no decode worker", "another version"];
 
 const history = new History();
-let failures = 0, timer = null, answeredAt = null, shownIds = null;
+let failures = 0, timer = null, isAsking = false, answeredAt = null, shownIds = null;
 
 const place = (id) => document.getElementById(id);
 
@@ -203,8 +203,11 @@ function showAge() {
   place("age").textContent = age === null ? "" : age < 3 ? "live" : `${age} s old`;
 }
 
+/** Ask, and ask again later as long as the page is visible; never twice at once. */
 async function ask() {
-  timer = null;
+  clearTimeout(timer);
+  if (isAsking) return;
+  isAsking = true;
   try {
     const response = await fetch("dashboard/data", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (!response.ok) throw new Error(`status ${response.status}`);
@@ -217,12 +220,13 @@ async function ask() {
     failures += 1;
     place("notice").textContent = `No answer from the operator port: ${error.message}`;
   }
+  isAsking = false;
   showAge();
   if (!document.hidden) timer = setTimeout(ask, Math.min(LONGEST_MS, INTERVAL_MS * 2 ** failures));
 }
 
 document.addEventListener("visibilitychange", () => {
-  clearTimeout(timer);
-  if (!document.hidden) ask();
+  if (document.hidden) clearTimeout(timer);
+  else ask();
 });
 ask();

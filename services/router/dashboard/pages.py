@@ -17,8 +17,8 @@ FILES = {
     "page.js": "text/javascript; charset=utf-8",
     "numbers.js": "text/javascript; charset=utf-8",
 }
-# Nothing from elsewhere, nothing inline: a name that looks like HTML could do nothing even if
-# it became some. Nobody's page may frame this one.
+# The page loads nothing from elsewhere and runs nothing inline, so that a name that looks like HTML
+# can do nothing even if it became HTML. No other page may frame it.
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -24,12 +24,13 @@ class _Entry(NamedTuple):
     timings: Timings | None
 
 
-def is_shown(path: str, status: int) -> bool:
-    """Whether a request is one for an answer.
+def is_shown(method: str, path: str, status: int) -> bool:
+    """Whether a request asked for an answer.
 
-    Those without a right key are not shown: anyone could push out the others with them.
+    Those without a valid key are left out, and so are a browser's preflights, which need none:
+    anyone could push out all others with them.
     """
-    return path in ANSWER_PATHS and status != UNAUTHORIZED
+    return method == "POST" and path in ANSWER_PATHS and status != UNAUTHORIZED
 
 
 class RecentRequests:
@@ -83,28 +84,28 @@ class RecentRequests:
 def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -> list[Part]:
     """Return the parts of a request's time, in order. They make up its duration.
 
-    What is left of the time to the first token, after what the workers measured, is "first token":
-    the router's own work, and the way there and back. Each part is cut to what is left, because
-    several hosts have measured.
+    "first token" is what remains of the time to the first token after what the workers measured:
+    the router's own work and the network. No part is longer than what remains, since the numbers
+    come from several hosts.
 
     Args:
-        duration_s: of all.
+        duration_s: of the whole request.
         ttft_s: to the first token; None if there was none.
         timings: what its workers have measured; None if that is not known.
     """
     if ttft_s is None:
         return [Part("no token", duration_s)]
-    said = timings or Timings()
+    reported = timings or Timings()
     before, after = min(ttft_s, duration_s), max(0.0, duration_s - ttft_s)
-    measured = [("queued", said.wait_s + said.queue_s), ("prefill", said.prefill_s)]
+    measured = [("queued", reported.wait_s + reported.queue_s), ("prefill", reported.prefill_s)]
     return [
         *_filled(before, measured, "first token"),
-        *_filled(after, [("transfer", said.transfer_s)], "tokens"),
+        *_filled(after, [("transfer", reported.transfer_s)], "tokens"),
     ]
 
 
 def _filled(total: float, measured: list[tuple[str, float]], rest: str) -> Iterator[Part]:
-    """Yield those parts that took time, and what is left of a total."""
+    """Yield the parts that took time, then what remains of the total."""
     for name, seconds in measured:
         if (taken := min(seconds, total)) > 0:
             yield Part(name, taken)

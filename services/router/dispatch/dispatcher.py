@@ -103,7 +103,7 @@ class TokenStream:
             decode_s=0.0 if meter.last is None else meter.last - meter.first,
             num_tokens=meter.num_tokens,
             gaps=meter.gaps,
-            workers_say=meter.timings,
+            reported=meter.timings,
             migrations=self._migrations,
             decode_worker=names[-1] if names else None,
             workers=tuple(dict.fromkeys(names)),

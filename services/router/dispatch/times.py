@@ -13,11 +13,11 @@ from pagewire.shared.control.protocol import Timings, Trace
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """What is to be measured of a request beyond what is measured of all.
+    """What is measured of a request in addition to what is measured of all.
 
     Attributes:
-        timed: its timings are wanted in the response, those of each step included.
-        trace: the router's span, where there is one.
+        timed: its response has timings, for which each step is measured.
+        trace: the router's span; None if the request is not traced.
     """
 
     timed: bool = False
@@ -32,8 +32,8 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True):
         first_token_s: from its admission to the first token; None before that.
         decode_s: from the first token to the last so far.
         num_tokens: so far.
-        gaps: between its tokens, `[num_tokens - 1]`; None where they are not asked for.
-        workers_say: what the last of its workers has reported; None before that.
+        gaps: between its tokens, `[num_tokens - 1]`; None if `Watch.timed` is not set.
+        reported: what the last of its workers has reported; None before that.
         migrations: to another worker, or to its worker's next run.
         decode_worker: its last one's id; None before it was sent to one.
         workers: ids of all that have worked on it, each once.
@@ -44,7 +44,7 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
     num_tokens: int = 0
     gaps: array[float] | None = None
-    workers_say: Timings | None = None
+    reported: Timings | None = None
     migrations: int = 0
     decode_worker: str | None = None
     workers: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""One log line for each request, at its end, and the request's id in its response."""
+"""Writes a log line at the end of each request, and puts its id into its response."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pagewire.shared.logs import current_request
 
 logger = logging.getLogger(__name__)
 
-QUIET_PATHS = frozenset({"/health", "/ready"})  # asked again and again
+QUIET_PATHS = frozenset({"/health", "/ready"})  # polled all the time
 
 
 class AccessLog:
-    """ASGI middleware, the outermost: all responses have the request's id, all requests a line."""
+    """The outermost ASGI middleware: each response gets the request's id, each request a line."""
 
     def __init__(self, app: ASGIApp, service: RouterService) -> None:
         self._app, self._service = app, service
@@ -30,7 +30,7 @@ class AccessLog:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = scope[RECORD] = RequestRecord(scope)
-        current_request.set(record.request_id)  # of this task, which is the request's alone
+        current_request.set(record.request_id)  # each request has its own task
         field = (HEADER, record.request_id.encode("ascii"))
 
         async def with_id(message: Message) -> None:
@@ -59,7 +59,7 @@ class AccessLog:
         level = logging.WARNING if record.final_outcome == "failed" else logging.INFO
         if level == logging.INFO and is_quiet:
             level = logging.DEBUG
-        is_kept = is_shown(record.scope["path"], record.status)
+        is_kept = is_shown(record.scope["method"], record.scope["path"], record.status)
         if not (is_kept or logger.isEnabledFor(level)):
             return
         fields = record.fields()

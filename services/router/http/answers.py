@@ -131,7 +131,7 @@ class AnswerSet:
         answers = [source.times for source in self._sources]
         started = [each for each in answers if each.first_token_s is not None]
         first = min(started, key=lambda each: each.first_token_s or 0.0, default=None)
-        return None if first is None else first.workers_say
+        return None if first is None else first.reported
 
     @property
     def workers(self) -> list[str]:

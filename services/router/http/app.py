@@ -30,7 +30,8 @@ from pagewire.services.router.service import RouterService
 from pagewire.shared.errors import PagewireError
 
 CORS_METHODS = ("GET", "POST", "DELETE")
-CORS_EXPOSED = ("x-request-id", "retry-after")  # what a page may read of a response's headers
+# What a page may read of a response's headers; `request-id` is that of Anthropic's API.
+CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
 CORS_MAX_AGE_S = 600
 
 

@@ -1,4 +1,4 @@
-"""The form that errors have on a route: OpenAI's, or Anthropic's on the routes of its API."""
+"""Errors in the form of a route: Anthropic's on the routes of its API, OpenAI's on all others."""
 
 from __future__ import annotations
 

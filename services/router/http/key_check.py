@@ -9,13 +9,13 @@ from pagewire.services.router.http.errors import InvalidKeyError, describe
 from pagewire.services.router.http.request_record import record_of
 from pagewire.services.router.service import RouterService
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # for those who only watch
+OPEN_PATHS = frozenset({"/health", "/ready"})  # gateways and orchestrators have no key
 
 _BEARER = b"bearer "
 
 
 class KeyCheck:
-    """ASGI middleware: answers 401 where a key is needed and none, or a wrong one, has come."""
+    """ASGI middleware: answers 401 if a key is needed and the request has no valid one."""
 
     def __init__(self, app: ASGIApp, service: RouterService) -> None:
         self._app, self._service = app, service
@@ -36,9 +36,9 @@ class KeyCheck:
 
 
 def sent_keys(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the keys that a request has: the bearer token, and that of `x-api-key`.
+    """Return the keys that a request has: its bearer token, then its `x-api-key`.
 
-    Of several fields of a name the first counts.
+    If a header field is repeated, the first one counts.
     """
     fields: dict[bytes, bytes] = {}
     for name, value in headers:

@@ -16,8 +16,8 @@ from pagewire.shared.tracing import Attributes, TracedSpan, Tracing
 MAX_PATH_CHARS = 200
 MAX_ERROR_CHARS = 500
 
-# refused: the client's fault, or there was no room or no worker. cancelled: the client left.
-# failed: an error of ours, perhaps within a stream. cut: it took longer than the drain time.
+# refused: the request was invalid, or there was no room or no worker. cancelled: the client left.
+# failed: the server's fault, perhaps within a stream. cut: still running after the drain time.
 Outcome = Literal["ok", "refused", "cancelled", "failed", "cut"]
 
 RECORD = "pagewire.request"
@@ -54,10 +54,10 @@ class RequestRecord:
         request_id: the client's, or made here.
         key: name of its API key; None if there is none.
         status: of the response; 0 if there is none.
-        outcome: None: as the status says.
+        outcome: how it ended; None if the status says that.
         error: what went wrong inside.
-        answers: to the request, if it came that far.
-        span: of the request, if it came that far and is traced.
+        answers: to the request; None if it ended before there were any.
+        span: of the request; None before its answers begin, and if it is not traced.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class RequestRecord:
         self.span: TracedSpan | None = None
 
     def fail(self, exc: Exception, outcome: Outcome | None = None) -> None:
-        """Note an error; the outcome is as the status says unless it is given."""
+        """Note an error. Without an outcome, the status decides it."""
         self.error, self.outcome = repr(exc)[:MAX_ERROR_CHARS], outcome or self.outcome
 
     def begin_span(self, tracing: Tracing) -> str | None:
@@ -128,7 +128,7 @@ class RequestRecord:
         return "failed" if self.status == SERVER_ERROR else "refused"
 
     def fields(self) -> dict[str, Any]:
-        """Return what the log line says. The URL's query is left out, which may hold a secret."""
+        """Return the log line's fields. The URL's query, which may hold a secret, is left out."""
         scope, now = self.scope, time.monotonic()
         path, client = scope.get("raw_path", b"")[:MAX_PATH_CHARS], scope.get("client")
         found: dict[str, Any] = {

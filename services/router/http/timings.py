@@ -33,10 +33,13 @@ class RequestTimes:
 
 
 def wants_timings(header: str) -> bool:
-    """Return whether the value of the header `HEADER` asks for timings; empty: it is not there.
+    """Return whether a request asks for timings by its header `HEADER`.
+
+    Args:
+        header: its value; empty if the request does not have it.
 
     Raises:
-        InvalidRequestError: it is neither 0 nor 1.
+        InvalidRequestError: the value is neither 0 nor 1.
     """
     try:
         return _VALUES[header]
@@ -55,7 +58,7 @@ def timings_field(times: RequestTimes) -> dict[str, Any]:
 
 
 def _choice(index: int, times: AnswerTimes) -> dict[str, Any]:
-    said, decode_worker = times.workers_say, times.decode_worker
+    reported, decode_worker = times.reported, times.decode_worker
     choice: dict[str, Any] = {
         "index": index,
         "placed_ms": _ms(times.placed_s),
@@ -66,36 +69,36 @@ def _choice(index: int, times: AnswerTimes) -> dict[str, Any]:
         "migrations": times.migrations,
         "workers": list(times.workers),
     }
-    if said is not None:
-        is_remote = said.prefill_worker is not None
-        prefill_worker = said.prefill_worker or decode_worker
-        choice["decode"]["queued_ms"] = _ms(said.wait_s) if is_remote else 0.0
+    if reported is not None:
+        is_remote = reported.prefill_worker is not None
+        prefill_worker = reported.prefill_worker or decode_worker
+        choice["decode"]["queued_ms"] = _ms(reported.wait_s) if is_remote else 0.0
         choice["cached"] = {
-            "tokens": said.cached_tokens,
+            "tokens": reported.cached_tokens,
             "worker": prefill_worker,
             "is_local": not is_remote,
-            "decode_worker_tokens": said.held_tokens if is_remote else said.cached_tokens,
+            "decode_worker_tokens": reported.held_tokens if is_remote else reported.cached_tokens,
         }
         choice["prefill"] = {
             "worker": prefill_worker,
-            "queued_ms": _ms(said.queue_s),
-            "ms": _ms(said.prefill_s),
-            "chunks": said.chunks,
+            "queued_ms": _ms(reported.queue_s),
+            "ms": _ms(reported.prefill_s),
+            "chunks": reported.chunks,
         }
-        choice["transfer"] = _transfer(said)
+        choice["transfer"] = _transfer(reported)
     return choice
 
 
-def _transfer(said: Timings) -> dict[str, Any] | None:
-    """Return what is known of the KV's way; None where it came from no other worker."""
-    if not said.segments:
+def _transfer(reported: Timings) -> dict[str, Any] | None:
+    """Return what is known of the KV transfer; None if no other worker sent KV blocks."""
+    if not reported.segments:
         return None
     return {
-        "ms": _ms(said.arriving_s),
-        "after_first_token_ms": _ms(said.transfer_s),
-        "bytes": said.kv_bytes,
-        "segments": said.segments,
-        "carrier": said.carrier,
+        "ms": _ms(reported.arriving_s),
+        "after_first_token_ms": _ms(reported.transfer_s),
+        "bytes": reported.kv_bytes,
+        "segments": reported.segments,
+        "carrier": reported.carrier,
     }
 
 
@@ -108,7 +111,7 @@ def _decode(times: AnswerTimes) -> dict[str, Any]:
         "steps": steps,
         "ms": _ms(times.decode_s),
         "mean_step_ms": _ms(times.decode_s / steps) if steps else None,
-        # The nearest rank: a step that there was.
+        # By nearest rank, so that it is the time of an actual step.
         "p99_step_ms": _ms(gaps[(99 * len(gaps) + 99) // 100 - 1]) if gaps else None,
     }
 

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class KeyMeter:
-    """Counts, at the end of each request, for its key. There are as many names as the operator has.
+    """Counts requests at their end. There are only as many labels as the operator has named keys.
 
     Args:
         registry: gets the counters.

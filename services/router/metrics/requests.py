@@ -33,8 +33,9 @@ TOKEN_BUCKETS = (
 LOOKUP_BUCKETS = (.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1)
 # fmt: on
 
-# What becomes of a request for an answer: it began to be answered; there was no room or no worker;
-# the client asked for what cannot be; the server failed before the answer began; the client left.
+# What became of a request for an answer. answered: the answer began. refused: there was no room or
+# no worker. invalid: the request was wrong. failed: the server failed before the answer began.
+# gone: the client left before.
 Outcome = Literal["answered", "refused", "invalid", "failed", "gone"]
 
 
