@@ -36,6 +36,7 @@ from pagewire.services.router.startup import Startup
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.services.router.workers.worker_links import WorkerLinks
 from pagewire.shared.addresses import advertised_host, with_host
+from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import Registry, WorkerDirectory, WorkerRecord
 from pagewire.shared.cluster.routers import RouterDirectory, RouterState
@@ -182,6 +183,9 @@ class RouterService:
             stack.push_async_callback(self._metrics_server.close)
             stack.push_async_callback(self._operator_server.close)
             await self.directory.start()
+            if self.api_keys is not None:
+                watch = start_task(self.api_keys.watch(), "api-keys")
+                stack.push_async_callback(end_task, watch)
             stack.push_async_callback(self.routers.close)
             await self.routers.start(self.metrics_endpoint)
             self._stack = stack.pop_all()

@@ -6,6 +6,7 @@ random, not a password. Neither keys nor hashes are ever logged.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -14,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,31 +122,24 @@ def _parse_line(line: str, number: int) -> ApiKey:
 class ApiKeys:
     """The keys of an endpoint: of a file that may change, and fixed ones.
 
-    When a client's key is checked, and at most once a second, the file is read again if it has
-    changed or was replaced, as Kubernetes and Docker replace theirs. No signal is needed. While it
-    is missing or wrong, the keys that were read last stay valid.
+    While `watch` runs, the file is read again if it has changed or was replaced, as Kubernetes and
+    Docker replace theirs. No signal is needed. While it is missing or wrong, the keys that were
+    read last stay valid.
 
     Args:
         file: of keys; None if there is none.
         fixed: keys by name.
-        clock: in seconds.
 
     Raises:
         ConfigError: the file cannot be read, or a line of it is wrong.
     """
 
-    def __init__(
-        self,
-        file: Path | None,
-        fixed: Mapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._file, self._clock = file, clock
+    def __init__(self, file: Path | None, fixed: Mapping[str, str]) -> None:
+        self._file = file
         self._fixed = [plain_key(name, key) for name, key in fixed.items()]
         self._complaint = ""
         self._signature: _Signature | None = None
         self._raw: bytes | None = None
-        self._next_look = clock() + LOOK_S
         self._table = KeyTable(self._fixed)
         if file is not None:
             self._read(file)
@@ -155,12 +149,18 @@ class ApiKeys:
 
     def name_of(self, sent: bytes) -> str | None:
         """Return the name of the key that a client has sent; None if it is not valid."""
-        if self._file is not None and (now := self._clock()) >= self._next_look:
-            self._next_look = now + LOOK_S
-            self._look(self._file)
         return self._table.name_of(sent)
 
-    def _look(self, file: Path) -> None:
+    async def watch(self) -> None:
+        """Look at the file once a second; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Read the file again if it has changed."""
+        if (file := self._file) is None:
+            return
         try:
             self._read(file)
         except ConfigError as exc:

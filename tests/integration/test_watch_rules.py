@@ -80,6 +80,7 @@ CASES = {
         {
             of("vllm:request_success_total", "router", "r0", finished_reason="stop"): rising(90),
             of("vllm:request_success_total", "router", "r0", finished_reason="error"): rising(10),
+            of("pagewire_answers_broken_off_total", "router", "r0"): rising(10),
         },
         [{}],
     ),
@@ -219,7 +220,9 @@ HEALTHY = (
         of("pagewire_workers", "router", "r0", worker_role="decode", state="ready"): STEADY,
         of("pagewire_workers", "router", "r0", worker_role="decode", state="unreachable"): OFF,
         of("vllm:request_success_total", "router", "r0", finished_reason="stop"): rising(1000),
-        of("vllm:request_success_total", "router", "r0", finished_reason="error"): OFF,
+        # Answers that failed before their first token did not break off.
+        of("vllm:request_success_total", "router", "r0", finished_reason="error"): rising(50),
+        of("pagewire_answers_broken_off_total", "router", "r0"): OFF,
         of("vllm:num_requests_running", "router", "r0"): "10x60",
         of("vllm:num_requests_waiting", "router", "r0"): "2x60",
         of("pagewire_queue_limit", "router", "r0"): "100x60",

@@ -12,7 +12,6 @@ import pytest
 from pagewire.shared.config import RouterSettings, load_settings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.http.api_keys import (
-    LOOK_S,
     MAX_FILE_BYTES,
     ApiKeys,
     KeyTable,
@@ -22,13 +21,6 @@ from pagewire.shared.http.api_keys import (
 
 KEY, OTHER = "sk-0123456789", "another-key-of-bob"
 HASH = hashlib.sha256(OTHER.encode()).hexdigest()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_file_has_plain_keys_and_hashes_and_a_name_may_have_several() -> None:
@@ -66,28 +58,27 @@ def test_a_wrong_line_is_named_and_not_shown(text: str, problem: str) -> None:
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    file, clock = tmp_path / "keys", Clock()
+    file = tmp_path / "keys"
     file.write_text(f"alice: {KEY}\n")
-    keys = ApiKeys(file, {"default": "of-the-environment"}, clock)
+    keys = ApiKeys(file, {"default": "of-the-environment"})
     assert keys.name_of(KEY.encode()) == "alice"
     file.write_text(f"bobby: {OTHER[: len(KEY)]}\n")  # as long as before
-    assert keys.name_of(KEY.encode()) == "alice"  # it is looked at once a second
-    clock.now = LOOK_S
+    keys.look()
     assert keys.name_of(KEY.encode()) is None
     assert keys.name_of(OTHER[: len(KEY)].encode()) == "bobby"
     assert keys.name_of(b"of-the-environment") == "default"
 
 
 def test_a_file_that_is_replaced_with_an_old_one_is_noticed(tmp_path: Path) -> None:
-    file, clock = tmp_path / "keys", Clock()
+    file = tmp_path / "keys"
     file.write_text(f"alice: {KEY}\n")
     os.utime(file, (1000, 1000))
-    keys = ApiKeys(file, {}, clock)
+    keys = ApiKeys(file, {})
     new = tmp_path / "new"
     new.write_text(f"bobby: {OTHER[: len(KEY)]}\n")
     os.utime(new, (1000, 1000))
     new.rename(file)
-    clock.now = LOOK_S
+    keys.look()
     assert keys.name_of(KEY.encode()) is None
 
 
@@ -95,9 +86,9 @@ def test_a_file_that_is_replaced_with_an_old_one_is_noticed(tmp_path: Path) -> N
 def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
-    file, clock = tmp_path / "keys", Clock()
+    file = tmp_path / "keys"
     file.write_text(f"alice: {KEY}\n")
-    keys = ApiKeys(file, {}, clock)
+    keys = ApiKeys(file, {})
     contents = {"empty": b"", "wrong": b"x", "no text": b"\xff\n", "too large": b"#" * (1 << 21)}
     assert len(contents["too large"]) > MAX_FILE_BYTES
     if trouble in ("missing", "pipe"):
@@ -106,8 +97,8 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
             os.mkfifo(file)
     else:
         file.write_bytes(contents[trouble])
-    for second in (1, 2, 3):
-        clock.now = second * LOOK_S
+    for _ in range(3):
+        keys.look()
         assert keys.name_of(KEY.encode()) == "alice"
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert str(file) in warning.getMessage()
@@ -115,7 +106,7 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
     caplog.set_level(logging.INFO)
     for name, key in (("alice", KEY), ("bob", OTHER)):
         file.write_text(f"{name}: {key}\n")
-        clock.now += LOOK_S
+        keys.look()
         assert keys.name_of(key.encode()) == name
     assert keys.name_of(KEY.encode()) is None
     assert caplog.text.count(f"{file} is right again") == 1

@@ -149,6 +149,16 @@ def test_a_process_shows_its_release_its_restarts_and_its_loops_lag():
     assert total >= 6.8 * LAG_INTERVAL_S
 
 
+def test_an_answer_breaks_off_after_its_first_token():
+    metrics = RouterMetrics("m")
+    for tokens in ([], [5]):
+        meter = metrics.meter(1)
+        meter.on_output(TokenOutput(request_id="r", token_ids=tokens), 1.0)
+        meter.end("error")
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 2
+    assert metrics.registry.get_sample_value("pagewire_answers_broken_off_total") == 1
+
+
 def test_a_sequence_ends_once():
     metrics = RouterMetrics("m")
     meter = metrics.meter(1)

@@ -121,6 +121,12 @@ class RouterMetrics:
         """Return what the meters of a prompt's answers share."""
         return AnswerLengths(self.longest_answer, count)
 
+    def note_end(self, reason: FinishReason, *, has_begun: bool) -> None:
+        """Count an answer that has ended, with tokens or without."""
+        self.finished[reason].inc()
+        if reason == "error" and has_begun:
+            self._broken_off.inc()
+
     def _make_token_histograms(self) -> None:
         """Make the histograms of complete answers' tokens, and vLLM's older name of the gaps."""
         self.request_prompt_tokens = self._histogram(
@@ -145,6 +151,11 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.finished = {why: success.labels(self._model_name, why) for why in FINISH_REASONS}
+        self._broken_off = Counter(
+            "pagewire_answers_broken_off",
+            "Answers that ended with an error after their first token",
+            registry=self.registry,
+        )
         self.migrations = Counter(
             "pagewire_request_migrations",
             "Requests that lost their decode worker and continue at another or at its next run",
@@ -257,7 +268,7 @@ class RequestMeter:
         if self._ended:
             return
         self._ended = True
-        self._metrics.finished[reason].inc()
+        self._metrics.note_end(reason, has_begun=self.num_tokens > 0)
         is_complete = reason in ("stop", "length")
         if is_complete:
             self._count_complete()
