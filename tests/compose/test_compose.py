@@ -176,7 +176,7 @@ def test_prometheus_reads_all_processes_and_evaluates_all_rules(cluster: Compose
             values = [each["value"][1] for each in ask("query?query=up")["result"]]
             groups = ask("rules")["groups"]
             health = {rule["health"] for group in groups for rule in group["rules"]}
-            if values == ["1"] * (WORKERS + 2) and health == {"ok"}:
+            if values == ["1"] * (WORKERS + 3) and health == {"ok"}:
                 return
             assert time.monotonic() < deadline, (values, health)
             time.sleep(1)

@@ -40,18 +40,22 @@ def redis_url() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def gateway(folder: Path, router_port: int, checks: int = 0, **env: str) -> Iterator[str]:
+def gateway(
+    folder: Path, router_port: int, checks: int = 0, metrics: int = 0, **env: str
+) -> Iterator[str]:
     """Run HAProxy with the configuration of the containers, but for addresses; yields its URL.
 
     Args:
         folder: of its certificates; next to it comes the configuration.
         checks: port that is asked by the container's health check.
+        metrics: port that Prometheus reads.
     """
     port = free_port()
     changes = {
         r"bind :8000\n": f"bind 127.0.0.1:{port}\n",
         r"bind :8000 ssl crt /certificates/": f"bind 127.0.0.1:{port} ssl crt {folder}/",
         r"bind 127.0.0.1:8001": f"bind 127.0.0.1:{checks or free_port()}",
+        r"bind :8404": f"bind 127.0.0.1:{metrics or free_port()}",
         r"server-template router 8 router:8000": f"server router 127.0.0.1:{router_port}",
     }
     text = CONFIG
@@ -133,12 +137,23 @@ def test_the_router_sees_the_clients_address_and_the_health_check_passes(redis_u
     run_async(scenario(), 60)
 
 
+async def denied_connections(port: int) -> float:
+    """Return how many clients' connections the gateway has closed, as Prometheus reads it."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        assert (await http.get("/")).status_code == 404
+        page = (await http.get("/metrics")).text
+    [value] = re.findall(
+        r'^haproxy_frontend_denied_connections_total\{proxy="clients"\} (\d+)$', page, re.M
+    )
+    return float(value)
+
+
 def test_connections_of_one_address_are_bounded_and_others_are_served(redis_url, tmp_path):
     async def scenario() -> None:
-        port = free_port()
+        port, metrics = free_port(), free_port()
         with (
             router_process(redis_url, port, env=TRUSTS),
-            gateway(tmp_path, port, GATEWAY_CLIENT_CONNECTIONS="10") as url,
+            gateway(tmp_path, port, metrics=metrics, GATEWAY_CLIENT_CONNECTIONS="10") as url,
         ):
             async with FakeDecodeWorker(redis_url, SECRET), contextlib.AsyncExitStack() as stack:
                 await wait_for(url)
@@ -146,7 +161,9 @@ def test_connections_of_one_address_are_bounded_and_others_are_served(redis_url,
                     client = await stack.enter_async_context(RawClient(url))
                     await client.send(GET)
                     assert (await client.response())[0] == 200
+                assert await denied_connections(metrics) == 0
                 assert not await is_served(url)
+                assert await denied_connections(metrics) >= 1
                 transport = httpx.AsyncHTTPTransport(local_address="127.0.0.9")
                 async with httpx.AsyncClient(base_url=url, transport=transport) as http:
                     assert (await http.get("/ready")).status_code == 200

@@ -62,6 +62,10 @@ def requests(**rates: float) -> dict[str, str]:
     }
 
 
+def denied(proxy: str) -> str:
+    return f'haproxy_frontend_denied_connections_total{{proxy="{proxy}"}}'
+
+
 ROUTER = {"role": "router", "instance": "r0"}
 DECODE = {"role": "decode", "instance": "d0"}
 SCRAPED = {"job": "pagewire"}
@@ -113,6 +117,7 @@ CASES = {
         },
         [{"instance": "r0"}],
     ),
+    "PagewireClientsLimited": Case({denied("clients"): rising(2)}, [{"proxy": "clients"}]),
     "PagewireTargetDown": Case(
         PAIR | up("decode", "d1", OFF), [{**SCRAPED, "role": "decode", "instance": "d1"}]
     ),
@@ -229,6 +234,8 @@ HEALTHY = (
         of(
             "pagewire_router_http_connections_closed_early_total", "router", "r0", reason="refused"
         ): OFF,
+        denied("clients"): OFF,
+        denied("metrics"): rising(1),
         of("process_start_time_seconds", "decode", "d0"): "100x20 200x40",
         of("process_open_fds", "router", "r0"): "90x60",
         of("process_max_fds", "router", "r0"): "1000x60",

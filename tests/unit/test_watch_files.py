@@ -189,10 +189,13 @@ def operator_port() -> str:
 
 
 def test_prometheus_asks_the_operator_port_of_a_container() -> None:
-    [scrape] = load_yaml(WATCH / "prometheus.yml")["scrape_configs"]
+    gateway, scrape = load_yaml(WATCH / "prometheus.yml")["scrape_configs"]
     assert [each["url"] for each in scrape["http_sd_configs"]] == [
         f"http://router:{operator_port()}/sd"
     ]
+    [[target]] = [each["targets"] for each in gateway["static_configs"]]
+    config = (ROOT / "services" / "gateway" / "haproxy.cfg").read_text(encoding="utf-8")
+    assert f"bind :{target.removeprefix('gateway:')}\n" in config
 
 
 def test_the_gateway_reaches_no_operator_port() -> None:
