@@ -38,8 +38,9 @@ from pagewire.services.router.workers.worker_links import WorkerLinks
 from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
-from pagewire.shared.cluster.registry import Registry, WorkerDirectory, WorkerRecord
+from pagewire.shared.cluster.registry import Registry, WorkerRecord
 from pagewire.shared.cluster.routers import RouterDirectory, RouterState
+from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, Role

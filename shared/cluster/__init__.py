@@ -4,9 +4,9 @@ Entry points: `RecordPublisher` renews a worker's record, `WorkerDirectory` know
 both use a `Registry`. `RouterDirectory` (routers.py) does both for routers. `connect_redis` opens
 the connection.
 Read first: `worker_record.py` (what a worker says about itself), `registry.py` (leases: when a
-record ends, and which ones others see), `record_seal.py`, `redis_client.py`. A decode worker is
-lost to a router, and a prefill worker to a decode worker, when the control connection is
-(`shared/control/client.py`); routers know prefill workers by their records alone.
+record ends, and which ones others see), `worker_directory.py`, `record_seal.py`,
+`redis_client.py`. A worker is lost to a router, and a prefill worker to a decode worker, when the
+control connection is (`shared/control/client.py`).
 
 May import: `shared.control.protocol`, the small modules of `shared`. Never torch.
 """

@@ -39,7 +39,7 @@ class _Connection(Connection):
                 await asyncio.get_running_loop().getaddrinfo(self.host, self.port)
             except OSError as exc:
                 raise RedisConnectionError(f"{self.host} has no address: {exc.strerror}") from exc
-        await super().connect()
+        await super().connect()  # type: ignore[no-untyped-call]
 
 
 def cluster_tag(cluster_secret: str) -> str:

@@ -32,7 +32,7 @@ from pagewire.shared.cluster.worker_record import (
     decode_head,
     decode_record,
 )
-from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION, Role
+from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
 from pagewire.shared.errors import ProtocolError, RedisUnavailableError, SealError
 
 __all__ = [
@@ -41,13 +41,13 @@ __all__ = [
     "OtherVersion",
     "Registry",
     "WorkerRecord",
-    "WorkerDirectory",
     "WorkerLoad",
 ]
 
 logger = logging.getLogger(__name__)
 
 _MAX_LOGGED_IDS = 256
+_MAX_SCANS, _SCANNED = 16, 1000  # of keys of all kinds
 
 
 class Registry:
@@ -104,6 +104,14 @@ class Registry:
         """
         return await redis_call(self._list_workers(), self._timeout_s)
 
+    async def has_other_clusters(self) -> bool:
+        """Whether Redis has workers of another cluster secret, as far as a bounded search finds.
+
+        Raises:
+            RedisUnavailableError: Redis does not answer.
+        """
+        return await redis_call(self._has_other_clusters(), self._timeout_s)
+
     async def new_epoch(self, worker_id: str) -> int:
         """Return an epoch greater than those of all earlier runs of a worker.
 
@@ -150,6 +158,17 @@ class Registry:
             if raw is not None
         )
         return [record for record in records if record is not None]
+
+    async def _has_other_clusters(self) -> bool:
+        cursor = 0
+        for _ in range(_MAX_SCANS):
+            scan = self._redis.scan(cursor, match="pagewire:*:workers", count=_SCANNED)
+            cursor, found = await scan
+            if any(key != self._ids_key.encode() for key in found):
+                return True
+            if not cursor:
+                break
+        return False
 
     def _decode(self, worker_id: str, raw: bytes) -> WorkerRecord | OtherVersion | None:
         try:
@@ -270,127 +289,3 @@ class RecordPublisher:
             if self._failing:
                 logger.info("the worker record is renewed again")
             self._failing = False
-
-
-class WorkerDirectory:
-    """Knows the workers without asking Redis at each request.
-
-    A worker that is missing from an answer stays for one lease more, so that a flushed or
-    restarted Redis costs nothing: records are back with the next heartbeat. While Redis does not
-    answer the last view stays for a grace time. Deaths show sooner on the control channel.
-
-    Args:
-        poll_s: how often the registry is read.
-        grace_s: how long the last view counts while Redis does not answer.
-        on_join: called with the record of a worker that is new.
-        on_leave: called with the last record of one that is gone. A worker that was restarted, so
-            has a new epoch, leaves and joins.
-
-    Attributes:
-        redis_ok: whether the last read succeeded.
-        others: live workers of another release, as of the last read that succeeded. They can't be
-            used, and are not in `workers`.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        poll_s: float,
-        *,
-        grace_s: float = 30.0,
-        on_join: Callable[[WorkerRecord], None] | None = None,
-        on_leave: Callable[[WorkerRecord], None] | None = None,
-    ) -> None:
-        self.redis_ok = False
-        self.others: tuple[OtherVersion, ...] = ()
-        self._registry, self._poll_s, self._grace_s = registry, poll_s, grace_s
-        self._on_join, self._on_leave = on_join, on_leave
-        self._records: dict[str, WorkerRecord] = {}
-        self._missing_since: dict[str, float] = {}
-        self._last_success = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
-
-    def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
-        """Return the records of the workers known to be alive, draining ones included."""
-        return tuple(c for c in self._records.values() if role is None or c.role == role)
-
-    def get(self, worker_id: str) -> WorkerRecord | None:
-        """Return one worker's record."""
-        return self._records.get(worker_id)
-
-    async def start(self) -> None:
-        """Read the registry once, then go on in the background."""
-        await self.refresh()
-        self._task = start_task(self._run(), "worker-directory")
-
-    async def close(self) -> None:
-        """Stop reading; the view stays as it is. Idempotent."""
-        task, self._task = self._task, None
-        await end_task(task)
-
-    async def refresh(self) -> None:
-        """Read the registry now."""
-        try:
-            records = await self._registry.list_workers()
-        except RedisUnavailableError as exc:
-            self._on_failure(exc)
-            return
-        if not self.redis_ok:
-            logger.info("the worker registry answers; workers in it: %d", len(records))
-        self.redis_ok = True
-        self._last_success = time.monotonic()
-        current = [record for record in records if not self._is_outdated(record)]
-        self.others = tuple(each for each in current if isinstance(each, OtherVersion))
-        for other in self.others:
-            if other.worker_id in self._records:
-                self._drop(other.worker_id)
-        self._merge({each.worker_id: each for each in current if isinstance(each, WorkerRecord)})
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            await self.refresh()
-
-    def _on_failure(self, exc: RedisUnavailableError) -> None:
-        if self.redis_ok:
-            logger.warning("the worker registry does not answer, the last view stays: %s", exc)
-        self.redis_ok = False
-        if time.monotonic() - self._last_success > self._grace_s:
-            self.others = ()
-            for worker_id in list(self._records):
-                self._drop(worker_id)
-
-    def _is_outdated(self, record: WorkerRecord | OtherVersion) -> bool:
-        """Whether an earlier run of a worker, which has not ended yet, wrote the record."""
-        known = self._records.get(record.worker_id)
-        return known is not None and record.epoch is not None and record.epoch < known.epoch
-
-    def _merge(self, fresh: dict[str, WorkerRecord]) -> None:
-        now = time.monotonic()
-        for worker_id, record in fresh.items():
-            known = self._records.get(worker_id)
-            self._missing_since.pop(worker_id, None)
-            if known is not None and record.epoch > known.epoch:
-                self._drop(worker_id)
-                known = None
-            self._records[worker_id] = record
-            if known is None:
-                self._notify(self._on_join, record)
-        for worker_id in self._records.keys() - fresh.keys():
-            if now - self._missing_since.setdefault(worker_id, now) >= self._registry.lease_s:
-                self._drop(worker_id)
-
-    def _drop(self, worker_id: str) -> None:
-        self._missing_since.pop(worker_id, None)
-        self._notify(self._on_leave, self._records.pop(worker_id))
-
-    def _notify(
-        self, callback: Callable[[WorkerRecord], None] | None, record: WorkerRecord
-    ) -> None:
-        if callback is None:
-            return
-        try:
-            callback(record)
-        except Exception:
-            # A bug in one listener must not end the view that everybody places by.
-            logger.exception("a listener of the worker directory failed for %s", record.worker_id)

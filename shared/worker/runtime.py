@@ -29,9 +29,9 @@ from pagewire.shared.cluster.registry import (
     LinkInfo,
     RecordPublisher,
     Registry,
-    WorkerDirectory,
     WorkerRecord,
 )
+from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role

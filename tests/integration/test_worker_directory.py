@@ -8,10 +8,10 @@ import pytest
 from pagewire.shared.cluster.registry import (
     RecordPublisher,
     Registry,
-    WorkerDirectory,
     WorkerLoad,
     WorkerRecord,
 )
+from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.redis_server import RedisServer
@@ -167,3 +167,23 @@ def test_a_failing_listener_does_not_stop_the_directory(
 
     run_async(scenario())
     assert caplog.text.count("a listener of the worker directory failed") == 2
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_workers_with_another_secret_alone_are_worth_a_warning(
+    any_redis_url: str, caplog: pytest.LogCaptureFixture, has_own: bool
+) -> None:
+    async def scenario() -> None:
+        async with (
+            registry_at(any_redis_url) as registry,
+            registry_at(any_redis_url, secret="of another cluster") as other,
+        ):
+            await other.publish(record("theirs"))
+            async with watching(registry, explain_after_s=0.1) as watched:
+                if has_own:
+                    await registry.publish(record("ours"))
+                await asyncio.sleep(0.6)
+                assert watched.ids() == (["ours"] if has_own else [])
+
+    run_async(scenario())
+    assert caplog.text.count("need the same PAGEWIRE_CLUSTER_SECRET") == (not has_own)

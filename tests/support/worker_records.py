@@ -50,9 +50,11 @@ async def client_of(url: str, timeout: float = 2.0) -> AsyncIterator[Redis]:
 
 
 @asynccontextmanager
-async def registry_at(url: str, lease_s: float = 5.0) -> AsyncIterator[Registry]:
+async def registry_at(
+    url: str, lease_s: float = 5.0, secret: str = SECRET
+) -> AsyncIterator[Registry]:
     async with client_of(url) as client:
-        yield Registry(client, SECRET, lease_s, timeout_s=0.5)
+        yield Registry(client, secret, lease_s, timeout_s=0.5)
 
 
 async def put_bytes(client: Redis, worker_id: str, stored: bytes) -> None:

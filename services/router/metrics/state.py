@@ -10,7 +10,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.services.router.placement.admission import Admission
-from pagewire.shared.cluster.registry import Registry, WorkerDirectory, WorkerRecord
+from pagewire.shared.cluster.registry import Registry, WorkerRecord
+from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.metrics.faults import ignored_records
 

@@ -9,7 +9,8 @@ from collections.abc import Set as AbstractSet
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.services.router.workers.worker_links import WorkerLink, WorkerLinks
-from pagewire.shared.cluster.registry import WorkerDirectory, WorkerRecord
+from pagewire.shared.cluster.registry import WorkerRecord
+from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.control.protocol import BlockLayout, LoadReport
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
