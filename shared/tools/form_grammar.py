@@ -73,7 +73,8 @@ def form_or_calls(
 
     The last one may be of the form alone: of a function that is not strict, a schema that no
     grammar can express costs the request nothing. Answers in channels, and those whose form is the
-    whole answer, are never calls.
+    whole answer, are never calls; nor where calls are bare JSON, which grammars cannot tell from
+    JSON of another form.
 
     Args:
         text: the form's grammar: Lark, or JSON with a list of grammars.
@@ -81,13 +82,14 @@ def form_or_calls(
         wanted: the calls that it may be; None for none.
         begins: as `reasoning_before` has returned it.
     """
-    form, alone = syntax.reasoning, after_reasoning(text, syntax, begins)
+    form, calls = syntax.reasoning, syntax.tools
+    alone = after_reasoning(text, syntax, begins)
     is_whole = form is not None and (form.answer_open or _is_whole(text, form, syntax))
-    if wanted is None or syntax.tools is None or syntax.has_channels or is_whole:
+    if wanted is None or calls is None or calls.is_bare_json or syntax.has_channels or is_whole:
         return (alone,)
     reasoning = None if begins is None else form
     lark = tools_grammar(
-        syntax.tools, wanted, reasoning, begins or "outside", syntax.tokens.get, f"@{_NAME}"
+        calls, wanted, reasoning, begins or "outside", syntax.tokens.get, f"@{_NAME}"
     )
     both = _named(lark, text)
     if any(each.strict for each in wanted.functions):
