@@ -129,11 +129,7 @@ def test_the_tool_runner_sends_whole_conversations(ask: Ask) -> None:
 
 def test_turns_of_several_messages_and_models(ask: Ask) -> None:
     def scenario(client: anthropic.Anthropic) -> None:
-        parts = [
-            *QUESTION,
-            {"role": "user", "content": "Both."},
-            {"role": "system", "content": "x"},
-        ]
+        more = [{"role": "user", "content": "Both."}, {"role": "system", "content": "x"}]
         check(client.messages.create(**{**ASKED, "messages": [*QUESTION, *more]}))
         (model,) = client.models.list()
         assert (model.id, model.display_name) == (MODEL, MODEL)
