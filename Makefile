@@ -45,7 +45,7 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 
 test-clients: $(CLIENTS)/.installed ## Run the tests with client libraries, in an environment of their own (3 minutes; 1.5 GB)
 	@$(PYTHON) .ci/bootstrap.py redis
-	$(CLIENTS)/bin/pytest $(or $(ARGS),tests/clients tests/client_libraries)
+	$(CLIENTS)/bin/pytest -p no:dash $(or $(ARGS),tests/clients tests/client_libraries)
 
 loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
