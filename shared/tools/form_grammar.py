@@ -73,8 +73,8 @@ def form_or_calls(
 
     The last one may be of the form alone: of a function that is not strict, a schema that no
     grammar can express costs the request nothing. Answers in channels, and those whose form is the
-    whole answer, are never calls; nor where calls are bare JSON, which grammars cannot tell from
-    JSON of another form.
+    whole answer, are never calls; nor where calls are bare JSON, which grammars cannot
+    distinguish from JSON of another form.
 
     Args:
         text: the form's grammar: Lark, or JSON with a list of grammars.

@@ -131,10 +131,10 @@ class MessageFormat:
 
 
 def model_info(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Anthropic's clients are told of a model.
+    """Return a model as Anthropic's clients know it.
 
     Args:
-        record: what OpenAI's are told.
+        record: the model as OpenAI's know it.
     """
     created = datetime.fromtimestamp(record["created"], UTC)
     return {
