@@ -28,12 +28,14 @@ from pagewire.tests.support.tool_answers import TOOLS as FUNCTIONS
 # These libraries' own warnings are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NO_PARAMETERS = {"type": "object", "properties": {}}
-TOOLS = [
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"parameters": NO_PARAMETERS, **each["function"]}}
     for each in FUNCTIONS
 ]
-STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+STRICT: list[dict[str, Any]] = [
+    {**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS
+]
 KINDS = ["chat", "responses", "messages"]
 THINKS = "<think>Two.</think>"
 
@@ -54,7 +56,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 def chat_of(kind: str, url: str) -> BaseChatModel:
     common: dict[str, Any] = {"model": MODEL, "api_key": "none", "max_retries": 0}
     if kind == "messages":
-        return ChatAnthropic(base_url=url, max_tokens=300, **common)
+        return ChatAnthropic(base_url=url, **common, **{"max_tokens": 300})
     common |= {"use_responses_api": kind == "responses", "stream_usage": True}
     return ChatOpenAI(base_url=f"{url}/v1", **common)
 

@@ -256,8 +256,11 @@ def test_typed_tools_are_parsed(ask: Callable[..., Any]) -> None:
 
 def test_earlier_answers_may_have_been_refused(ask: Callable[..., Any]) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
-        refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "Not that."}]}
-        chat = [*QUESTION, refusal, {"role": "user", "content": "Why?"}]
+        refusal: Any = {
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "Not that."}],
+        }
+        chat: Any = [*QUESTION, refusal, {"role": "user", "content": "Why?"}]
         client.chat.completions.create(model=MODEL, messages=chat)
         chat[1] = {"role": "assistant", "content": "Not that."}
         client.chat.completions.create(model=MODEL, messages=chat)
