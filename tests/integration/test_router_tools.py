@@ -260,6 +260,7 @@ def test_earlier_answers_may_have_been_refused(ask: Callable[..., Any]) -> None:
             "role": "assistant",
             "content": [{"type": "refusal", "refusal": "Not that."}],
         }
+        wrong: Any = {**refusal, "role": "user"}
         chat: Any = [*QUESTION, refusal, {"role": "user", "content": "Why?"}]
         client.chat.completions.create(model=MODEL, messages=chat)
         chat[1] = {"role": "assistant", "content": "Not that."}
@@ -267,7 +268,7 @@ def test_earlier_answers_may_have_been_refused(ask: Callable[..., Any]) -> None:
         one, other = (each.prompt_token_ids for each in worker.generated)
         assert one == other
         with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content: .*refusal"):
-            client.chat.completions.create(model=MODEL, messages=[{**refusal, "role": "user"}])
+            client.chat.completions.create(model=MODEL, messages=[wrong])
 
     ask("Because.", scenario)
 
