@@ -137,6 +137,7 @@ def test_with_tools_and_a_form_an_answer_is_calls_or_has_the_form(
         messages=MESSAGES,
         tools=[openai.pydantic_function_tool(Part, name="make")],
         response_format=Part,
+        parallel_tool_calls=False,
         temperature=1.0,
         seed=seed,
         max_tokens=400,
