@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
 # For pip, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126; empty chooses by the machine.
 TORCH_INDEX ?=
 # Not empty: the environment has exactly what requirements/ has, and pip checks hashes.
@@ -21,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-gpu test-compose test-release loadtest bench-router bench-gpu bench-gpu-2 lint fmt lock clean redis prometheus
+.PHONY: help setup up test test-clients test-gpu test-compose test-release loadtest bench-router bench-gpu bench-gpu-2 lint fmt lock clean redis prometheus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,10 @@ endif
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
+
+test-clients: $(CLIENTS)/.installed ## Run the tests with client libraries, in an environment of their own (3 minutes; 1.5 GB)
+	@$(PYTHON) .ci/bootstrap.py redis
+	$(CLIENTS)/bin/pytest -p no:dash $(or $(ARGS),tests/clients tests/client_libraries)
 
 loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
@@ -78,7 +83,7 @@ lock: .venv-lock/bin/uv ## Write requirements/ from pyproject.toml; ARGS="--upgr
 	@$(PYTHON) -m venv .venv-lock && .venv-lock/bin/pip install --quiet uv
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) .venv-lock .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .venv-lock .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 redis: $(STAMP)
@@ -94,6 +99,10 @@ $(STAMP): pyproject.toml .ci/bootstrap.py $(if $(LOCKED),$(wildcard requirements
 		exit 1; \
 	fi
 	@$(PYTHON) .ci/bootstrap.py $(if $(LOCKED),locked-venv $(VENV),venv $(VENV) $(TORCH_INDEX))
+	@touch $@
+
+$(CLIENTS)/.installed: pyproject.toml .ci/bootstrap.py requirements/clients.txt
+	@$(PYTHON) .ci/bootstrap.py locked-venv $(CLIENTS) clients.txt
 	@touch $@
 
 # Type checkers don't follow an editable install; this is how they find the package.

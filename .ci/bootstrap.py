@@ -2,7 +2,8 @@
 
 Usage:
     bootstrap.py venv DIRECTORY [TORCH_INDEX]: a virtual environment with Pagewire in it.
-    bootstrap.py locked-venv DIRECTORY: likewise, with exactly what requirements/ has, by hashes.
+    bootstrap.py locked-venv DIRECTORY [FILE]: likewise, with exactly what requirements/ has, by
+        hashes; FILE is dev.txt or clients.txt.
     bootstrap.py redis: a real Redis server, for the tests.
     bootstrap.py prometheus: a real Prometheus with promtool, likewise.
 """
@@ -51,7 +52,9 @@ def main(arguments: list[str]) -> None:
         case ["venv", directory, *index]:
             make_venv(Path(directory).resolve(), "".join(index))
         case ["locked-venv", directory]:
-            make_locked_venv(Path(directory).resolve())
+            make_locked_venv(Path(directory).resolve(), "dev.txt")
+        case ["locked-venv", directory, "dev.txt" | "clients.txt" as file]:
+            make_locked_venv(Path(directory).resolve(), file)
         case ["redis"]:
             install("redis-server or valkey-server", REDIS_SERVERS, REDIS_INSTALLERS)
         case ["prometheus"]:
@@ -82,8 +85,8 @@ def make_venv(directory: Path, torch_index: str) -> None:
             sys.exit("installing failed; pip says why above")
 
 
-def make_locked_venv(directory: Path) -> None:
-    """Make or update the environment from the lock files; pip checks each file's hash.
+def make_locked_venv(directory: Path, file: str) -> None:
+    """Make or update the environment from the lock files; pip checks each package's hash.
 
     Without a GPU it takes torch's CPU build, or the other one where there is no such build.
     """
@@ -98,7 +101,7 @@ def make_locked_venv(directory: Path) -> None:
         if not pip_install(python, *hashed, "requirements/torch-cuda.txt"):
             sys.exit("installing torch failed; pip says why above")
     here = ("--no-deps", "--no-build-isolation", "--editable", ".")
-    if not (pip_install(python, *hashed, "requirements/dev.txt") and pip_install(python, *here)):
+    if not (pip_install(python, *hashed, f"requirements/{file}") and pip_install(python, *here)):
         sys.exit("installing failed; pip says why above")
 
 

@@ -27,6 +27,7 @@ EXTRAS = {
     "router.txt": ("otel",),
     "worker.txt": ("worker", "ucx", "transformers", "otel"),
     "dev.txt": ("worker", "ucx", "transformers", "otel", "dev"),
+    "clients.txt": ("worker", "ucx", "transformers", "otel", "dev", "clients"),
 }
 # What only torch's build for CUDA requires.
 OF_CUDA = re.compile(r"nvidia-(?!ml-py)|cuda-toolkit|triton")
@@ -39,12 +40,14 @@ HEAD = "# Written by `make lock` from pyproject.toml.\n"
 
 
 def main(uv: str, options: list[str]) -> None:
-    """Write all files; those of subsets have the versions of the largest."""
+    """Write all files; those of subsets have the versions of dev.txt.
+
+    The libraries in clients.txt exclude some of these versions, which it has where they can be.
+    """
     every = compile_extras(uv, EXTRAS["dev.txt"], read_locked(), options)
-    # Triton's interpreter runs the tests of kernels, also next to torch's build for the CPU.
-    in_tests = (each for name, each in every if name == "triton" or not is_torchs(name))
-    write("dev.txt", list(in_tests))
+    write_for_tests("dev.txt", every)
     pins = "".join(each for _, each in every)
+    write_for_tests("clients.txt", compile_extras(uv, EXTRAS["clients.txt"], pins, []))
     for file in ("router.txt", "worker.txt"):
         subset = compile_extras(uv, EXTRAS[file], pins, [])
         write(file, [each for name, each in subset if not is_torchs(name)])
@@ -86,6 +89,14 @@ def compile_extras(
 def is_torchs(name: str) -> bool:
     """Whether a package is torch, or one that comes with its build for CUDA."""
     return name == "torch" or OF_CUDA.match(name) is not None
+
+
+def write_for_tests(file: str, every: list[tuple[str, str]]) -> None:
+    """Write a lock file of an environment for tests, without torch.
+
+    Triton's interpreter runs the tests of kernels, also next to torch's build for the CPU.
+    """
+    write(file, [each for name, each in every if name == "triton" or not is_torchs(name)])
 
 
 def write(file: str, blocks: list[str]) -> None:

@@ -18,7 +18,8 @@ from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
 from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
-from pagewire.shared.tools.form_grammar import after_reasoning, reasoning_before
+from pagewire.shared.tools.form_grammar import form_or_calls, reasoning_before
+from pagewire.shared.tools.grammar import CallsWanted
 from pagewire.shared.tools.reasoning import Begins
 from pagewire.shared.tools.syntax import ChatSyntax
 
@@ -63,20 +64,27 @@ class ChatPrompt(TokenizedPrompt):
     """A conversation as a prompt, and how its answers are read.
 
     Attributes:
+        wanted: the calls that the answers may have; None for none.
         grammars: that the answers follow: the first that can be followed; None: any answer.
         before_form: see `reasoning_before`.
     """
 
     syntax: ChatSyntax = field(default_factory=ChatSyntax)
     reading: AnswerReading = field(default_factory=AnswerReading)
+    wanted: CallsWanted | None = None
     grammars: tuple[str | None, ...] = ()
     before_form: Begins | None = None
 
-    def form(self, text: str) -> str:
-        """Return the grammar of answers of a form, given the form's."""
-        return checked_size(
-            after_reasoning(text, self.syntax, self.before_form), "structured_outputs"
-        )
+    def grammars_with(self, form: str | None) -> Sequence[str | None]:
+        """Return the grammars of answers that have a form unless they are calls.
+
+        Args:
+            form: its grammar; None: no form is asked for.
+        """
+        if form is None or (self.wanted is not None and self.wanted.must_call):
+            return self.grammars
+        found = form_or_calls(form, self.syntax, self.wanted, self.before_form)
+        return [checked_size(text, "structured_outputs") for text in found]
 
     def message(self, text: str) -> AnswerMessage:
         """Return the parts of an answer."""
@@ -117,7 +125,7 @@ def read_chats(
         reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
         grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
         begins = reasoning_before(syntax, tokenizer, ids, reading, continued)
-        found.append(ChatPrompt(text, ids, syntax, reading, grammars, begins))
+        found.append(ChatPrompt(text, ids, syntax, reading, wanted, grammars, begins))
     return found
 
 

@@ -231,8 +231,7 @@ class LLM:
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
             if isinstance(prompt, ChatPrompt):
-                form = None if spec.grammar is None else (prompt.form(spec.grammar),)
-                spec = self._with_tools(spec, form or prompt.grammars)
+                spec = self._with_grammar(spec, prompt.grammars_with(spec.grammar))
             output = RequestOutput(prompt.text, token_ids, [])
             outputs.append(output)
             for choice in range(asked.n):
@@ -268,7 +267,7 @@ class LLM:
             self.engine.core.constraints.check_text(text, name)
         return msgspec.structs.replace(spec, grammar=text)
 
-    def _with_tools(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:
+    def _with_grammar(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:
         """Return the settings with the first grammar that is not refused."""
         for index, text in enumerate(grammars):
             try:

@@ -24,11 +24,24 @@ Name = Annotated[
 ]
 
 
-class TextPart(msgspec.Struct, frozen=True):
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """A part of a message."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """A part of an earlier answer: why it was refused."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The same by the name that it has in other parts."""
+        return self.refusal
+
+
+Part = TextPart | RefusalPart
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -157,11 +170,17 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
     field = f"{place}.content"
     if isinstance(content, list):
         try:
-            parts = msgspec.convert(content, list[TextPart])
+            parts = msgspec.convert(content, list[Part])
         except msgspec.ValidationError as exc:
             raise InvalidRequestError(
                 f'{field}: only parts of type "text" are supported: {exc}', field
             ) from exc
+        if role != "assistant" and any(isinstance(part, RefusalPart) for part in parts):
+            raise InvalidRequestError(
+                f"{field}: parts of type refusal are only allowed in messages with the role "
+                "assistant",
+                field,
+            )
         content = "".join(part.text for part in parts)
     if content is None and role == "assistant" and (said.tool_calls or _reasoning(said)):
         return ""

@@ -61,11 +61,23 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: FunctionName
 
 
-class NamedTool(msgspec.Struct, frozen=True):
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     """The tool that is to be called."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class ToolSubset(msgspec.Struct, frozen=True):
+    """Those of the request's tools that may be called, and whether one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """A choice among some of the tools. The prompt shows all, so that its cache serves each."""
+
+    allowed_tools: ToolSubset
 
 
 Tools = Annotated[
@@ -76,17 +88,27 @@ Tools = Annotated[
         description=f"a list of 1 to {MAX_TOOLS} tools; leave it out if there are none",
     ),
 ]
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | None
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | None,
+    Choice,
     Meta(
-        description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
+        description='"none", "auto", "required", {"type": "function", "function": {"name": NAME}} '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
     ),
 ]
 
 
-def check_tools(
-    tools: Sequence[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None
-) -> None:
+def chosen_names(choice: Choice) -> list[str] | None:
+    """Return the names of the functions that a choice leaves; None: all."""
+    match choice:
+        case NamedTool(function=function):
+            return [function.name]
+        case AllowedTools(allowed_tools=subset):
+            return [tool.function.name for tool in subset.tools]
+    return None
+
+
+def check_tools(tools: Sequence[Tool] | None, choice: Choice) -> None:
     """Check what types cannot say.
 
     Raises:
@@ -112,10 +134,11 @@ def check_tools(
                 f"{field}.name",
             )
         names.add(tool.function.name)
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise InvalidRequestError(
-            f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
-        )
+    for name in chosen_names(choice) or ():
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {name!r}, which is not among tools", "tool_choice"
+            )
 
 
 def check_tools_size(num_bytes: int) -> None:

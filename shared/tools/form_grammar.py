@@ -1,15 +1,18 @@
 """The grammar of an answer that must have a form, and may have reasoning before it.
 
-As in vLLM the reasoning is free, and the form begins after its close tag.
+As in vLLM the reasoning is free, and the form begins after its close tag. Where the model may call
+tools, an answer is calls or has the form.
 """
 
 from __future__ import annotations
 
 import json
 
+from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import PROMPT_END_TOKENS
+from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
 from pagewire.shared.tools.harmony_grammar import form_in_final
 from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tools.syntax import ChatSyntax
@@ -58,14 +61,53 @@ def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str
         begins: as `reasoning_before` has returned it.
     """
     form = syntax.reasoning
-    if form is None or begins is None:
+    if form is None or begins is None or _is_whole(text, form, syntax):
         return text
+    return _named(_lark(form, syntax, begins), text)
+
+
+def form_or_calls(
+    text: str, syntax: ChatSyntax, wanted: CallsWanted | None, begins: Begins | None
+) -> tuple[str, ...]:
+    """Return the grammars of an answer that has a form or is calls, the best first.
+
+    The last one may be of the form alone: of a function that is not strict, a schema that no
+    grammar can express costs the request nothing. Answers in channels, and those whose form is the
+    whole answer, are never calls; nor where calls are bare JSON, which grammars cannot
+    distinguish from JSON of another form.
+
+    Args:
+        text: the form's grammar: Lark, or JSON with a list of grammars.
+        syntax: the model's.
+        wanted: the calls that it may be; None for none.
+        begins: as `reasoning_before` has returned it.
+    """
+    form, calls = syntax.reasoning, syntax.tools
+    alone = after_reasoning(text, syntax, begins)
+    is_whole = form is not None and (form.answer_open or _is_whole(text, form, syntax))
+    if wanted is None or calls is None or calls.is_bare_json or syntax.has_channels or is_whole:
+        return (alone,)
+    reasoning = None if begins is None else form
+    lark = tools_grammar(
+        calls, wanted, reasoning, begins or "outside", syntax.tokens.get, f"@{_NAME}"
+    )
+    both = _named(lark, text)
+    if any(each.strict for each in wanted.functions):
+        return (both,)
+    return (both, alone) if len(both) <= MAX_GRAMMAR_CHARS else (alone,)
+
+
+def _is_whole(text: str, form: ReasoningFormat, syntax: ChatSyntax) -> bool:
+    """Whether a form's grammar has the close tag of reasoning itself."""
     close_id = syntax.tokens.get(form.close)
-    if form.close in text or (close_id is not None and f"<[{close_id}]>" in text):
-        return text
+    return form.close in text or (close_id is not None and f"<[{close_id}]>" in text)
+
+
+def _named(lark: str, text: str) -> str:
+    """Return a grammar that refers to that of a text."""
     grammars = _grammars(text)
     grammars[0]["name"] = _NAME
-    return json.dumps({"grammars": [{"lark_grammar": _lark(form, syntax, begins)}, *grammars]})
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
 
 
 def _grammars(text: str) -> list[dict[str, object]]:

@@ -64,6 +64,11 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     not_in_template: tuple[str, ...] = ()
 
     @property
+    def is_bare_json(self) -> bool:
+        """Whether a call is a JSON object with nothing before it."""
+        return self.kind == "object" and not (self.open or self.begin)
+
+    @property
     def opens(self) -> tuple[str, ...]:
         """What may come before a call, without the spaces around it."""
         return tuple(text.strip() for text in (self.open, *self.other_opens) if text)

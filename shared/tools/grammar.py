@@ -1,6 +1,7 @@
 """What an answer with tool calls may be, as a grammar for llguidance: text in its syntax of Lark.
 
 - A required or named call: nothing but calls, after the reasoning if the model writes any.
+- `auto` where an answer without calls has a form: the form or calls, after the reasoning.
 - `auto`: free text, or text and then calls. Once a call has begun, it is one of the request's
   functions and its arguments follow the schema. Text that only begins like a call is text.
 """
@@ -52,6 +53,7 @@ def tools_grammar(
     reasoning: ReasoningFormat | None,
     begins: Begins,
     token_of: TokenOf,
+    content: str = "",
 ) -> str:
     """Return the grammar of an answer.
 
@@ -61,8 +63,10 @@ def tools_grammar(
         reasoning: how it writes reasoning, if it does.
         begins: whether the prompt has opened the reasoning.
         token_of: the id of a marker that is a token, None for text.
+        content: what an answer without calls is, as in a rule; empty: any text, with calls after
+            it or without.
     """
-    return _Grammar(form, wanted, reasoning, begins, token_of).text()
+    return _Grammar(form, wanted, reasoning, begins, token_of).text(content)
 
 
 class _Grammar:
@@ -83,12 +87,14 @@ class _Grammar:
         self._markers = re.compile(f"({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
         self._rules: dict[str, str] = {}
 
-    def text(self) -> str:
+    def text(self, content: str) -> str:
         """Return the grammar."""
         before = self._add_reasoning()
         calls = self._add_calls()
         if self._wanted.must_call:
             start = f"{before} {calls}"
+        elif content:
+            start = f"{before} ({content} | {calls})"
         else:
             start = f"{before} ({self._add_text()} | {self._add_triggered()})"
         rules = {"start": start, **self._rules}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.tools.definitions import NamedTool, Tool
+from pagewire.shared.tools.definitions import AllowedTools, Choice, NamedTool, Tool, chosen_names
 from pagewire.shared.tools.formats import TOOL_FORMATS, TokenOf, ToolFormat, recognise_tools
 from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
 from pagewire.shared.tools.harmony_grammar import channels_grammar
@@ -17,8 +16,6 @@ from pagewire.shared.tools.reasoning import (
     ReasoningFormat,
     recognise_reasoning,
 )
-
-Choice = Literal["none", "auto", "required"] | NamedTool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +96,17 @@ class ChatSyntax:
                 f"{', '.join(sorted(TOOL_FORMATS))}",
                 "tools",
             )
-        functions = tuple(tool.function for tool in tools)
-        if isinstance(choice, NamedTool):
-            named = tuple(each for each in functions if each.name == choice.function.name)
-            return CallsWanted(functions=named, must_call=True, only_one=True, is_named=True)
+        names = chosen_names(choice)
+        functions = tuple(
+            tool.function for tool in tools if names is None or tool.function.name in names
+        )
+        is_named = isinstance(choice, NamedTool)
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
         return CallsWanted(
-            functions=functions, must_call=choice == "required", only_one=parallel is False
+            functions=functions,
+            must_call=is_named or mode == "required",
+            only_one=is_named or parallel is False,
+            is_named=is_named,
         )
 
     def grammar(self, wanted: CallsWanted, begins: Begins, loosely: bool = False) -> str:

@@ -1,36 +1,22 @@
-"""The Messages API through Anthropic's client, where it is installed.
-
-pip install -e '.[clients]'
-pytest tests/clients
-"""
+"""The Messages API through Anthropic's client."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
-from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
-from pagewire.tests.support.live_router import MODEL, LiveRouter, with_worker
-from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.tool_answers import TOOLS, written
-from pagewire.tests.support.tool_models import make_model
-
-anthropic = pytest.importorskip("anthropic")
+from pagewire.tests.support.library_client import CALLS, calls_text, scripted_router
+from pagewire.tests.support.live_router import MODEL
+from pagewire.tests.support.tool_answers import TOOLS
 
 # The library's own warnings are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("get_weather", {"city": "Łódź", "days": 2}),
-    ("clock", {}),
-]
-ANSWER = "<think>\nTwo calls.\n</think>\n\nLet me see.\n" + written(TOOL_FORMATS["hermes"], CALLS)
+ANSWER = "<think>\nTwo calls.\n</think>\n\nLet me see.\n" + calls_text(CALLS)
 OWN_TOOLS = [
     {
         "name": tool["function"]["name"],
@@ -45,29 +31,22 @@ ASKED: dict[str, Any] = {
     "tools": OWN_TOOLS,
     "thinking": {"type": "enabled", "budget_tokens": 100},
 }
-Ask = Callable[[Callable[[Any], None]], None]
+Ask = Callable[[Callable[[anthropic.Anthropic], None]], None]
 
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Run a scenario with the client, which blocks, in a thread; every answer is the same."""
-    model = make_model(tmp_path_factory.mktemp("models"), "hermes")
-    tokenizer = Tokenizer.from_dir(model)
-    with RedisServer() as redis:
+    """Run a scenario with the client; every answer is the same."""
+    with scripted_router(tmp_path_factory.mktemp("models")) as asked:
 
-        def run(scenario: Callable[[Any], None]) -> None:
-            async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-                worker.answer = tokenizer.encode(ANSWER, add_special_tokens=False)
+        def run(scenario: Callable[[anthropic.Anthropic], None]) -> None:
+            def call(url: str) -> None:
+                with anthropic.Anthropic(
+                    base_url=url, api_key="none", max_retries=0, timeout=15
+                ) as client:
+                    scenario(client)
 
-                def call() -> None:
-                    with anthropic.Anthropic(
-                        base_url=router.url, api_key="none", max_retries=0, timeout=15
-                    ) as client:
-                        scenario(client)
-
-                await asyncio.to_thread(call)
-
-            with_worker(redis.url, main, model=str(model))
+            asked(ANSWER, call)
 
         yield run
 
@@ -82,7 +61,7 @@ def check(message: Any) -> None:
 
 
 def test_a_message_and_its_results(ask: Ask) -> None:
-    def scenario(client: Any) -> None:
+    def scenario(client: anthropic.Anthropic) -> None:
         message = client.messages.create(**ASKED)
         check(message)
         assert message._request_id is not None
@@ -99,7 +78,7 @@ def test_a_message_and_its_results(ask: Ask) -> None:
 
 
 def test_a_stream(ask: Ask) -> None:
-    def scenario(client: Any) -> None:
+    def scenario(client: anthropic.Anthropic) -> None:
         with client.messages.stream(**ASKED) as stream:
             text = "".join(stream.text_stream)
             check(stream.get_final_message())
@@ -109,7 +88,7 @@ def test_a_stream(ask: Ask) -> None:
 
 
 def test_counts_and_errors(ask: Ask) -> None:
-    def scenario(client: Any) -> None:
+    def scenario(client: anthropic.Anthropic) -> None:
         asked = {key: value for key, value in ASKED.items() if key != "max_tokens"}
         counted = client.messages.count_tokens(**asked)
         used = client.messages.create(**ASKED).usage
@@ -118,5 +97,42 @@ def test_counts_and_errors(ask: Ask) -> None:
             client.messages.create(**{**ASKED, "model": "other"})
         with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
             client.messages.create(**ASKED, tool_choice={"type": "tool", "name": "other"})
+
+    ask(scenario)
+
+
+def test_the_tool_runner_sends_whole_conversations(ask: Ask) -> None:
+    """It asks for a conversation that the server holds, and learns that there are none."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str, days: int) -> str:
+        return f"Rain in {city} for {days} days."
+
+    @anthropic.beta_tool
+    def clock() -> str:
+        return "Noon."
+
+    def scenario(client: anthropic.Anthropic) -> None:
+        asked = {name: ASKED[name] for name in ("model", "messages", "max_tokens", "thinking")}
+        runner = client.beta.messages.tool_runner(
+            **asked, tools=[get_weather, clock], max_iterations=3
+        )
+        messages = list(runner)
+        assert len(messages) == 3
+        for message in messages:
+            check(message)
+        sizes = [message.usage.input_tokens for message in messages]
+        assert sizes[2] - sizes[1] > 50 < sizes[1] - sizes[0]
+
+    ask(scenario)
+
+
+def test_turns_of_several_messages_and_models(ask: Ask) -> None:
+    def scenario(client: anthropic.Anthropic) -> None:
+        more = [{"role": "user", "content": "Both."}, {"role": "system", "content": "x"}]
+        check(client.messages.create(**{**ASKED, "messages": [*QUESTION, *more]}))
+        (model,) = client.models.list()
+        assert (model.id, model.display_name) == (MODEL, MODEL)
+        assert client.models.retrieve(MODEL) == model
 
     ask(scenario)

@@ -128,6 +128,26 @@ def test_required_tools_are_called_with_typed_arguments(client: openai.OpenAI) -
         assert called(whole.message) == called(final.message)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_with_tools_and_a_form_an_answer_is_calls_or_has_the_form(
+    client: openai.OpenAI, seed: int
+) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Part, name="make")],
+        response_format=Part,
+        parallel_tool_calls=False,
+        temperature=1.0,
+        seed=seed,
+        max_tokens=400,
+    ).choices[0]
+    calls = answer.message.tool_calls or []
+    found = [call.function.parsed_arguments for call in calls] or [answer.message.parsed]
+    assert all(isinstance(each, Part) for each in found)
+    assert answer.finish_reason == ("tool_calls" if calls else "stop")
+
+
 def test_with_auto_tools_the_answer_is_free(client: openai.OpenAI) -> None:
     """The demo says what it has learned; with a form that has calls, these are found."""
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0}

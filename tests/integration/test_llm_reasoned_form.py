@@ -106,5 +106,6 @@ def _grammar_of(llm: LLM) -> str:
     )
     (chat,) = read_chats([CHAT], tokenizer, syntax, {"continue_final_message": True})
     form = grammar_text(ASKED.structured_outputs)
-    assert form is not None and "reasoning_end" in chat.form(form)
-    return chat.form(form)
+    (grammar,) = chat.grammars_with(form)
+    assert grammar is not None and "reasoning_end" in grammar
+    return grammar

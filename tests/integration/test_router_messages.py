@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ TOOLS = [
         "input_schema": tool["function"].get("parameters", {"properties": {}, "type": "object"}),
     }
     for tool in OPENAI_TOOLS
+]
+# As the template is given them: with the fields of a message's tools.
+SHOWN_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": tool["name"], "parameters": tool["input_schema"]},
+    }
+    for tool in TOOLS
 ]
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
 ON = {"type": "enabled", "budget_tokens": 20}
@@ -242,6 +251,70 @@ def test_a_conversation_with_results_goes_on(ask: Ask) -> None:
     ask(THINKS + written(TOOL_FORMATS["hermes"], CALLS), scenario)
 
 
+def test_messages_of_one_role_are_one_turn(ask: Ask) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        call = {"type": "tool_use", "id": "a", "name": "clock", "input": {}}
+        result = {**RESULT, "tool_use_id": "a"}
+        turns = [
+            {"role": "user", "content": "One."},
+            {"role": "user", "content": [{"type": "text", "text": "Two."}]},
+            {"role": "assistant", "content": "Three."},
+            {"role": "assistant", "content": [{"type": "text", "text": "Four."}, call]},
+            {"role": "user", "content": "Five."},
+            {"role": "user", "content": [result]},
+            {"role": "system", "content": "Six."},
+        ]
+        await created(router, messages=turns, tools=TOOLS)
+        await post(router, "/count_tokens", messages=turns, tools=TOOLS)
+        chat = [
+            {"role": "user", "content": "One.\n\nTwo."},
+            {
+                "role": "assistant",
+                "content": "Three.\n\nFour.",
+                "tool_calls": [{"id": "a", "function": {"name": "clock", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "7"},
+            {"role": "user", "content": "Five."},
+            {"role": "system", "content": "Six."},
+        ]
+        off = {"chat_template_kwargs": {"enable_thinking": False}, "tools": SHOWN_TOOLS}
+        body = {"model": MODEL, "messages": chat, **off}
+        response = await router.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        one, other = (each.prompt_token_ids for each in worker.generated)
+        assert one == other
+
+    ask("Noon.", scenario)
+
+
+def test_clients_learn_that_threads_are_not_held(ask: Ask) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        response = await post(router, max_tokens=9, thread={"type": "create"})
+        assert response.status_code == 400
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert response.json()["error"]["details"] == details
+        edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        await created(router, context_management=edits, thread=None)
+
+    ask("Noon.", scenario)
+
+
+def test_models_as_anthropics_clients_have_them(ask: Ask) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        headers = {"anthropic-version": "2023-06-01"}
+        listed = (await router.http.get("/v1/models", headers=headers)).json()
+        (found,) = listed.pop("data")
+        assert listed == {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        assert (found["type"], found["id"], found["display_name"]) == ("model", MODEL, MODEL)
+        assert datetime.fromisoformat(found["created_at"]) <= datetime.now(UTC)
+        one = (await router.http.get(f"/v1/models/{MODEL}", headers=headers)).json()
+        assert one == found
+        ours = (await router.http.get(f"/v1/models/{MODEL}")).json()
+        assert (ours["object"], ours["max_model_len"]) == ("model", found["max_input_tokens"])
+
+    ask("Noon.", scenario)
+
+
 @pytest.mark.parametrize(
     ("choice", "num_calls"),
     [
@@ -339,6 +412,7 @@ def test_tokens_are_counted_as_they_are_used(ask: Ask) -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "7"}
 DOCUMENT = {"type": "document", "source": {"type": "text", "data": ""}}
 
 
@@ -346,7 +420,14 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": None}),
     ("max_tokens", {"max_tokens": 0}),
     ("messages", {"messages": []}),
-    ("messages[0].role", {"messages": [{"role": "system", "content": "x"}]}),
+    ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
+    ("messages[1].content", {"messages": [*QUESTION, {"role": "user", "content": ""}]}),
+    (
+        "messages[1].content[0]: a block of type tool_result is not allowed",
+        {"messages": [*QUESTION, {"role": "system", "content": [RESULT]}]},
+    ),
+    ("context_management.edits[0].type", {"context_management": {"edits": [{"type": "compact"}]}}),
+    ("thread must be null", {"thread": {"type": "create"}}),
     ("messages[0].content", {"messages": [{"role": "user", "content": ""}]}),
     ("messages[0].content[0]", {"messages": [{"role": "user", "content": [IMAGE]}]}),
     ("image", {"messages": [{"role": "user", "content": [IMAGE]}]}),

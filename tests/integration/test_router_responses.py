@@ -23,6 +23,7 @@ from pagewire.tests.support.tool_models import SPECIAL, make_model
 
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
 CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
+NAMED = {"type": "function", "name": "clock"}
 QUESTION = "The weather in Łódź, and the time?"
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
 STEPS = pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
@@ -272,11 +273,34 @@ def test_choices_of_tools(ask: Callable[..., Any]) -> None:
         one = client.responses.create(**asked, parallel_tool_calls=False)
         assert read(one.output) == CALLS[:1]
         assert one.parallel_tool_calls is False
+        some = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
+        allowed = client.responses.create(**asked, tool_choice=some)
+        assert read(allowed.output) == CALLS[1:]
+        assert allowed.tool_choice.type == "allowed_tools"
+        form = {"format": {"type": "json_object"}}
+        required = client.responses.create(**asked, tool_choice="required", text=form)
+        assert read(required.output) == CALLS
         none = client.responses.create(**asked, tool_choice="none")
         assert none.output_text == calls_in()
         assert none.tool_choice == "none"
         ids = [item.call_id for item in one.output]
         assert all(ids)
+
+    ask(calls_in(), scenario)
+
+
+def test_input_tokens_are_counted_as_they_are_used(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        asked: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "tools": TOOLS}
+        first = client.responses.create(**asked, input=QUESTION)
+        asked |= {"previous_response_id": first.id, "input": [{"role": "user", "content": "So?"}]}
+        count = client.responses.input_tokens.count
+        assert client.responses.create(**asked).usage.input_tokens == count(**asked).input_tokens
+        assert count(model=MODEL, input="long " * 9000).input_tokens > 9000
+        with pytest.raises(openai.NotFoundError, match="Previous response"):
+            count(model=MODEL, input="x", previous_response_id="resp_" + "0" * 32)
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content"):
+            count(model=MODEL, input=[{"role": "user", "content": ""}])
 
     ask(calls_in(), scenario)
 
@@ -356,6 +380,8 @@ def test_an_error_within_a_stream_is_the_responses_own(redis_url: str) -> None:
          "tools[0].parameters"),
         ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools[1].name"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+         "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}}}},
          "text.format"),

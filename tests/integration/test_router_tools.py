@@ -254,6 +254,25 @@ def test_typed_tools_are_parsed(ask: Callable[..., Any]) -> None:
     ask(written(TOOL_FORMATS["hermes"], CALLS[:1]), scenario)
 
 
+def test_earlier_answers_may_have_been_refused(ask: Callable[..., Any]) -> None:
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        refusal: Any = {
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "Not that."}],
+        }
+        wrong: Any = {**refusal, "role": "user"}
+        chat: Any = [*QUESTION, refusal, {"role": "user", "content": "Why?"}]
+        client.chat.completions.create(model=MODEL, messages=chat)
+        chat[1] = {"role": "assistant", "content": "Not that."}
+        client.chat.completions.create(model=MODEL, messages=chat)
+        one, other = (each.prompt_token_ids for each in worker.generated)
+        assert one == other
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content: .*refusal"):
+            client.chat.completions.create(model=MODEL, messages=[wrong])
+
+    ask("Because.", scenario)
+
+
 def test_named_none_and_one_at_once(ask: Callable[..., Any]) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         create = client.chat.completions.create

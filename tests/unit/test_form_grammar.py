@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.shared.tools.form_grammar import after_reasoning
+from pagewire.shared.tools.definitions import Function
+from pagewire.shared.tools.form_grammar import after_reasoning, form_or_calls
+from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tools.grammar import CallsWanted
 from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.tests.support.tool_answers import TOOLS, Call, as_grammars_have_it, written
 from pagewire.tests.unit.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
 FORMS = {
     "json": (StructuredOutputs(json={"type": "object"}), '{"a": 1}'),
     "object": (StructuredOutputs(json_object=True, disable_any_whitespace=True), '{"a":1}'),
@@ -77,3 +88,57 @@ def test_a_form_may_be_between_tags_after_reasoning(tokens: str) -> None:
             assert allows("choice", "granite_tags", begins, tokens, text)
     assert not allows("choice", "granite_tags", "outside", tokens, "<response>no</response>")
     assert not allows("choice", "granite_tags", "inside", tokens, "So.</think><response>no")
+
+
+CALLS: list[Call] = [("get_weather", {"city": "Oslo", "days": 2}), ("clock", {})]
+
+
+def functions(strict: bool = False) -> tuple[Function, ...]:
+    found = (Function(**tool["function"]) for tool in TOOLS)
+    return tuple(msgspec.structs.replace(each, strict=strict) for each in found)
+
+
+@pytest.mark.parametrize("tokens", VOCABULARIES)
+@pytest.mark.parametrize("reasoning", [None, "think"])
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - {"harmony", "llama3_json"}))
+def test_an_answer_has_the_form_or_is_calls(name: str, reasoning: str | None, tokens: str) -> None:
+    form = TOOL_FORMATS[name]
+    tokenizer, ids = VOCABULARIES[tokens]
+    syntax = ChatSyntax(form, REASONING_FORMATS.get(reasoning or ""), ids)
+    begins: Begins | None = None if reasoning is None else "outside"
+    wanted = CallsWanted(functions=functions(), must_call=False, only_one=False)
+    text = grammar_text(StructuredOutputs(json=SCHEMA)) or ""
+    both, alone = form_or_calls(text, syntax, wanted, begins)
+    assert alone == after_reasoning(text, syntax, begins)
+    calls = written(form, CALLS, as_grammars_have_it(form))
+    rights = ['{"answer": 3}', calls]
+    wrongs = ["Well, 3.", f"Well. {calls}", '{"answer": "x"}', f'{{"answer": 3}}{calls}']
+    if reasoning is not None:
+        rights += [f"<think>Hm {{ .</think>\n\n{each}" for each in rights]
+        wrongs.append("<think>Hm.</think>Well")
+    for right in rights:
+        assert follows(both, tokenizer, right), right
+    for wrong in wrongs:
+        assert not follows(both, tokenizer, wrong), wrong
+
+
+def follows(grammar: str, tokenizer: LLTokenizer, text: str) -> bool:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens([*tokenizer.tokenize_str(text, parse_special=True), EOS])
+
+
+def test_strict_functions_are_not_left_out_and_others_may_be() -> None:
+    syntax = ChatSyntax(TOOL_FORMATS["hermes"])
+    text = grammar_text(StructuredOutputs(json=SCHEMA)) or ""
+    strict = CallsWanted(functions=functions(strict=True), must_call=False, only_one=False)
+    assert len(form_or_calls(text, syntax, strict, None)) == 1
+    names = {"enum": [f"city {n}" for n in range(15_000)]}
+    large = Function("f", parameters={"type": "object", "properties": {"city": names}})
+    wanted = CallsWanted(functions=(large,), must_call=False, only_one=False)
+    assert form_or_calls(text, syntax, wanted, None) == (text,)
+    assert form_or_calls(text, ChatSyntax(), wanted, None) == (text,)
+    bare = ChatSyntax(TOOL_FORMATS["llama3_json"])
+    assert form_or_calls(text, bare, strict, None) == (text,)
+    channels = ChatSyntax(TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"])
+    assert len(form_or_calls(text, channels, strict, "outside")) == 1

@@ -18,7 +18,9 @@ EXTRAS = {
     "router.txt": ["otel"],
     "worker.txt": ["worker", "ucx", "transformers", "otel"],
     "dev.txt": ["worker", "ucx", "transformers", "otel", "dev"],
+    "clients.txt": ["worker", "ucx", "transformers", "otel", "dev", "clients"],
 }
+FOR_TESTS = ("dev.txt", "clients.txt")
 TORCHS = ("torch-cpu.txt", "torch-cuda.txt")
 
 
@@ -60,7 +62,7 @@ def test_each_requirement_is_locked_at_a_version_that_it_allows(file: str, torch
     wrong = []
     for requirement in asked_for(EXTRAS[file]):
         name = canonicalize_name(requirement.name)
-        if name == "triton" and torch == "torch-cpu.txt" and file != "dev.txt":
+        if name == "triton" and torch == "torch-cpu.txt" and file not in FOR_TESTS:
             continue  # which only tests use on a CPU
         versions = pins.get(name, [])
         if not versions or not all(requirement.specifier.contains(each) for each in versions):
@@ -83,7 +85,7 @@ def test_all_files_have_the_same_versions() -> None:
 def test_torch_is_in_its_own_files_alone() -> None:
     for file in (*EXTRAS, "build.txt"):
         names = {canonicalize_name(pin.name) for pin in locked(file)}
-        assert names & {"torch", "triton"} == ({"triton"} if file == "dev.txt" else set()), file
+        assert names & {"torch", "triton"} == ({"triton"} if file in FOR_TESTS else set()), file
         assert not any(name.startswith(("nvidia-cu", "nvidia-nccl")) for name in names), file
 
 

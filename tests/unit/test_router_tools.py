@@ -49,6 +49,11 @@ def tool(**function: Any) -> dict[str, Any]:
 NAMED = {"type": "function", "function": {"name": "clock"}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -79,10 +84,10 @@ NAMED = {"type": "function", "function": {"name": "clock"}}
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"include_reasoning": 1}, "include_reasoning"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "f")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "clock")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "clock")}, "tool_choice"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -110,6 +115,29 @@ def test_the_choice_decides_what_is_read_and_allowed(chat: Chat, choice: Any) ->
     assert (asked.other_grammars == (None,)) == (not must_call)
     assert reading.only_one == (choice == NAMED)
     assert ("get_weather" in prompt.spec.grammar) == (choice != NAMED)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_may_leave_some_of_the_tools(chat: Chat, mode: str) -> None:
+    some = chat(tools=TOOLS, tool_choice=allowed(mode, "clock"))
+    assert some.reading is not None and some.reading.names == ("clock",)
+    assert not some.reading.is_named
+    alone = chat(tools=[CLOCK], tool_choice=mode)
+    assert some.prompts[0].spec.grammar == alone.prompts[0].spec.grammar
+    every = chat(tools=TOOLS, tool_choice=mode)
+    assert some.prompts[0].token_ids == every.prompts[0].token_ids
+
+
+def test_a_form_is_for_answers_that_are_not_calls(chat: Chat) -> None:
+    form = {"response_format": {"type": "json_object"}}
+    for choice in ("required", NAMED):
+        asked = chat(tools=TOOLS, tool_choice=choice, **form)
+        assert asked == chat(tools=TOOLS, tool_choice=choice)
+    both = chat(tools=TOOLS, **form)
+    assert both.form_field == "response_format"
+    assert both.reading is not None and both.reading.names == NAMES
+    only_form = chat(tools=TOOLS, tool_choice="none", **form)
+    assert both.other_grammars == (only_form.prompts[0].spec.grammar,)
 
 
 def test_the_prompt_has_the_tools_as_the_client_wrote_them(chat: Chat, model: ServedModel) -> None:

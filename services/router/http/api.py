@@ -16,6 +16,7 @@ from pagewire.services.router.http.errors import describe, outcome_of
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect, received_body
 from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.logprobs import CompletionLogprobs
+from pagewire.services.router.http.message_format import model_info, model_list
 from pagewire.services.router.http.parsed_chat import ParsedChatFormat
 from pagewire.services.router.http.request_record import record_of
 from pagewire.services.router.http.responses import (
@@ -43,6 +44,8 @@ async def list_models(request: Request) -> Response:
     records = [
         model_record(service.model, name, service.max_model_len) for name in service.model.names
     ]
+    if _is_anthropics(request):
+        return _json(model_list(records))
     return _json({"object": "list", "data": records})
 
 
@@ -51,7 +54,8 @@ async def get_model(request: Request, model_id: str) -> Response:
     """Describe the model."""
     service = service_of(request)
     service.model.check_name(model_id)
-    return _json(model_record(service.model, model_id, service.max_model_len))
+    record = model_record(service.model, model_id, service.max_model_len)
+    return _json(model_info(record) if _is_anthropics(request) else record)
 
 
 @router.post("/v1/completions")
@@ -255,6 +259,11 @@ def service_of(request: Request) -> RouterService:
     """Return the router's service."""
     service: RouterService = request.app.state.service
     return service
+
+
+def _is_anthropics(request: Request) -> bool:
+    """Whether the client is Anthropic's, on a path that both APIs have."""
+    return "anthropic-version" in request.headers
 
 
 def _json(content: object, status: int = 200) -> Response:

@@ -23,6 +23,7 @@ BodyKind = Literal[
     "chat",
     "completion",
     "response",
+    "response count",
     "message",
     "message count",
     "tokenize",

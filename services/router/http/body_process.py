@@ -27,7 +27,7 @@ from pagewire.services.router.http.child_serving import memory_bytes, run
 from pagewire.services.router.http.embedding_inputs import read_embedding
 from pagewire.services.router.http.inputs import InputReader, read_chat, read_completion
 from pagewire.services.router.http.message_inputs import read_message, read_message_count
-from pagewire.services.router.http.response_inputs import read_response
+from pagewire.services.router.http.response_inputs import read_response, read_response_count
 from pagewire.services.router.http.token_inputs import read_detokenize, read_tokenize
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
@@ -42,6 +42,7 @@ READERS: dict[BodyKind, InputReader] = {
     "detokenize": read_detokenize,
     "response": read_response,
     "embedding": read_embedding,
+    "response count": read_response_count,
 }
 
 

@@ -24,7 +24,7 @@ def conversation(body: ChatBody) -> list[dict[str, Any]]:
         InvalidRequestError: one of them is wrong; names the field.
     """
     return [
-        template_message(index, message.role, message.text, message)
+        template_message(index, message.role, message.content, message)
         for index, message in enumerate(body.messages)
     ]
 

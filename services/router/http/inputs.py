@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
@@ -37,7 +37,7 @@ from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tools.answer import AnswerReading
 from pagewire.shared.tools.asking import answer_reading, tool_grammars
-from pagewire.shared.tools.form_grammar import after_reasoning, reasoning_before
+from pagewire.shared.tools.form_grammar import form_or_calls, reasoning_before
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -112,21 +112,14 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         prompts = tuple(_with_grammar(prompt, text) for prompt in self.prompts)
         return msgspec.structs.replace(self, prompts=prompts)
 
-    def with_tools(self, grammars: tuple[str | None, ...], must_call: bool) -> GenerationInput:
-        """Return the request with the grammars of its tools; a form asked for takes precedence.
+    def with_grammars(self, grammars: Sequence[str | None], field: str) -> GenerationInput:
+        """Return the request with grammars for its answers, the best first, and what asks for them.
 
         Raises:
-            InvalidRequestError: tools must be called and another form is asked for; names it.
+            InvalidRequestError: one is too large; names the field.
         """
-        if self.form_field is not None:
-            if not must_call:
-                return self
-            raise InvalidRequestError(
-                f"{self.form_field} cannot be combined with a tool_choice that requires a call",
-                self.form_field,
-            )
-        first, *others = grammars
-        asked = msgspec.structs.replace(self, form_field="tools", other_grammars=tuple(others))
+        first, *others = (text and checked_size(text, field) for text in grammars)
+        asked = msgspec.structs.replace(self, form_field=field, other_grammars=tuple(others))
         return asked.with_grammar(first)
 
 
@@ -214,12 +207,13 @@ def chat_input(
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
     found = _input(body, [prompt], unknown_fields, model)
-    if found.form_field is not None:
+    if found.form_field is not None and not (wanted is not None and wanted.must_call):
         begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
-        text = after_reasoning(found.prompts[0].spec.grammar or "", model.syntax, begins)
-        found = found.with_grammar(checked_size(text, found.form_field))
-    if wanted is not None and reading is not None:
-        found = found.with_tools(tool_grammars(model.syntax, wanted, reading), wanted.must_call)
+        text = found.prompts[0].spec.grammar or ""
+        grammars = form_or_calls(text, model.syntax, wanted, begins)
+        found = found.with_grammars(grammars, found.form_field)
+    elif wanted is not None and reading is not None:
+        found = found.with_grammars(tool_grammars(model.syntax, wanted, reading), "tools")
     if reading is not None:
         rules = msgspec.structs.replace(found.rules, shown=reading.shown)
         found = msgspec.structs.replace(found, reading=reading, rules=rules)

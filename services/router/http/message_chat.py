@@ -5,7 +5,9 @@ A tool's result becomes a message of its own, calls and reasoning become fields 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Literal
 
 from pagewire.services.router.http.message_schemas import (
     Block,
@@ -24,11 +26,17 @@ from pagewire.services.router.http.schemas import ChatMessage
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
 
-_SYSTEM_SEPARATOR = "\n\n"  # clients put texts that know nothing of each other into blocks
+# Between messages of one turn, and between the system's blocks: texts that know nothing of each
+# other.
+_SEPARATOR = "\n\n"
+
+_Placed = tuple[str, Sequence[tuple[str, Block]]]
 
 
 def messages_of(body: CountBody) -> list[ChatMessage]:
     """Return the messages of a request, that of the system first.
+
+    Messages of one role that follow each other are one turn.
 
     Raises:
         InvalidRequestError: a block is not supported or of the other role; names the field.
@@ -36,12 +44,12 @@ def messages_of(body: CountBody) -> list[ChatMessage]:
     found = []
     if system := _system(body):
         found.append(ChatMessage(role="system", content=system))
-    for index, message in enumerate(body.messages):
-        place = f"messages[{index}].content"
-        if message.role == "user":
-            found += _of_user(place, _blocks(message))
+    for role, messages in groupby(enumerate(body.messages), lambda each: each[1].role):
+        turn = [_placed(index, message) for index, message in messages]
+        if role == "assistant":
+            found.append(_of_assistant(turn))
         else:
-            found.append(_of_assistant(place, _blocks(message)))
+            found += _of_others(role, turn)
     if body.messages[-1].role == "assistant" and found[-1].tool_calls:
         field = f"messages[{len(body.messages) - 1}].content"
         raise InvalidRequestError(
@@ -54,31 +62,45 @@ def messages_of(body: CountBody) -> list[ChatMessage]:
 def _system(body: CountBody) -> str:
     if isinstance(body.system, str):
         return body.system
-    return _SYSTEM_SEPARATOR.join(block.text for block in body.system or () if block.text)
+    return _joined(block.text for block in body.system or ())
 
 
-def _blocks(message: Message) -> Sequence[Block]:
-    return [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+def _placed(index: int, message: Message) -> _Placed:
+    """Return the place of a message's content, and its blocks with theirs."""
+    place = f"messages[{index}].content"
+    if isinstance(message.content, str):
+        return place, [(place, TextBlock(message.content))]
+    return place, [(f"{place}[{at}]", block) for at, block in enumerate(message.content)]
 
 
-def _of_user(place: str, blocks: Sequence[Block]) -> list[ChatMessage]:
-    """Return the results of tools, and then what the user says."""
+def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list[ChatMessage]:
+    """Return the results of tools, and then what the user or the system says."""
     found: list[ChatMessage] = []
     texts = []
-    for index, block in enumerate(blocks):
-        match block:
-            case TextBlock(text=text):
-                texts.append(text)
-            case ToolResultBlock():
-                text = _result(f"{place}[{index}].content", block)
-                found.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=text))
-            case _:
-                raise _refused(f"{place}[{index}]", block, "user")
-    if text := "".join(texts):
-        found.append(ChatMessage(role="user", content=text))
-    if not found:
-        raise InvalidRequestError(f"{place} must have text that is not empty", place)
+    for place, blocks in turn:
+        text, num_results = "", 0
+        for where, block in blocks:
+            match block:
+                case TextBlock():
+                    text += block.text
+                case ToolResultBlock() if role == "user":
+                    num_results += 1
+                    result = _result(f"{where}.content", block)
+                    found.append(
+                        ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=result)
+                    )
+                case _:
+                    raise _refused(where, block, role)
+        if not text and not num_results:
+            raise InvalidRequestError(f"{place} must have text that is not empty", place)
+        texts.append(text)
+    if text := _joined(texts):
+        found.append(ChatMessage(role=role, content=text))
     return found
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return _SEPARATOR.join(text for text in texts if text)
 
 
 def _result(place: str, result: ToolResultBlock) -> str:
@@ -92,25 +114,29 @@ def _result(place: str, result: ToolResultBlock) -> str:
     return "".join(texts)
 
 
-def _of_assistant(place: str, blocks: Sequence[Block]) -> ChatMessage:
+def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
     texts, thoughts, calls = [], [], []
-    for index, block in enumerate(blocks):
-        match block:
-            case TextBlock(text=text):
-                texts.append(text)
-            case ThinkingBlock(thinking=text):
-                thoughts.append(text)
-            case ToolUseBlock():
-                calls.append(CalledTool(CalledFunction(block.name, block.input), block.id))
-            case RedactedThinkingBlock():
-                pass
-            case _:
-                raise _refused(f"{place}[{index}]", block, "assistant")
-    if len(calls) > MAX_CALLS:
-        raise InvalidRequestError(f"{place} must have at most {MAX_CALLS} tool_use blocks", place)
+    for place, blocks in turn:
+        text = ""
+        for where, block in blocks:
+            match block:
+                case TextBlock():
+                    text += block.text
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case ToolUseBlock():
+                    calls.append(CalledTool(CalledFunction(block.name, block.input), block.id))
+                case RedactedThinkingBlock():
+                    pass
+                case _:
+                    raise _refused(where, block, "assistant")
+        texts.append(text)
+        if len(calls) > MAX_CALLS:
+            problem = f"{place} must have at most {MAX_CALLS} tool_use blocks"
+            raise InvalidRequestError(problem, place)
     return ChatMessage(
         role="assistant",
-        content="".join(texts),
+        content=_joined(texts),
         reasoning="".join(thoughts) or None,
         tool_calls=calls or None,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -127,6 +128,31 @@ class MessageFormat:
         self._open = None
         self._num_blocks += 1
         return _event("content_block_stop", index=self._num_blocks - 1)
+
+
+def model_info(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model as Anthropic's clients know it.
+
+    Args:
+        record: the model as OpenAI's know it.
+    """
+    created = datetime.fromtimestamp(record["created"], UTC)
+    return {
+        "type": "model",
+        "id": record["id"],
+        "display_name": record["id"],
+        "created_at": created.isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": record["max_model_len"],
+        "max_tokens": record["max_model_len"],
+    }
+
+
+def model_list(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return Anthropic's list of all models."""
+    found = [model_info(record) for record in records]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
+    return {"data": found, "has_more": False, **ends}
 
 
 def _content(events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pagewire.services.router.http.inputs import (
     counted_input,
 )
 from pagewire.services.router.http.message_chat import messages_of
+from pagewire.services.router.http.message_errors import THREAD_UNSUPPORTED
 from pagewire.services.router.http.message_schemas import (
     AnyChoice,
     AutoChoice,
@@ -99,6 +100,10 @@ def _parse(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
         raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     if body.tools:
         check_tools_size(memoryview(fields["tools"]).nbytes)
+    if body.thread is not None:
+        # Its clients then send the whole conversation. Ignoring it would answer a part of one.
+        problem = "thread must be null: the server holds no conversations, send all messages"
+        raise InvalidRequestError(problem, "thread", THREAD_UNSUPPORTED)
     _check_tools(body)
     _check_thinking(body)
     return body, len(fields.keys() - set(kind.__struct_fields__))
@@ -164,7 +169,7 @@ def _choice(body: CountBody) -> Any:
         case AnyChoice():
             return "required"
         case ToolChoice(name=name):
-            return NamedTool("function", NamedFunction(name))
+            return NamedTool(NamedFunction(name))
         case NoneChoice():
             return "none"
     return "auto"

@@ -18,6 +18,7 @@ from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tools.definitions import MAX_TOOLS, FunctionName
 
 MAX_USER_CHARS = 256
+MAX_EDITS = 16
 
 TopK = Annotated[
     int, Meta(ge=0, lt=2**31, description="0 (all tokens) or a positive integer below 2**31")
@@ -97,9 +98,9 @@ _SystemText = Annotated[TextBlock, Meta(description='a block like {"type": "text
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation."""
+    """One message of a conversation. The system may say something within it."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | _Blocks
 
 
@@ -189,8 +190,33 @@ class MessageMetadata(msgspec.Struct, frozen=True):
     ) = None
 
 
+class ContextEdit(msgspec.Struct, frozen=True):
+    """What is to be cleared from a long conversation, where the server holds its tokens.
+
+    Nothing is: a prompt has all that its request has.
+    """
+
+    type: Annotated[
+        str,
+        Meta(
+            pattern=r"\Aclear_",
+            description='a string that begins with "clear_"; others are not supported',
+        ),
+    ]
+
+
+class ContextManagement(msgspec.Struct, frozen=True):
+    """What is to become of a long conversation."""
+
+    edits: Annotated[list[ContextEdit], Meta(max_length=MAX_EDITS)] | None = None
+
+
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`.
+
+    Attributes:
+        thread: a conversation that the server holds, which is refused (message_inputs.py).
+    """
 
     model: str
     messages: Annotated[
@@ -216,11 +242,13 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     container: _Unsupported = None
-    context_management: _Unsupported = None
+    context_management: ContextManagement | None = None
     mcp_servers: (
         Annotated[list[Any], Meta(max_length=0, description="an empty list: it is not supported")]
         | None
     ) = None
+    thread: dict[str, Any] | None = None
+    compaction: _Unsupported = None
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):

@@ -91,11 +91,17 @@ class FunctionTool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ChosenFunction(msgspec.Struct, frozen=True):
+class ChosenFunction(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     """The function that is to be called."""
 
-    type: Literal["function"]
     name: FunctionName
+
+
+class AllowedFunctions(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """A choice among some of the functions; its bounds are those of chats."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction]
 
 
 class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -154,9 +160,12 @@ _Tools = Annotated[
     list[FunctionTool],
     Meta(description='a list of functions: {"type": "function", "name": ..., "parameters": ...}'),
 ]
-_Choice = Annotated[
-    Literal["none", "auto", "required"] | ChosenFunction | None,
-    Meta(description='"none", "auto", "required" or {"type": "function", "name": NAME}'),
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None,
+    Meta(
+        description='"none", "auto", "required", {"type": "function", "name": NAME} or '
+        '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
+    ),
 ]
 _Included = Annotated[list[str], Meta(max_length=MAX_INCLUDED)]
 ResponseId = Annotated[
@@ -200,7 +209,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     tools: _Tools | None = None
-    tool_choice: _Choice = None
+    tool_choice: ToolChoice = None
     top_logprobs: NumTop | None = None
     truncation: _Truncation = None
     user: str | None = None

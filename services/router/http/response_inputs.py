@@ -10,19 +10,34 @@ from typing import Any
 
 import msgspec
 
-from pagewire.services.router.http.inputs import GenerationInput, read_chat
+from pagewire.services.router.http.chat_inputs import template_options
+from pagewire.services.router.http.inputs import (
+    GenerationInput,
+    chat_ids,
+    counted_input,
+    read_chat,
+)
 from pagewire.services.router.http.response_bodies import (
     AS_IN_CHATS,
+    AllowedFunctions,
     ChosenFunction,
     JsonSchema,
     ResponseBody,
+    ToolChoice,
     parse_items,
     parse_response_body,
 )
 from pagewire.services.router.http.response_messages import Messages
 from pagewire.services.router.http.response_turn import ResponseTurn
+from pagewire.services.router.http.schemas import ChatBody, parse_body
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.tools.definitions import (
+    AllowedTools,
+    NamedFunction,
+    NamedTool,
+    ToolSubset,
+)
 
 MAX_STORED_BYTES = 256 << 10  # of one response with its conversation
 LENGTH_BYTES = 4
@@ -57,9 +72,7 @@ def read_response(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    end = LENGTH_BYTES + int.from_bytes(framed[:LENGTH_BYTES], "big")
-    history, raw = framed[LENGTH_BYTES:end], framed[end:]
-    body, fields, unknown_fields = parse_response_body(raw)
+    body, fields, unknown_fields, history = _parse(framed)
     messages = _messages(body, history)
     chat = msgspec.json.encode(_chat(body, fields, messages))
     try:
@@ -73,6 +86,39 @@ def read_response(
         form_field=_RENAMED.get(form_field, form_field) if form_field else None,
         turn=_turn(body, fields, asked, bytes(history)),
     )
+
+
+def read_response_count(
+    framed: bytes | bytearray, model: ServedModel, max_model_len: int
+) -> GenerationInput:
+    """Check, render and tokenize a request for a response whose tokens are only counted.
+
+    Args:
+        framed: made by `with_history`.
+        model: the model.
+        max_model_len: prompt and answer together, in tokens; the prompt may be longer.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body, fields, unknown_fields, history = _parse(framed)
+    messages = _messages(body, history)
+    raw = msgspec.json.encode(_chat(body, fields, messages))
+    try:
+        chat, _ = parse_body(ChatBody, raw)
+        model.check_name(chat.model)
+        ids = chat_ids(chat, template_options(chat, raw), model, max_model_len)
+    except InvalidRequestError as exc:
+        raise _in_fields_of_client(exc, messages.places) from exc
+    return counted_input(chat.model, ids, unknown_fields, model)
+
+
+def _parse(
+    framed: bytes | bytearray,
+) -> tuple[ResponseBody, dict[str, msgspec.Raw], int, bytes | bytearray]:
+    """Return what `parse_response_body` does, and the conversation before the body."""
+    end = LENGTH_BYTES + int.from_bytes(framed[:LENGTH_BYTES], "big")
+    return *parse_response_body(framed[end:]), framed[LENGTH_BYTES:end]
 
 
 def _messages(body: ResponseBody, history: bytes | bytearray) -> Messages:
@@ -103,11 +149,8 @@ def _chat(body: ResponseBody, fields: dict[str, msgspec.Raw], messages: Messages
     if body.tools:
         tools = msgspec.json.decode(fields["tools"], type=list[dict[str, Any]])
         chat["tools"] = [_chat_tool(tool) for tool in tools]
-    choice = body.tool_choice
-    if isinstance(choice, ChosenFunction):
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif body.tools or choice == "required":
-        chat["tool_choice"] = choice
+    if body.tools or body.tool_choice not in (None, "none", "auto"):
+        chat["tool_choice"] = _chat_choice(body.tool_choice)
     form = body.text.format if body.text is not None else None
     if isinstance(form, JsonSchema):
         given = {"schema": form.schema, "name": form.name, "strict": form.strict}
@@ -115,6 +158,15 @@ def _chat(body: ResponseBody, fields: dict[str, msgspec.Raw], messages: Messages
     elif form is not None:
         chat["response_format"] = form
     return chat
+
+
+def _chat_choice(choice: ToolChoice) -> Any:
+    match choice:
+        case ChosenFunction(name=name):
+            return NamedTool(NamedFunction(name))
+        case AllowedFunctions(mode=mode, tools=tools):
+            return AllowedTools(ToolSubset(mode, [_chat_choice(tool) for tool in tools]))
+    return choice
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from pagewire.services.router.http.api import (
     read_request,
     service_of,
 )
+from pagewire.services.router.http.body_messages import BodyKind
 from pagewire.services.router.http.errors import SERVER_ERROR, describe
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect
+from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.request_record import RequestRecord, record_of
 from pagewire.services.router.http.response_bodies import previous_id
 from pagewire.services.router.http.response_format import ResponseFormat
@@ -36,6 +38,14 @@ Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 async def create_response(request: Request) -> Response:
     """Answer a conversation, or go on with one."""
     return await counted(request, _respond(request))
+
+
+@response_router.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request) -> Response:
+    """Return how many tokens the prompt of a request has."""
+    asked = await _read(request, "response count")
+    found = {"object": "response.input_tokens", "input_tokens": len(asked.prompts[0].token_ids)}
+    return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 @response_router.get("/v1/responses/{response_id}")
@@ -68,15 +78,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 async def _respond(request: Request) -> Response:
     service, record = service_of(request), record_of(request.scope)
-
-    async def frame(raw: bytearray) -> bytes:
-        name = previous_id(raw)
-        if name is None:
-            return with_history(raw, b"")
-        found = await service.responses.get(name, record.key, "previous_response_id")
-        return with_history(raw, bytes(found.items))
-
-    asked = await read_request(request, "response", frame)
+    asked = await _read(request, "response")
     if asked.turn is None:
         raise RequestFailedError("the body's reader has left out what responses need")
     form = ResponseFormat(service.model, asked, asked.turn)
@@ -96,6 +98,20 @@ async def _respond(request: Request) -> Response:
         raise
     timeout_s = service.settings.request_timeout_s
     return EventStream(answers, form, first, keeper.kept_at_end(rest), timeout_s)
+
+
+async def _read(request: Request, kind: BodyKind) -> GenerationInput:
+    """Receive and check a request, with the conversation that it goes on with."""
+    responses, key = service_of(request).responses, record_of(request.scope).key
+
+    async def frame(raw: bytearray) -> bytes:
+        name = previous_id(raw)
+        if name is None:
+            return with_history(raw, b"")
+        found = await responses.get(name, key, "previous_response_id")
+        return with_history(raw, bytes(found.items))
+
+    return await read_request(request, kind, frame)
 
 
 async def _stored(request: Request, response_id: str) -> StoredResponse:

@@ -21,7 +21,7 @@ from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import NumTop, SamplingFields, SamplingParams
-from pagewire.shared.text.chat_messages import ROLES, SaidMessage, TextPart
+from pagewire.shared.text.chat_messages import ROLES, Part, SaidMessage
 from pagewire.shared.text.chat_template import TemplateVariables
 from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
 
@@ -150,7 +150,7 @@ class ChatMessage(SaidMessage, frozen=True, kw_only=True):
 
     role: ROLES
     content: Annotated[
-        str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None,
+        str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None,
         Meta(
             description=f"text that is not empty, or a list of at most {MAX_PARTS} parts; only "
             'parts of type "text" are supported'

@@ -32,8 +32,9 @@ TEXTS = [
 def test_a_model_that_sentence_transformers_has_saved(
     tmp_path: Path, mode: str, normalize: bool
 ) -> None:
-    library = pytest.importorskip("sentence_transformers")
-    parts = pytest.importorskip("sentence_transformers.models")
+    import sentence_transformers as library
+    from sentence_transformers import models as parts
+
     transformer = parts.Transformer(str(model_with(tmp_path / "base", None)))
     pooling = parts.Pooling(transformer.get_word_embedding_dimension(), pooling_mode=mode)
     modules = [transformer, pooling, *([parts.Normalize()] if normalize else [])]

@@ -1,8 +1,4 @@
-"""lm-eval's `local-completions` against a cluster: scores and answers are Hugging Face's.
-
-pip install -e '.[clients]'
-pytest tests/clients
-"""
+"""lm-eval against a cluster, by completions and chats: scores and answers are Hugging Face's."""
 
 from __future__ import annotations
 
@@ -67,8 +63,10 @@ def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_DATASETS_OFFLINE", "1")
         warnings.simplefilter("ignore")
-        pytest.importorskip("lm_eval.tasks")
-        yield pytest.importorskip("lm_eval")
+        import lm_eval
+        import lm_eval.tasks
+
+        yield lm_eval
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +95,7 @@ class Served:
 
     path: Path
     model_args: str
+    url: str
 
 
 @pytest.fixture(scope="module", params=["token ids", "texts"])
@@ -113,9 +112,8 @@ def served(
     workers = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
     with local_cluster("--model", model, *workers) as cluster:
         url = f"{cluster.url}/v1/completions"
-        yield Served(
-            path, f"model=pagewire-demo,base_url={url},tokenizer={path},max_retries=1,{options}"
-        )
+        shared = f"model=pagewire-demo,base_url={url},tokenizer={path},max_retries=1"
+        yield Served(path, f"{shared},{options}", cluster.url)
 
 
 class Truth:
@@ -142,10 +140,18 @@ class Truth:
         """Score a text, whose first token comes after the model's first one."""
         return self.score([self._tokenizer.bos_token_id], self._ids(text))[0]
 
-    @torch.inference_mode()
+    def answers(self, text: str) -> str:
+        """Return what greedily answers a chat's message."""
+        chat = [{"role": "user", "content": text}]
+        asked = {"add_generation_prompt": True, "return_dict": False}
+        return self._generated(self._tokenizer.apply_chat_template(chat, **asked))
+
     def goes_on(self, text: str) -> str:
         """Return what greedily comes next, up to a stop string."""
-        ids = self._ids(text)
+        return self._generated(self._ids(text))
+
+    @torch.inference_mode()
+    def _generated(self, ids: list[int]) -> str:
         made = self._model.generate(
             torch.tensor([ids]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
         )
@@ -181,3 +187,19 @@ def test_scores_and_answers_are_hugging_faces(
         assert found["whole"][index] == [[pytest.approx(truth.whole(text), abs=TOLERANCE)]]
         assert found["goes_on"][index] == [[truth.goes_on(text)]]
     assert result["results"]["ends"]["acc,none"] > 0
+
+
+def test_answers_of_chats_are_hugging_faces(lm_eval: Any, tasks: Any, served: Served) -> None:
+    url = f"{served.url}/v1/chat/completions"
+    result = lm_eval.simple_evaluate(
+        model="local-chat-completions",
+        model_args=f"model=pagewire-demo,base_url={url},max_retries=1,num_concurrent=2",
+        tasks=["goes_on"],
+        task_manager=tasks,
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    truth = Truth(served.path)
+    found = {each["doc_id"]: each["resps"] for each in result["samples"]["goes_on"]}
+    for index, document in enumerate(DOCUMENTS):
+        assert found[index] == [[truth.answers(document["text"])]]
