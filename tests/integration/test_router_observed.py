@@ -189,10 +189,10 @@ def test_each_request_for_an_answer_counts_once_by_its_outcome(redis_url):
     with_worker(redis_url, scenario, max_queue=4)
 
 
-def test_the_readme_lists_the_metrics_that_have_vllms_names(redis_url):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_documents_list_the_metrics_that_have_vllms_names(redis_url):
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     present, absent = re.search(
-        r"these of vLLM's, (.*?)\n\n.* stay empty, (.*?)\n\n", readme, re.DOTALL
+        r"these of vLLM's, (.*?)\n\n.* stay empty, (.*?)\n$", page, re.DOTALL
     ).groups()
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:

@@ -19,6 +19,7 @@ from pagewire.tests.support.documents import DOCUMENTS, ROOT
 from pagewire.tests.support.tiny_models import ARCHITECTURE_OF
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 HAPROXY = (ROOT / "services" / "gateway" / "haproxy.cfg").read_text(encoding="utf-8")
 COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -28,8 +29,9 @@ PLACEHOLDER = re.compile(r"[A-Z]{4}")
 
 
 def table(heading: str) -> list[list[str]]:
-    """Return the cells of the first table of the README that has this heading in its head."""
-    found = re.search(rf"^\| {heading} \|.*\n\| ---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    """Return the cells of the first table of README or API that has this heading in its head."""
+    pages = f"{README}\n{API}"
+    found = re.search(rf"^\| {heading} \|.*\n\| ---.*\n((?:\|.*\n)+)", pages, re.MULTILINE)
     assert found is not None, heading
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in found[1].splitlines()]
 
