@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from pagewire.services.router.http.access_log import AccessLog
 from pagewire.services.router.http.api import router
 from pagewire.services.router.http.cut import CutRequests
+from pagewire.services.router.http.docs_pages import docs_router
 from pagewire.services.router.http.embedding_api import embedding_router
 from pagewire.services.router.http.error_forms import error_response
 from pagewire.services.router.http.errors import describe
@@ -29,6 +30,14 @@ from pagewire.services.router.http.token_api import token_router
 from pagewire.services.router.service import RouterService
 from pagewire.shared.errors import PagewireError
 
+ROUTERS = (
+    router,
+    messages_router,
+    token_router,
+    embedding_router,
+    response_router,
+    docs_router,
+)
 CORS_METHODS = ("GET", "POST", "DELETE")
 # What a page may read of a response's headers; `request-id` is that of Anthropic's API.
 CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
@@ -47,15 +56,11 @@ def create_app(service: RouterService) -> ASGIApp:
         async with service:
             yield
 
-    # Bodies are checked by our own models; the pages of documentation would load scripts from
-    # elsewhere.
+    # Bodies are checked by our own types, which FastAPI's document would not have.
     routes = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes.state.service = service
-    routes.include_router(router)
-    routes.include_router(messages_router)
-    routes.include_router(token_router)
-    routes.include_router(embedding_router)
-    routes.include_router(response_router)
+    for each in ROUTERS:
+        routes.include_router(each)
     for kind in (PagewireError, HTTPException, Exception):
         routes.add_exception_handler(kind, _on_error)
     # Outside of the routes' own middleware, which answers errors that nobody expects.

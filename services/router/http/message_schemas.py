@@ -216,6 +216,9 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         thread: a conversation that the server holds, which is refused (message_inputs.py).
+        model: one of the names that `/v1/models` lists.
+        messages: the conversation; if the last is the assistant's, the answer goes on with it.
+        system: what comes before the conversation.
     """
 
     model: str
@@ -255,6 +258,12 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """Body of `POST /v1/messages`.
 
     Attributes:
+        max_tokens: how long the answer may be, in tokens.
+        stop_sequences: end the answer before any of these.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        stream: send the answer as server-sent events while it is made.
         metadata: changes no answer, nor does service_tier.
     """
 
