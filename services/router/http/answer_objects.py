@@ -186,7 +186,7 @@ class CompletionChunk(msgspec.Struct):
     created: UnixTime
     model: str
     choices: list[CompletionPart]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
 
@@ -299,7 +299,7 @@ class MessageDelta(msgspec.Struct):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | None | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
@@ -328,7 +328,7 @@ class ChatChunk(msgspec.Struct):
     created: UnixTime
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
 

@@ -128,9 +128,7 @@ OPERATIONS = (
         example={"messages": _HELLO},
     ),
     Operation("get", "/v1/models", OPENAI, "List the model, by each of its names.", Models),
-    Operation(
-        "get", "/v1/models/{model_id}", OPENAI, "Describe the model.", Model, errors=(404,)
-    ),
+    Operation("get", "/v1/models/{model_id}", OPENAI, "Describe the model.", Model, errors=(404,)),
     Operation(
         "post",
         "/v1/responses",
