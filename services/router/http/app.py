@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from pagewire.services.router.http.access_log import AccessLog
@@ -38,6 +39,7 @@ ROUTERS = (
     response_router,
     docs_router,
 )
+METHOD_NOT_ALLOWED = 405
 CORS_METHODS = ("GET", "POST", "DELETE")
 # What a page may read of a response's headers; `request-id` is that of Anthropic's API.
 CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
@@ -79,8 +81,21 @@ def create_app(service: RouterService) -> ASGIApp:
 
 async def _on_error(request: Request, exc: Exception) -> Response:
     """Answer with the route's error object; the request's log line has the rest."""
+    if isinstance(exc, HTTPException) and exc.status_code == METHOD_NOT_ALLOWED:
+        exc.headers = {"Allow": ", ".join(sorted(_methods_of_path(request)))}
     error, record = describe(exc), record_of(request.scope)
     record.fail(exc)
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
     return error_response(error, request.scope)
+
+
+def _methods_of_path(request: Request) -> set[str]:
+    """Return the methods of all routes that a path has; FastAPI names those of one."""
+    return {
+        method
+        for each in ROUTERS
+        for route in each.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }

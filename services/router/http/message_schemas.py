@@ -94,7 +94,13 @@ _Blocks = Annotated[
     list[Block],
     Meta(max_length=MAX_PARTS, description=f"text or a list of at most {MAX_PARTS} blocks"),
 ]
-_SystemText = Annotated[TextBlock, Meta(description='a block like {"type": "text", "text": "..."}')]
+
+
+class SystemBlock(msgspec.Struct, frozen=True):
+    """Text that comes before the conversation."""
+
+    type: Annotated[Literal["text"], Meta(description='"text"')]
+    text: str
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -230,7 +236,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             description=f"a list of 1 to {MAX_MESSAGES} messages",
         ),
     ]
-    system: str | Annotated[list[_SystemText], Meta(max_length=MAX_PARTS)] | None = None
+    system: str | Annotated[list[SystemBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: (
         Annotated[
             list[MessageTool],

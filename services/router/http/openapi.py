@@ -101,7 +101,7 @@ def _parameters(of: Operation) -> Iterable[Schema]:
         for name, schema in _plain_schema(of.query)["properties"].items():
             described = {"description": schema.pop("description", "")}
             yield {"name": name, "in": "query", **described, "schema": _not_null(schema)}
-    if of.chunk is not None:
+    if of.answer is not None and "timings" in of.answer.__struct_fields__:
         text = "1: the response says where the time went, as with `timings` in the body."
         schema = {"type": "string", "enum": ["0", "1"]}
         yield {"name": TIMINGS_HEADER, "in": "header", "description": text, "schema": schema}
@@ -112,8 +112,7 @@ def _responses(of: Operation, needs_key: bool) -> Schema:
     if of.answer is not None:
         content: Schema = {"application/json": {"schema": _ref(of.answer)}}
         if of.chunk is not None:
-            stream = {"type": "string", "description": "server-sent events, if stream is true"}
-            content["text/event-stream"] = {"schema": stream, "x-event-schema": _ref(of.chunk)}
+            content["text/event-stream"] = {"schema": _event(of.chunk, of.error)}
         found["200"] = {"description": "The answer.", "content": content}
     keys = (401,) if needs_key and not of.is_open else ()
     for status in sorted({*of.errors, *keys, 500}):
@@ -125,6 +124,19 @@ def _responses(of: Operation, needs_key: bool) -> Schema:
     if of.unready:
         found["503"] = {"description": "Requests cannot be answered now.", "content": content}
     return found
+
+
+def _event(chunk: Struct, error: Struct) -> Schema:
+    """Return the schema of each event of a stream, where something may go wrong midway."""
+    kinds = {"anyOf": [_ref(chunk), _ref(error)]}
+    encoded = {"contentMediaType": "application/json", "contentSchema": kinds}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, encoded]}
+    return {
+        "description": "A server-sent event, of which there are several if `stream` is true.",
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
 
 
 def _ref(kind: Struct) -> Schema:

@@ -89,7 +89,7 @@ function section(api, schemas, method, path, operation) {
 function answers(schemas, status, name, stream) {
   const found = [schemas.closed(name, `${status}: `)];
   if (!stream) return found;
-  const event = schemas.refs(stream["x-event-schema"])[0];
+  const event = schemas.refs(stream.schema)[0];
   return [...found, schemas.closed(event, `${status}, each event of a stream: `)];
 }
 
