@@ -114,6 +114,8 @@ def _responses(of: Operation, needs_key: bool) -> Schema:
         if of.chunk is not None:
             content["text/event-stream"] = {"schema": _event(of.chunk, of.error)}
         found["200"] = {"description": "The answer.", "content": content}
+        if links := _links(of):
+            found["200"]["links"] = links
     keys = (401,) if needs_key and not of.is_open else ()
     for status in sorted({*of.errors, *keys, 500}):
         error = {"schema": _ref(of.error)}
@@ -123,6 +125,17 @@ def _responses(of: Operation, needs_key: bool) -> Schema:
         }
     if of.unready:
         found["503"] = {"description": "Requests cannot be answered now.", "content": content}
+    return found
+
+
+def _links(of: Operation) -> Schema:
+    """Return the routes of what a request has made, whose id the answer has."""
+    below = re.compile(re.escape(of.path) + r"/{(\w+)}(/\w+)?")
+    found: Schema = {}
+    for each in OPERATIONS:
+        if of.method == "post" and (named := below.fullmatch(each.path)):
+            parameters = {named[1]: "$response.body#/id"}
+            found[_identifier(each)] = {"operationId": _identifier(each), "parameters": parameters}
     return found
 
 

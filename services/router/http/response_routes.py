@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
+from msgspec import Meta
 from starlette.responses import Response
 
 from pagewire.services.router.http.answers import AnswerSet
@@ -41,7 +43,7 @@ class ResponseQuery(msgspec.Struct, frozen=True):
         stream: may only be false: the response is complete.
     """
 
-    stream: bool = False
+    stream: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
 
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
