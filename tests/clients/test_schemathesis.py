@@ -33,8 +33,6 @@ include-path-regex = "^/v1/messages"
 phases.coverage.enabled = false
 """
 
-pytest.importorskip("schemathesis")
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
