@@ -57,6 +57,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "Which time?"}),
     ("/v1/responses", {"input": CALLED, "tools": FUNCTIONS, "max_output_tokens": 3}),
     ("/v1/responses", {"input": "Hi", "tools": FUNCTIONS, "reasoning": {"effort": "high"}}),
+    ("/v1/responses", {"input": "Hi", "timings": True}),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "timings": True}),
     ("/v1/responses", {"input": "Hi", "include": ["message.output_text.logprobs"]}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "tools": MESSAGE_TOOLS}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "thinking": {"type": "adaptive"}}),

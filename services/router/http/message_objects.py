@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from pagewire.services.router.http.answer_objects import RequestTimings
 
 
 class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
@@ -57,6 +60,7 @@ class AnsweredMessage(msgspec.Struct):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class MessageEvent(msgspec.Struct):

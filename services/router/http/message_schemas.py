@@ -271,6 +271,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         top_k: keep the k most likely tokens; 0 keeps all.
         stream: send the answer as server-sent events while it is made.
         metadata: changes no answer, nor does service_tier.
+        timings: the response says where the time went.
     """
 
     max_tokens: AtLeastOne

@@ -7,7 +7,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pagewire.services.router.http.answer_objects import ChatToken, ReasoningTokens, UnixTime
+from pagewire.services.router.http.answer_objects import (
+    ChatToken,
+    ReasoningTokens,
+    RequestTimings,
+    UnixTime,
+)
 from pagewire.services.router.http.input_items import ItemStatus
 from pagewire.services.router.http.response_bodies import ChosenFunction
 
@@ -196,6 +201,7 @@ class Response(msgspec.Struct):
     top_p: float
     truncation: Literal["disabled"]
     user: str | None
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class ResponseEvent(msgspec.Struct):
