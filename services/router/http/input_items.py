@@ -138,5 +138,5 @@ def _parts(texts: str | list[Part] | None, kind: str) -> list[dict[str, Any]]:
 def _part(part: Part, kind: str) -> dict[str, Any]:
     if kind == "refusal":
         return {"type": kind, "refusal": part.refusal}
-    more = {"annotations": []} if kind == "output_text" else {}
+    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
     return {"type": kind, "text": part.text, **more}
