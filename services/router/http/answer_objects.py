@@ -149,7 +149,7 @@ class CompletionPart(msgspec.Struct):
 
     Attributes:
         finish_reason: null if it goes on.
-        token_ids: with return_token_ids.
+        token_ids: with return_token_ids; so have prompt_token_ids those of the prompt.
     """
 
     index: int
@@ -157,6 +157,7 @@ class CompletionPart(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -266,7 +267,11 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """The n answers to a conversation."""
+    """The n answers to a conversation.
+
+    Attributes:
+        prompt_token_ids: with return_token_ids.
+    """
 
     id: str
     object: Literal["chat.completion"]
@@ -275,6 +280,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
 
@@ -321,6 +327,7 @@ class ChatChunk(msgspec.Struct):
     Attributes:
         usage: with stream_options; null in all chunks but the last unless it is continuous.
         timings: of the last chunk.
+        prompt_token_ids: of the first chunk, with return_token_ids.
     """
 
     id: str
@@ -330,6 +337,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
 
 
@@ -355,6 +363,34 @@ class Models(msgspec.Struct):
 
     object: Literal["list"]
     data: list[Model]
+
+
+class Embedding(msgspec.Struct):
+    """The embedding of one input.
+
+    Attributes:
+        embedding: as base64, little-endian 32-bit floating-point numbers.
+    """
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class InputUsage(msgspec.Struct):
+    """The tokens of inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct):
+    """The embeddings of all inputs, in their order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: InputUsage
 
 
 class Tokenized(msgspec.Struct):

@@ -17,6 +17,7 @@ from pagewire.services.router.http.answer_objects import (
     Completion,
     CompletionChunk,
     Detokenized,
+    Embeddings,
     Error,
     Health,
     Model,
@@ -25,6 +26,7 @@ from pagewire.services.router.http.answer_objects import (
     Tokenized,
     Version,
 )
+from pagewire.services.router.http.embedding_inputs import EmbeddingBody
 from pagewire.services.router.http.input_items import ItemsQuery
 from pagewire.services.router.http.message_objects import (
     AnsweredMessage,
@@ -95,7 +97,7 @@ class Operation:
 OPENAI, RESPONSES, MESSAGES = "OpenAI", "OpenAI: responses", "Anthropic: messages"
 TOKENS, SERVER = "Tokens", "Server"
 TAGS = {
-    OPENAI: "Completions, chats and models.",
+    OPENAI: "Completions, chats, embeddings and models.",
     RESPONSES: "Conversations that the server stores for an hour.",
     MESSAGES: "Conversations in Anthropic's form. Errors have Anthropic's form, too.",
     TOKENS: "What a text's tokens are, as vLLM has these routes.",
@@ -126,6 +128,16 @@ OPERATIONS = (
         _GENERATE,
         refused=REFUSED_IN_CHATS,
         example={"messages": _HELLO},
+    ),
+    Operation(
+        "post",
+        "/v1/embeddings",
+        OPENAI,
+        "Return the embeddings of one or several inputs.",
+        Embeddings,
+        EmbeddingBody,
+        errors=_GENERATE,
+        example={"input": "Hello"},
     ),
     Operation("get", "/v1/models", OPENAI, "List the model, by each of its names.", Models),
     Operation("get", "/v1/models/{model_id}", OPENAI, "Describe the model.", Model, errors=(404,)),

@@ -105,7 +105,6 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
         n: how many answers to each prompt.
         stop: ends an answer before any of these.
         stream: send the answer as server-sent events while it is made.
-        return_token_ids: choices have their token ids.
         add_special_tokens: begin and end the prompt's text as the model wants it; by default the
             text of a completion does, and the chat template alone decides for a chat.
         return_token_ids: the response has the token ids of prompts and answers.
