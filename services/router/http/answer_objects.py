@@ -369,7 +369,7 @@ class Embedding(msgspec.Struct):
     """The embedding of one input.
 
     Attributes:
-        embedding: as base64, little-endian 32-bit floating-point numbers.
+        embedding: numbers, or base64 of little-endian 32-bit ones.
     """
 
     object: Literal["embedding"]
