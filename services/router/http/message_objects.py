@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pagewire.services.router.http.answer_objects import RequestTimings
+from pagewire.services.router.http.timing_objects import RequestTimings
 
 
 class AnswerText(msgspec.Struct, tag_field="type", tag="text"):

@@ -10,11 +10,11 @@ from msgspec import UNSET, UnsetType
 from pagewire.services.router.http.answer_objects import (
     ChatToken,
     ReasoningTokens,
-    RequestTimings,
     UnixTime,
 )
 from pagewire.services.router.http.input_items import ItemStatus
 from pagewire.services.router.http.response_bodies import ChosenFunction
+from pagewire.services.router.http.timing_objects import RequestTimings
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
