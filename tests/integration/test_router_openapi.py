@@ -65,6 +65,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "tools": MESSAGE_TOOLS}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "thinking": {"type": "adaptive"}}),
     ("/v1/messages/count_tokens", {"messages": HELLO}),
+    ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/v1/embeddings", {"input": ["Hi", "Ho"]}),
     ("/v1/embeddings", {"input": "Hi", "encoding_format": "base64"}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),

@@ -39,6 +39,7 @@ from pagewire.services.router.http.response_bodies import AS_IN_CHATS, ResponseB
 from pagewire.services.router.http.response_objects import (
     DeletedResponse,
     InputItems,
+    InputTokenCount,
     Response,
     ResponseEvent,
 )
@@ -152,6 +153,16 @@ OPERATIONS = (
         _GENERATE,
         as_in_chats=sorted(AS_IN_CHATS & _CHAT_FIELDS),
         refused={name: REFUSED_IN_CHATS[name] for name in AS_IN_CHATS & REFUSED_IN_CHATS.keys()},
+        example={"input": "Hello"},
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        RESPONSES,
+        "Count the tokens of a request's prompt.",
+        InputTokenCount,
+        ResponseBody,
+        errors=_GENERATE,
         example={"input": "Hello"},
     ),
     Operation(

@@ -212,6 +212,13 @@ class ResponseEvent(msgspec.Struct):
     response: Response | UnsetType = UNSET
 
 
+class InputTokenCount(msgspec.Struct):
+    """The tokens of a request's prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(msgspec.Struct):
     """A response that is not stored any more."""
 

@@ -22,8 +22,8 @@ from pagewire.services.router.http.api import (
 from pagewire.services.router.http.body_messages import BodyKind
 from pagewire.services.router.http.errors import SERVER_ERROR, describe
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect
-from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.input_items import ItemsQuery, page_of_input
+from pagewire.services.router.http.inputs import GenerationInput
 from pagewire.services.router.http.query_fields import read_query
 from pagewire.services.router.http.request_record import RequestRecord, record_of
 from pagewire.services.router.http.response_bodies import previous_id
