@@ -81,8 +81,7 @@ def test_cached_tokens_are_reported_and_counted(redis_url):
     [
         ("GET", "/nothing", 404),
         ("GET", "/v1/models/", 404),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
+        ("GET", "/docs/", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/health", 405),
@@ -95,6 +94,18 @@ def test_wrong_paths_and_methods_have_the_error_object(redis_url, method, path, 
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code", "request_id"}
         assert error["request_id"] == response.headers["x-request-id"]
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("/v1/models", "GET"), ("/v1/responses/resp_0", "DELETE, GET"), ("/v1/messages", "POST")],
+)
+def test_a_refused_method_is_answered_with_those_that_the_path_takes(redis_url, path, allowed):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        response = await router.http.request("PATCH", path)
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
 
     with_worker(redis_url, scenario)
 

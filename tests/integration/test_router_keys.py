@@ -39,9 +39,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_all_paths_but_two_need_a_key(redis_url, keys):
+def test_all_paths_but_those_of_health_and_the_docs_need_a_key(redis_url, keys):
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
-        for path in ("/v1/models", f"/v1/models/{MODEL}", "/metrics", "/nothing", "/health/", "/"):
+        paths = ("/v1/models", f"/v1/models/{MODEL}", "/metrics", "/openapi.json", "/docs/")
+        for path in (*paths, "/nothing", "/health/", "/"):
             response = await router.http.get(path)
             assert response.status_code == 401, path
             error = response.json()["error"]

@@ -468,6 +468,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("system[0]", {"system": [IMAGE]}),
+    ("system[0].type is required", {"system": [{"text": "Be brief."}]}),
     ("stop_sequences[0]", {"stop_sequences": [""]}),
     ("tools[0].type", {"tools": [{**TOOLS[0], "type": "web_search_20250305"}]}),
     ("tools[0].input_schema is required", {"tools": [{"name": "f"}]}),

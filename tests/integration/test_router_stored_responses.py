@@ -27,6 +27,7 @@ from pagewire.tests.support.live_router import (
     with_worker,
 )
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.tool_models import make_model
 
 PREFIX = f"pagewire:{cluster_tag(SECRET)}:r"
 MISSING = "resp_" + "0" * 32
@@ -114,6 +115,7 @@ def test_what_is_not_there_is_not_found(redis_server: RedisServer) -> None:
                     client.responses.retrieve,
                     client.responses.delete,
                     client.responses.cancel,
+                    client.responses.input_items.list,
                 ):
                     with pytest.raises(openai.NotFoundError):
                         await call(name)
@@ -123,6 +125,95 @@ def test_what_is_not_there_is_not_found(redis_server: RedisServer) -> None:
                 await client.responses.cancel(kept.id)
             with pytest.raises(openai.BadRequestError, match="stream"):
                 await client.responses.retrieve(kept.id, stream=True)
+
+    with_worker(redis_server.url, main)
+
+
+CALL = {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "It is noon."}
+
+
+def test_the_input_of_a_response_is_listed_page_by_page(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        async with client_of(router) as client:
+            first = await client.responses.create(model=MODEL, input="Hello.", instructions="Be.")
+            asked: Any = [
+                {"role": "user", "content": [{"type": "input_text", "text": "Which time?"}]},
+                {"type": "reasoning", "id": "rs_mine", "summary": [], "content": "A clock!"},
+                {**CALL, "id": 7},
+                RESULT,
+            ]
+            last = await client.responses.create(
+                model=MODEL, input=asked, previous_response_id=first.id
+            )
+            list_items = client.responses.input_items.list
+            page = await list_items(last.id, order="asc")
+            assert not page.has_more
+            hello, answer, question, thought, call, result = page.data
+            assert (hello.type, hello.role, hello.status) == ("message", "user", "completed")
+            assert hello.content[0].to_dict() == {"type": "input_text", "text": "Hello."}
+            assert (answer.id, answer.role) == (first.output[0].id, "assistant")
+            assert answer.content[0].to_dict() == first.output[0].content[0].to_dict()
+            assert question.content[0].text == "Which time?"
+            assert (thought.id, thought.content[0].text) == ("rs_mine", "A clock!")
+            assert call.to_dict() == {**CALL, "id": call.id, "status": "completed"}
+            assert (result.output, result.call_id) == ("It is noon.", "call_1")
+            ids = [item.id for item in page.data]
+            assert len(set(ids)) == 6
+            # The same items have the same ids in the response before, which has fewer of them.
+            before = await list_items(first.id)
+            assert [item.id for item in before.data] == ids[:1]
+            assert [item.id async for item in list_items(last.id, limit=1)] == ids[::-1]
+            found = await list_items(last.id, order="asc", after=ids[1], limit=2)
+            assert [item.id for item in found.data] == ids[2:4]
+            raw = await router.http.get(
+                f"/v1/responses/{last.id}/input_items?limit=2&order=asc&after={ids[3]}"
+            )
+            assert raw.json() | {"data": None} == {
+                "object": "list",
+                "data": None,
+                "first_id": ids[4],
+                "last_id": ids[5],
+                "has_more": False,
+            }
+            ended = await list_items(last.id, order="asc", after=ids[-1])
+            assert (ended.data, ended.has_more) == ([], False)
+
+    with_worker(redis_server.url, main, model=str(make_model(tmp_path, "hermes")))
+
+
+def test_items_of_one_id_are_listed_once_each(redis_server: RedisServer) -> None:
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        async with client_of(router) as client:
+            asked: Any = [{"role": "user", "content": "Hi", "id": "same"} for _ in range(5)]
+            kept = await client.responses.create(model=MODEL, input=asked)
+            list_items = client.responses.input_items.list
+            found = [item.id async for item in list_items(kept.id, limit=2, order="asc")]
+            assert (len(found), len(set(found)), found[0]) == (5, 5, "same")
+
+    with_worker(redis_server.url, main)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=ten", "limit"),
+        ("order=up", "order"),
+        ("after=msg_0", "after"),
+        ("after=", "after"),
+    ],
+)
+def test_wrong_pages_are_refused(redis_server: RedisServer, query: str, field: str) -> None:
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        async with client_of(router) as client:
+            kept = await client.responses.create(model=MODEL, input="Hi")
+        answer = await router.http.get(f"/v1/responses/{kept.id}/input_items?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert answer.json()["error"]["message"].startswith(f"{field} must be ")
 
     with_worker(redis_server.url, main)
 
@@ -141,6 +232,7 @@ def test_another_keys_response_is_not_found(redis_server: RedisServer, tmp_path:
                 bob.responses.retrieve(kept.id),
                 bob.responses.delete(kept.id),
                 bob.responses.cancel(kept.id),
+                bob.responses.input_items.list(kept.id),
                 bob.responses.create(model=MODEL, input="Hi", previous_response_id=kept.id),
             ):
                 with pytest.raises(openai.NotFoundError):

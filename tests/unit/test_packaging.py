@@ -91,6 +91,17 @@ def test_doctor_asks_for_what_workers_require() -> None:
     assert set(WORKER_PACKAGES) == {requirement_name(each) for each in worker} - not_on_cpu
 
 
+def test_wheel_has_the_files_of_pages(wheel: zipfile.ZipFile) -> None:
+    pages = [
+        f"pagewire/{file.relative_to(ROOT).as_posix()}"
+        for folder in ("dashboard", "http/docs")
+        for file in (ROOT / "services/router" / folder).iterdir()
+        if file.suffix in (".html", ".css", ".js")
+    ]
+    assert len(pages) == 8
+    assert set(pages) <= set(wheel.namelist())
+
+
 def test_wheel_has_the_demo_model(wheel: zipfile.ZipFile) -> None:
     demo = "pagewire/shared/model/demo"
     needed = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")

@@ -104,9 +104,10 @@ def test_the_99th_percentile_is_a_step_that_there_was(count: int):
 
 
 def test_the_header_is_one_or_zero():
-    assert [wants_timings(each) for each in ("", "0", "1")] == [False, False, True]
-    with pytest.raises(InvalidRequestError, match="x-pagewire-timings must be 1 or 0"):
-        wants_timings("true")
+    assert [wants_timings(each) for each in (None, "0", "1")] == [False, False, True]
+    for wrong in ("true", ""):
+        with pytest.raises(InvalidRequestError, match="x-pagewire-timings must be 1 or 0"):
+            wants_timings(wrong)
 
 
 def test_the_endpoint_is_opentelemetrys_or_our_own(monkeypatch: pytest.MonkeyPatch):

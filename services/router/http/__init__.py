@@ -18,7 +18,11 @@ or takes nothing for too long), `body_reader.py` (where a body is read).
 
 `/v1/responses` is a chat in another form: `response_routes.py` (what is stored, and when),
 `response_inputs.py` (a body becomes a chat's), `response_format.py` and `response_items.py` (the
-response object and its events).
+response object and its events), `input_items.py` (what a stored response answers).
+
+`openapi.py` makes the OpenAPI document of the bodies' types, of the types of answers
+(`answer_objects.py` and others) and of a list of routes (`operations.py`); `docs_pages.py` serves
+it, and a page that shows it.
 
 May import: all of the router. Nothing of a worker.
 """

@@ -194,7 +194,7 @@ async def read_request(
         PagewireError: it is refused.
     """
     service = service_of(request)
-    with_timings = wants_timings(request.headers.get(HEADER, ""))
+    with_timings = wants_timings(request.headers.get(HEADER))
     service.check_room()
     async with received_body(request, service.bodies) as raw:
         with service.admit():

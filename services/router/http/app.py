@@ -13,11 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from pagewire.services.router.http.access_log import AccessLog
 from pagewire.services.router.http.api import router
 from pagewire.services.router.http.cut import CutRequests
+from pagewire.services.router.http.docs_pages import docs_router
 from pagewire.services.router.http.embedding_api import embedding_router
 from pagewire.services.router.http.error_forms import error_response
 from pagewire.services.router.http.errors import describe
@@ -29,6 +31,15 @@ from pagewire.services.router.http.token_api import token_router
 from pagewire.services.router.service import RouterService
 from pagewire.shared.errors import PagewireError
 
+ROUTERS = (
+    router,
+    messages_router,
+    token_router,
+    embedding_router,
+    response_router,
+    docs_router,
+)
+METHOD_NOT_ALLOWED = 405
 CORS_METHODS = ("GET", "POST", "DELETE")
 # What a page may read of a response's headers; `request-id` is that of Anthropic's API.
 CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
@@ -47,15 +58,11 @@ def create_app(service: RouterService) -> ASGIApp:
         async with service:
             yield
 
-    # Bodies are checked by our own models; the pages of documentation would load scripts from
-    # elsewhere.
+    # Bodies are checked by our own types, which FastAPI's document would not have.
     routes = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes.state.service = service
-    routes.include_router(router)
-    routes.include_router(messages_router)
-    routes.include_router(token_router)
-    routes.include_router(embedding_router)
-    routes.include_router(response_router)
+    for each in ROUTERS:
+        routes.include_router(each)
     for kind in (PagewireError, HTTPException, Exception):
         routes.add_exception_handler(kind, _on_error)
     # Outside of the routes' own middleware, which answers errors that nobody expects.
@@ -74,8 +81,21 @@ def create_app(service: RouterService) -> ASGIApp:
 
 async def _on_error(request: Request, exc: Exception) -> Response:
     """Answer with the route's error object; the request's log line has the rest."""
+    if isinstance(exc, HTTPException) and exc.status_code == METHOD_NOT_ALLOWED:
+        exc.headers = {"Allow": ", ".join(sorted(_methods_of_path(request)))}
     error, record = describe(exc), record_of(request.scope)
     record.fail(exc)
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
     return error_response(error, request.scope)
+
+
+def _methods_of_path(request: Request) -> set[str]:
+    """Return the methods of all routes that a path has; FastAPI names those of one."""
+    return {
+        method
+        for each in ROUTERS
+        for route in each.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }

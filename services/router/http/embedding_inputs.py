@@ -29,6 +29,8 @@ class EmbeddingBody(PlainBody, frozen=True, kw_only=True):
     """Body of `POST /v1/embeddings`.
 
     Attributes:
+        model: one of the names that `/v1/models` lists.
+        encoding_format: numbers, or base64 of little-endian 32-bit ones; numbers by default.
         input: text, several texts, token ids, or several lists of token ids.
         dimensions: numbers of each embedding; by default all that the model gives.
         truncate_prompt_tokens: keep no more than an input's last tokens.

@@ -29,7 +29,7 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 _INTERNAL_MESSAGE = "The server failed to answer this request. It was logged; try again."
 _HTTP_MESSAGES = {
-    404: "There is no such path. Try /v1/models, /v1/completions or /v1/chat/completions.",
+    404: "There is no such path. Try /v1/models or /v1/chat/completions; /docs lists all.",
     405: "This path does not take that HTTP method.",
 }
 

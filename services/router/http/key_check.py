@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagewire.services.router.http.docs_pages import DOCS_PATHS
 from pagewire.services.router.http.error_forms import error_response
 from pagewire.services.router.http.errors import InvalidKeyError, describe
 from pagewire.services.router.http.request_record import record_of
 from pagewire.services.router.service import RouterService
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # gateways and orchestrators have no key
+# Gateways and orchestrators have no key; the page asks for one to show the OpenAPI document.
+OPEN_PATHS = frozenset({"/health", "/ready", *DOCS_PATHS})
 
 _BEARER = b"bearer "
 

@@ -94,7 +94,13 @@ _Blocks = Annotated[
     list[Block],
     Meta(max_length=MAX_PARTS, description=f"text or a list of at most {MAX_PARTS} blocks"),
 ]
-_SystemText = Annotated[TextBlock, Meta(description='a block like {"type": "text", "text": "..."}')]
+
+
+class SystemBlock(msgspec.Struct, frozen=True):
+    """Text that comes before the conversation."""
+
+    type: Annotated[Literal["text"], Meta(description='"text"')]
+    text: str
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -216,6 +222,9 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         thread: a conversation that the server holds, which is refused (message_inputs.py).
+        model: one of the names that `/v1/models` lists.
+        messages: the conversation; if the last is the assistant's, the answer goes on with it.
+        system: what comes before the conversation.
     """
 
     model: str
@@ -227,7 +236,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             description=f"a list of 1 to {MAX_MESSAGES} messages",
         ),
     ]
-    system: str | Annotated[list[_SystemText], Meta(max_length=MAX_PARTS)] | None = None
+    system: str | Annotated[list[SystemBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: (
         Annotated[
             list[MessageTool],
@@ -255,7 +264,14 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """Body of `POST /v1/messages`.
 
     Attributes:
+        max_tokens: how long the answer may be, in tokens.
+        stop_sequences: end the answer before any of these.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        stream: send the answer as server-sent events while it is made.
         metadata: changes no answer, nor does service_tier.
+        timings: the response says where the time went.
     """
 
     max_tokens: AtLeastOne

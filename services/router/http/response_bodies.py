@@ -185,6 +185,14 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`; null means the default.
 
     Attributes:
+        model: one of the names that `/v1/models` lists.
+        input: a message of the user, or the items of a conversation.
+        instructions: what the model is to heed, for this answer alone.
+        previous_response_id: goes on with the conversation of a response that is stored.
+        max_output_tokens: how long the answer may be, in tokens.
+        stream: send the answer as server-sent events while it is made.
+        tools: functions that the model may call.
+        top_logprobs: report the log probabilities of this many most likely tokens.
         background: may only be false.
         include: log probabilities are included if they are named here; other names ask for
             parts of items that no answer has.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
+from msgspec import Meta
 from starlette.responses import Response
 
 from pagewire.services.router.http.answers import AnswerSet
@@ -20,7 +22,9 @@ from pagewire.services.router.http.api import (
 from pagewire.services.router.http.body_messages import BodyKind
 from pagewire.services.router.http.errors import SERVER_ERROR, describe
 from pagewire.services.router.http.http_io import EventStream, cancel_on_disconnect
+from pagewire.services.router.http.input_items import ItemsQuery, page_of_input
 from pagewire.services.router.http.inputs import GenerationInput
+from pagewire.services.router.http.query_fields import read_query
 from pagewire.services.router.http.request_record import RequestRecord, record_of
 from pagewire.services.router.http.response_bodies import previous_id
 from pagewire.services.router.http.response_format import ResponseFormat
@@ -30,6 +34,17 @@ from pagewire.shared.errors import InvalidRequestError, PagewireError, RequestFa
 from pagewire.shared.text.answer_text import TextDelta
 
 response_router = APIRouter(redirect_slashes=False)
+
+
+class ResponseQuery(msgspec.Struct, frozen=True):
+    """How a stored response is read.
+
+    Attributes:
+        stream: may only be false: the response is complete.
+    """
+
+    stream: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
+
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 
@@ -51,10 +66,18 @@ async def count_input_tokens(request: Request) -> Response:
 @response_router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a response that is stored."""
-    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+    if read_query(ResponseQuery, request).stream:
         raise InvalidRequestError("stream must be false: the response is complete", "stream")
     stored = await _stored(request, response_id)
     return Response(bytes(stored.response), media_type="application/json")
+
+
+@response_router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """List what a stored response answers."""
+    query = read_query(ItemsQuery, request)
+    page = page_of_input(await _stored(request, response_id), query)
+    return Response(msgspec.json.encode(page), media_type="application/json")
 
 
 @response_router.delete("/v1/responses/{response_id}")

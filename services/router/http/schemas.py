@@ -100,6 +100,11 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     """What completion and chat requests have in common; null means the default.
 
     Attributes:
+        model: one of the names that `/v1/models` lists.
+        max_tokens: how long an answer may be, in tokens.
+        n: how many answers to each prompt.
+        stop: ends an answer before any of these.
+        stream: send the answer as server-sent events while it is made.
         add_special_tokens: begin and end the prompt's text as the model wants it; by default the
             text of a completion does, and the chat template alone decides for a chat.
         return_token_ids: the response has the token ids of prompts and answers.
@@ -136,6 +141,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         prompt: text, several texts, token ids, or several lists of token ids.
         max_tokens: may be 0 if the prompt is echoed: nothing is generated then.
         best_of: no more than 1, see `refuse_unsupported`.
+        echo: the answer begins with the prompt.
+        logprobs: report the log probability of each token and those of this many most likely ones.
     """
 
     prompt: Prompt
@@ -168,6 +175,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`.
 
     Attributes:
+        messages: the conversation.
+        max_completion_tokens: how long an answer may be, in tokens; as `max_tokens`.
+        logprobs: report the log probability of each token.
+        top_logprobs: report those of this many most likely tokens as well.
+        tools: functions that the model may call.
         tool_choice: whether tools are called; by default the model chooses, if there are any.
         parallel_tool_calls: an answer may have several calls; by default it may.
         include_reasoning: answers have their reasoning; by default they do.

@@ -11,7 +11,7 @@ from pagewire.shared.control.protocol import Timings
 from pagewire.shared.errors import InvalidRequestError
 
 HEADER = "x-pagewire-timings"
-_VALUES = {"": False, "0": False, "1": True}
+_VALUES = {None: False, "0": False, "1": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class RequestTimes:
     answers: Sequence[AnswerTimes]
 
 
-def wants_timings(header: str) -> bool:
+def wants_timings(header: str | None) -> bool:
     """Return whether a request asks for timings by its header `HEADER`.
 
     Args:
-        header: its value; empty if the request does not have it.
+        header: its value; None if the request does not have it.
 
     Raises:
         InvalidRequestError: the value is neither 0 nor 1.
