@@ -249,7 +249,7 @@ def _portable(schema: Any) -> Any:
         return schema
     found = {name: _portable(each) for name, each in schema.items()}
     if isinstance(pattern := found.get("pattern"), str):
-        found["pattern"] = re.sub(r"\A\\A(.*)\\Z\Z", r"^\1$", pattern)
+        found["pattern"] = re.sub(r"\\Z\Z", "$", re.sub(r"\A\\A", "^", pattern))
     return found
 
 
