@@ -100,7 +100,12 @@ def test_wrong_paths_and_methods_have_the_error_object(redis_url, method, path, 
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/v1/models", "GET"), ("/v1/responses/resp_0", "DELETE, GET"), ("/v1/messages", "POST")],
+    [
+        ("/v1/models", "GET"),
+        ("/v1/responses/resp_0", "DELETE, GET"),
+        ("/v1/responses/input_tokens", "POST"),
+        ("/v1/messages", "POST"),
+    ],
 )
 def test_a_refused_method_is_answered_with_those_that_the_path_takes(redis_url, path, allowed):
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:

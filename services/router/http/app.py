@@ -91,11 +91,15 @@ async def _on_error(request: Request, exc: Exception) -> Response:
 
 
 def _methods_of_path(request: Request) -> set[str]:
-    """Return the methods of all routes that a path has; FastAPI names those of one."""
-    return {
-        method
+    """Return the methods of all routes that a path has; FastAPI names those of one.
+
+    A route of just this path counts before those with a field in its place.
+    """
+    found = [
+        route
         for each in ROUTERS
         for route in each.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
-        for method in route.methods or ()
-    }
+    ]
+    exact = [route for route in found if route.path == request.scope["path"]]
+    return {method for route in exact or found for method in route.methods or ()}
