@@ -22,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-clients test-gpu test-compose test-release loadtest bench-router bench-gpu bench-gpu-2 lint fmt lock clean redis prometheus
+.PHONY: help setup up test test-clients test-gpu test-compose test-wheel loadtest bench-router bench-gpu bench-gpu-2 lint fmt lock clean redis prometheus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,13 +59,12 @@ bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, next to vLLM where it i
 bench-gpu-2: $(STAMP) ## Time the KV wire and serving on two GPUs, likewise
 	@$(BIN)/python -P -m pagewire.loadtest.bench.two_gpus $(ARGS)
 
-test-compose: $(STAMP) ## Build, start and torment the containers; needs a Docker engine
+test-compose: $(STAMP) ## Build, start, torment and upgrade the containers; needs a Docker engine (12 minutes)
 	@tests/compose/base_image.sh
-	$(BIN)/pytest -m compose $(ARGS)
+	$(BIN)/pytest -m "compose or release" tests/compose $(ARGS)
 
-test-release: $(STAMP) ## Install the wheel in a clean environment; upgrade containers one by one under load (20 minutes)
-	@tests/compose/base_image.sh
-	$(BIN)/pytest -m release $(ARGS)
+test-wheel: $(STAMP) ## Install the wheel in a clean environment, and try it there (2 minutes)
+	$(BIN)/pytest -m release tests/e2e/test_wheel.py $(ARGS)
 
 lint: $(STAMP) .typing/pagewire ## Check style and types
 	$(BIN)/ruff check .
