@@ -56,19 +56,23 @@ def test_tokens_report_the_loads_of_both_workers() -> None:
     async def scenario() -> None:
         async with prefill_worker(epoch=7) as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
-            router.generate("long", prompt_of(40), max_tokens=300)
-            await router.first_token("long")
             router.generate("short", prompt_of(9))
             await router.answer("short")
             first, *_ = router.outputs["short"]
             assert first.prefill_load is not None
             assert (first.prefill_load.epoch, first.prefill_load.amount) == (7, 0)
+            # A message has the load of when it is sent. On a busy machine that may be after the end.
+            for name in map(str, range(50)):
+                router.generate(name, prompt_of(40), max_tokens=300)
+                await router.answer(name)
+                if max(load.amount for load in router.loads if load) >= 40 // BLOCK_SIZE:
+                    break
+            else:
+                pytest.fail("no message had the load of 10 blocks")
             loads = [load for load in router.loads if load is not None]
             assert len(loads) == len(router.loads)
             counts = [(load.epoch, load.iterations) for load in loads]
             assert counts == sorted(counts)
-            assert max(load.amount for load in loads) >= 40 // BLOCK_SIZE
-            router.cancel("long")
 
     run_async(scenario())
 
