@@ -63,15 +63,20 @@ class OutputFile:
         self._stack.close()
 
     def append(self, line: OutputLine) -> None:
-        """Write a line, which then outlives this process.
+        """Write a line, which then outlives this process; whole, or nothing of it.
 
         Raises:
             PagewireError: it cannot be written.
         """
         data = memoryview(_encoder.encode(line) + b"\n")
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+            except OSError:
+                self._file.truncate(end)  # other requests may still append before all are cancelled
+                raise
         except OSError as exc:
             raise PagewireError(f"{self._path} cannot be written: {exc.strerror}") from exc
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from pagewire.services.cli.batch.sender import BatchSender
 from pagewire.services.cli.terminal import note, printable
+from pagewire.shared.aio import end_task, start_task
 
 REFRESH_S = 0.2
 
@@ -85,12 +86,11 @@ async def _watched(
             await asyncio.sleep(every_s)
             show()
 
-    watcher = asyncio.create_task(repeat())
+    watcher = start_task(repeat(), "progress")
     try:
         await work
     finally:
-        watcher.cancel()
-        await asyncio.wait([watcher])
+        await end_task(watcher)
 
 
 def _status(tally: Tally, sender: BatchSender) -> str:
