@@ -7,6 +7,7 @@ has a `config.json` that names the mode.
 from __future__ import annotations
 
 import json
+import posixpath
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def load_pooling(model_path: Path) -> PoolingRules:
             case "Transformer":
                 pass
             case "Pooling":
-                mode = _mode(model_path, f"{module.get('path', '')}/config.json")
+                mode = _mode(model_path, posixpath.join(str(module.get("path", "")), _CONFIG))
             case "Normalize":
                 normalize = True
             case name:
