@@ -102,12 +102,12 @@ class BatchFiles:
     Args:
         stack: closes them.
         source: the input.
-        output: of answers that are successes.
-        errors: of others; None: they are in the output, too. Emptied.
+        output: for requests that succeed.
+        errors: for those that fail, emptied first; None: they are in the output, too.
 
     Attributes:
         tally: of its requests.
-        requests: those that are to be sent.
+        requests: those that are still to be sent.
 
     Raises:
         ConfigError: one cannot be used.
@@ -130,7 +130,7 @@ class BatchFiles:
         self.requests = pending_requests(source, self._ids)
 
     def _is_kept(self, line: OutputLine) -> bool:
-        """Keep a success, which is not asked for again; what failed is."""
+        """Keep a success. A request that failed is sent again, so its line is removed."""
         if line.is_ok:
             self._done += self._ids.mark_done(line.custom_id)
         return line.is_ok

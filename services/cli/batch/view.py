@@ -1,4 +1,4 @@
-"""How a batch looks while it runs: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows a batch's progress: as a bar on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tally:
 async def run_with_progress(
     work: Coroutine[Any, Any, None], tally: Tally, sender: BatchSender, every_s: float
 ) -> None:
-    """Run the work to its end, and show on stderr how far it is.
+    """Run the work to its end, and show its progress on stderr.
 
     Args:
         work: changes the tally.

@@ -279,7 +279,10 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """The model, by each of its names."""
+    """The model, by each of its names.
+
+    Requests with the header `anthropic-version` get the list in Anthropic's form.
+    """
 
     object: Literal["list"]
     data: list[Model]

@@ -80,11 +80,23 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
+class ThreadProblem(msgspec.Struct):
+    """Why a request with `thread` is refused: clients then send whole conversations."""
+
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: list[str]
+
+
 class MessageProblem(msgspec.Struct):
-    """What is wrong."""
+    """What is wrong.
+
+    Attributes:
+        details: of a request with `thread`, which is not supported.
+    """
 
     type: str
     message: str
+    details: ThreadProblem | UnsetType = UNSET
 
 
 class MessageError(msgspec.Struct):
