@@ -8,12 +8,8 @@ import msgspec
 
 from pagewire.services.router.http.embedding_form import EmbeddingForm
 from pagewire.services.router.http.errors import ContextLengthError
-from pagewire.services.router.http.inputs import (
-    GenerationInput,
-    counted_input,
-    prompt_ids,
-    split_prompts,
-)
+from pagewire.services.router.http.inputs import GenerationInput, counted_input
+from pagewire.services.router.http.prompt_inputs import prompt_ids, split_prompts
 from pagewire.services.router.http.schemas import AtLeastOne, Label, Prompt
 from pagewire.services.router.http.token_inputs import PlainBody, parse_plain
 from pagewire.services.router.text.served_model import ServedModel
