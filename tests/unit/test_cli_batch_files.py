@@ -203,5 +203,4 @@ def test_progress_has_a_rate_of_this_run_and_the_time_left() -> None:
     tally.ok, tally.failed = 99, 1
     assert tally.describe() == "1,100 of 2,000 done, 1 failed, 10.0 requests/s, 1 min 30 s left"
     tally.started -= 4000
-    assert tally.describe().endswith("0.0 requests/s, 10 h 2 min left") is False
     assert tally.describe().split(", ")[-1].startswith("10 h ")
