@@ -42,7 +42,7 @@ InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response: a prompt's are in each of its choices
+MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response; each choice has its prompt's
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
 
 
@@ -110,7 +110,11 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         return msgspec.structs.replace(self, prompts=prompts)
 
     def with_grammars(self, grammars: Sequence[str | None], field: str) -> GenerationInput:
-        """Return the request with grammars for its answers, the best first, and what asks for them.
+        """Return the request with grammars for its answers, the preferred one first.
+
+        Args:
+            grammars: at least one; None: any answer.
+            field: the request's field that asks for them.
 
         Raises:
             InvalidRequestError: one is too large; names the field.
