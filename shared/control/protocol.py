@@ -40,7 +40,7 @@ MAX_EPOCH = 2**63 - 1
 Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Role = Literal["prefill", "decode"]
-PoolingMode = Literal["last", "mean", "cls"]  # what is made of a prompt's hidden states
+PoolingMode = Literal["last", "mean", "cls"]  # how a prompt's hidden states become one vector
 MAX_EMBEDDING_BYTES = 1 << 22
 RefusalReason = Literal["overloaded", "invalid", "draining"]
 # W3C's `traceparent`: version, trace id, parent span's id, flags.
@@ -120,12 +120,13 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Embed(Message, frozen=True, kw_only=True):
-    """Compute a prompt's embedding; the answer is one `TokenOutput` that has it.
+    """Compute a prompt's embedding. The answer is one `TokenOutput` that has it.
 
     Attributes:
         token_ids: the prompt, at least one token.
-        normalize: it is to have the length 1.
-        dimensions: how many of its first numbers are wanted; None: all.
+        pooling: how the tokens' hidden states become one vector.
+        normalize: whether to scale it to the length 1.
+        dimensions: how many of its first numbers to return; None: all.
         log_id: names the client's request in logs.
     """
 

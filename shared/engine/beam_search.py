@@ -1,7 +1,7 @@
 """Beam search for the offline `LLM`: the same hypotheses as Hugging Face's `num_beams`.
 
-The engine knows nothing of it. Each step is one token of each beam, whose earlier blocks are in the
-prefix cache. A beam's continuations are its most likely tokens, by the model's logits alone.
+The engine does not know of it. Each step computes one token of each beam, whose earlier blocks are
+in the prefix cache. A beam's continuations are its most likely tokens, by the model's logits alone.
 """
 
 from __future__ import annotations

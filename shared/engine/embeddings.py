@@ -1,4 +1,4 @@
-"""Computes the embeddings of prompts in an engine that nothing else uses meanwhile."""
+"""Computes embeddings: sequences that pool hidden states, and all prompts of an offline call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from pagewire.shared.sampling import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Attributes:
         prompt: its text; None if token ids were given.
-        embedding: as many numbers as the model's hidden states have.
+        prompt_token_ids: all tokens of the prompt.
+        embedding: one number for each dimension of the model's hidden states.
     """
 
     prompt: str | None
@@ -32,9 +33,9 @@ class EmbeddingOutput:
 
 
 def pooled_sequence(request_id: str, token_ids: list[int], mode: PoolingMode) -> Sequence:
-    """Return the sequence of a prompt that is to have an embedding.
+    """Return a sequence that computes a prompt's embedding.
 
-    It ends with the first token, which is sampled as others are and means nothing.
+    It ends with its first token, which is sampled like any other and ignored.
     """
     spec = RequestSpec(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
     sequence = new_sequence(request_id, token_ids, spec, ())
@@ -45,7 +46,9 @@ def pooled_sequence(request_id: str, token_ids: list[int], mode: PoolingMode) ->
 def compute_embeddings(
     core: EngineCore, prompts: Mapping[str, TokenizedPrompt], rules: PoolingRules
 ) -> list[EmbeddingOutput]:
-    """Return the embeddings of named prompts. The engine holds nothing of them afterwards.
+    """Return the embeddings of named prompts, in an engine that does nothing else meanwhile.
+
+    Whatever happens, the engine holds nothing of them afterwards.
 
     Raises:
         InvalidRequestError: a prompt is empty or too long.
@@ -82,12 +85,12 @@ def compute_embeddings(
 def finished_embedding(
     pooled: bytes, normalize: bool, dimensions: int | None = None
 ) -> npt.NDArray[np.float32]:
-    """Return the embedding that is made of a pooled prompt.
+    """Return the embedding of a pooled prompt.
 
     Args:
-        pooled: float32.
-        normalize: it is to have the length 1.
-        dimensions: how many of its first numbers are wanted; None: all.
+        pooled: one vector of float32, in the machine's byte order.
+        normalize: whether to scale it to the length 1.
+        dimensions: how many of its first numbers to return; None: all.
     """
     vector = np.frombuffer(pooled, np.float32)[:dimensions]
     if normalize:

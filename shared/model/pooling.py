@@ -7,6 +7,7 @@ has a `config.json` that names the mode.
 from __future__ import annotations
 
 import json
+import posixpath
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,19 @@ from pagewire.shared.errors import ConfigError
 
 _CONFIG, _MODULES = "config.json", "modules.json"
 _MODE = "pooling_mode"
-# By its value, and by the switch that releases before 6 have for it.
+# The mode is named by a value or, in releases of sentence-transformers before 6, by a switch.
 _MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _SWITCHES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
 
 
 class PoolingRules(msgspec.Struct, frozen=True):
-    """How embeddings are made.
+    """How a model's embeddings are computed.
 
     Attributes:
-        mode: what is made of the tokens' hidden states.
-        normalize: an embedding has the length 1.
-        is_matryoshka: an embedding's first numbers are an embedding, too.
-        sizes: of such parts; None: any.
+        mode: how the tokens' hidden states become one vector.
+        normalize: whether it is scaled to the length 1.
+        is_matryoshka: whether an embedding's first numbers are an embedding, too.
+        sizes: how many first numbers may be used; None: any number.
     """
 
     mode: PoolingMode = "last"
@@ -39,11 +40,11 @@ class PoolingRules(msgspec.Struct, frozen=True):
 
 
 def load_pooling(model_path: Path) -> PoolingRules:
-    """Return what the model's files say; without any, the last token's state, normalised.
+    """Return the rules in the model's files; by default, the last token's state, normalised.
 
     Raises:
-        ConfigError: they cannot be read, or ask for something that is not supported. It names files
-            as they lie in the model's directory.
+        ConfigError: a file cannot be read, or asks for something that is not supported. The error
+            has the file's path in the model's directory.
     """
     _refuse_later_tokens(model_path)
     is_matryoshka, sizes = _matryoshka(model_path)
@@ -56,7 +57,7 @@ def load_pooling(model_path: Path) -> PoolingRules:
             case "Transformer":
                 pass
             case "Pooling":
-                mode = _mode(model_path, f"{module.get('path', '')}/config.json")
+                mode = _mode(model_path, posixpath.join(str(module.get("path", "")), _CONFIG))
             case "Normalize":
                 normalize = True
             case name:
@@ -67,7 +68,7 @@ def load_pooling(model_path: Path) -> PoolingRules:
 
 
 def _refuse_later_tokens(model_path: Path) -> None:
-    """Refuse a model whose tokens attend to those after them: here none does."""
+    """Refuse a model whose tokens attend to later ones, which no attention here supports."""
     config = _read(model_path, _CONFIG, dict)
     for field, value in {"is_causal": False, "use_bidirectional_attention": True}.items():
         if config.get(field) is value:

@@ -1,4 +1,4 @@
-"""The embeddings that routers want of a worker, whatever its role.
+"""Computes embeddings for routers, on a worker of either role.
 
 Embed --> engine: prompt in chunks, pooled, no prefix cache --> TokenBatch, one for each
 """
@@ -35,7 +35,9 @@ class _Job:
     """An embedding that is being computed.
 
     Attributes:
-        engine_id: its name in the engine, unique whatever routers call it.
+        peer_id: the router's connection.
+        message: what the router asks for.
+        engine_id: its name in the engine, unique for all routers.
     """
 
     peer_id: str
@@ -47,12 +49,12 @@ class EmbeddingJobs:
     """Jobs of all routers that are connected. The event loop owns them.
 
     Args:
-        engine: that computes them.
+        engine: computes them.
         post: sends a control message to a connection.
         is_draining: whether new jobs are refused.
 
     Attributes:
-        take_soon: `take`, to be called from the engine's thread.
+        take_soon: calls `take` from the engine's thread.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class EmbeddingJobs:
             self._on_not_added(job, "overloaded", str(exc))
 
     def cancel(self, peer_id: str, request_id: str) -> None:
-        """End a job of a router; one that has ended is fine."""
+        """End a job of a router. Does nothing if it has already ended."""
         if (job := self._by_router.get((peer_id, request_id))) is not None:
             self._forget(job)
             self._engine.submit(lambda core: core.abort(job.engine_id), admitted=True)
@@ -100,7 +102,7 @@ class EmbeddingJobs:
             self.cancel(peer, request_id)
 
     def take(self, output: StepOutput) -> None:
-        """Report what the engine gave a sequence, if that is a job's."""
+        """Report the engine's output of a sequence, if it is a job's."""
         job = self._jobs.get(output.request_id)
         if job is None:
             return
@@ -109,7 +111,7 @@ class EmbeddingJobs:
             vector = finished_embedding(output.embedding, asked.normalize, asked.dimensions)
             embedding = vector.astype("<f4").tobytes()
             found = TokenOutput(request_id=name, finish_reason="stop", embedding=embedding)
-        else:  # it has ended without
+        else:  # it has ended without an embedding
             error = output.error or "the engine gave no embedding"
             logger.warning("%s failed: %s", job.engine_id, error, extra=about(asked.log_id))
             ended: FinishReason = "abort" if output.finish_reason == "abort" else "error"

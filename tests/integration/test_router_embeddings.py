@@ -132,6 +132,23 @@ def test_a_large_response_comes_in_parts(redis_url: str) -> None:
     with_workers(redis_url, scenario)
 
 
+def test_a_response_keeps_its_places_until_the_client_has_it_or_leaves(redis_url: str) -> None:
+    """Otherwise nothing would bound how many of them wait in memory for slow clients."""
+
+    async def scenario(router: LiveRouter, workers: dict[str, FakeDecodeWorker]) -> None:
+        workers["prefill-0"].embedding_repeats = 300_000
+        admission = router.service.dispatcher.admission
+        body = {"model": MODEL, "input": ["a"] * 16, "encoding_format": "base64"}
+        async with router.http.stream("POST", "/v1/embeddings", json=body) as response:
+            assert response.status_code == 200
+            async for _ in response.aiter_raw():
+                break
+            assert admission.num_sequences == 16  # 77 MB are not in the sockets' buffers
+        await eventually(lambda: admission.num_sequences == 0)
+
+    with_workers(redis_url, scenario)
+
+
 def test_one_request_takes_a_part_of_the_queue(redis_url: str) -> None:
     async def scenario(router: LiveRouter, workers: dict[str, FakeDecodeWorker]) -> None:
         worker = workers["prefill-0"]

@@ -105,6 +105,9 @@ def test_each_answer_has_the_fields_of_its_schema_and_no_others(
             found = check(answer, "post", path)
             if path == "/v1/responses":
                 kept.append(found["id"])
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 9, "thread": {"type": "create"}}
+        refused = await router.http.post("/v1/messages", json=body)
+        assert check(refused, "post", "/v1/messages")["error"]["details"]
         for path in ("/v1/models", "/version", "/health", "/ready"):
             check(await router.http.get(path), "get", path)
         check(await router.http.get(f"/v1/models/{MODEL}"), "get", "/v1/models/{model_id}")

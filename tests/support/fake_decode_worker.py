@@ -65,6 +65,7 @@ class FakeDecodeWorker:
         generated: requests that came, in order, each by itself.
         groups: how many requests each message had.
         embedded: prompts that came for an embedding, in order.
+        embedding_repeats: how often the numbers of an embedding are repeated in it.
         most_active: requests that ran at once.
         cancelled: ids of those that were cancelled.
         record: published with the next heartbeat if replaced.
@@ -97,6 +98,7 @@ class FakeDecodeWorker:
         self.generated: list[Generate] = []
         self.groups: list[int] = []
         self.embedded: list[Embed] = []
+        self.embedding_repeats = 1
         self.most_active = 0
         self.cancelled: list[str] = []
         self._redis_url, self._secret = redis_url, secret
@@ -212,7 +214,7 @@ class FakeDecodeWorker:
         output = TokenOutput(
             request_id=request.request_id,
             finish_reason="stop",
-            embedding=fake_embedding(request.token_ids),
+            embedding=fake_embedding(request.token_ids) * self.embedding_repeats,
         )
         if self.error is not None:
             output = TokenOutput(

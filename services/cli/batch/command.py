@@ -23,38 +23,40 @@ from pagewire.services.cli.terminal import note
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.open_files import raise_open_file_limit
 
+InputPath = Annotated[
+    Path, typer.Argument(metavar="INPUT", help="One of OpenAI's batch files, with requests.")
+]
+OutputPath = Annotated[
+    Path, typer.Argument(metavar="OUTPUT", help="Where a line of each answer is added.")
+]
+Concurrency = Annotated[int, typer.Option(min=1, max=10_000, help="Requests under way at once.")]
+ErrorsPath = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Lines of requests that failed, in place of OUTPUT."),
+]
+RetryFor = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        help="How long a request is sent again that is refused (429, 503) or gets no connection.",
+    ),
+]
+ReportEvery = Annotated[
+    float,
+    typer.Option(min=0.1, metavar="SECONDS", help="Between lines of progress, without a terminal."),
+]
+
 
 def batch(
-    input_file: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="One of OpenAI's batch files, with requests.")
-    ],
-    output_file: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="Where a line of each answer is added.")
-    ],
+    input_file: InputPath,
+    output_file: OutputPath,
     url: options.Url = None,
     api_key: options.ApiKey = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Requests under way at once.")
-    ] = 64,
-    errors: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Lines of requests that failed, in place of OUTPUT."),
-    ] = None,
-    retry_for: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="How long a request is sent again that is refused (429, 503) or gets no "
-            "connection.",
-        ),
-    ] = 300.0,
-    report_every: Annotated[
-        float,
-        typer.Option(
-            min=0.1, metavar="SECONDS", help="Between lines of progress, without a terminal."
-        ),
-    ] = 10.0,
+    concurrency: Concurrency = 64,
+    errors: ErrorsPath = None,
+    retry_for: RetryFor = 300.0,
+    report_every: ReportEvery = 10.0,
     timeout: options.Timeout = 600.0,
 ) -> None:
     """Send the requests of a batch file and write down the answers.
@@ -102,12 +104,12 @@ class BatchFiles:
     Args:
         stack: closes them.
         source: the input.
-        output: of answers that are successes.
-        errors: of others; None: they are in the output, too. Emptied.
+        output: for requests that succeed.
+        errors: for those that fail, emptied first; None: they are in the output, too.
 
     Attributes:
         tally: of its requests.
-        requests: those that are to be sent.
+        requests: those that are still to be sent.
 
     Raises:
         ConfigError: one cannot be used.
@@ -130,7 +132,7 @@ class BatchFiles:
         self.requests = pending_requests(source, self._ids)
 
     def _is_kept(self, line: OutputLine) -> bool:
-        """Keep a success, which is not asked for again; what failed is."""
+        """Keep a success. A request that failed is sent again, so its line is removed."""
         if line.is_ok:
             self._done += self._ids.mark_done(line.custom_id)
         return line.is_ok

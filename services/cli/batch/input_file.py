@@ -1,4 +1,4 @@
-"""Reads a batch's input: once whole to check it, then again as its requests are sent."""
+"""Reads a batch's input: first as a whole to check it, then again while its requests are sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_input(path: Path, ids: KnownIds) -> int:
         How many requests it has.
 
     Raises:
-        ConfigError: it cannot be read, or lines are wrong; names the first of them.
+        ConfigError: it cannot be read, or lines are wrong; has the first of them.
     """
     problems: list[str] = []
     wrong = total = 0

@@ -1,4 +1,4 @@
-"""The custom ids of a batch, on disk where they are too many for memory."""
+"""The custom ids of a batch, partly on disk if memory cannot hold all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CACHE_KIB = 64 << 10
 class KnownIds:
     """Which custom ids the input has, and which of them are answered; a context manager.
 
-    They are in a database without a name, which SQLite keeps in memory up to `CACHE_KIB` and in the
-    folder for temporary files beyond.
+    They are in an unnamed database. SQLite keeps up to `CACHE_KIB` of it in memory, and the rest in
+    the folder for temporary files.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class KnownIds:
             line: its number.
 
         Returns:
-            The number of the first line with this id, perhaps the same.
+            The number of the first line with this id, which may be this line.
 
         Raises:
-            PagewireError: there is no room for it, as also from the other methods.
+            PagewireError: there is no room for it. The other methods raise this, too.
         """
         with _mapped():
             self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, 0)", (custom_id, line))
@@ -61,7 +61,7 @@ class KnownIds:
             return int(found.fetchone()[0])
 
     def mark_done(self, custom_id: str) -> bool:
-        """Note that an id is answered; returns whether the input has it and it was not yet."""
+        """Note that an id is answered. Return whether the input has it and it was not noted yet."""
         with _mapped():
             changed = self._database.execute(
                 "UPDATE ids SET done = 1 WHERE id = ? AND NOT done", (custom_id,)

@@ -44,7 +44,7 @@ class BatchRequest:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the endpoint answered, an error of HTTP's, too."""
+    """What the endpoint answered, with any HTTP status."""
 
     status_code: int
     request_id: str
@@ -68,7 +68,7 @@ class OutputLine(msgspec.Struct, frozen=True):
 
     @property
     def is_ok(self) -> bool:
-        """Whether the request was answered as it wished."""
+        """Whether the request succeeded."""
         return self.response is not None and 200 <= self.response.status_code < 300
 
 
@@ -133,7 +133,7 @@ def parse_output(line: bytes) -> OutputLine:
     """Read a line of the output.
 
     Raises:
-        BatchLineError: it is none.
+        BatchLineError: it is not one.
     """
     try:
         return _output_line.decode(line)

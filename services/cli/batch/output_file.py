@@ -1,4 +1,4 @@
-"""A batch's output: whole lines alone, whatever ended the process that wrote them."""
+"""A batch's output file: it has whole lines only, however the process that wrote them ended."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class OutputFile:
     """A file of output lines that nobody else appends to; a context manager.
 
     Args:
-        path: it is made if there is none. A last line that a killed process did not end is cut.
-        keep: called with each line that it has; those for which it returns False are removed.
+        path: created if it is missing. The part of a line that a killed process left is removed.
+        keep: called with each line of the file; lines for which it returns False are removed.
 
     Raises:
-        ConfigError: it cannot be written, another process does so, or it has other content.
+        ConfigError: it cannot be written, another process writes to it, or it has other content.
     """
 
     def __init__(self, path: Path, keep: Callable[[OutputLine], bool]) -> None:
@@ -63,15 +63,20 @@ class OutputFile:
         self._stack.close()
 
     def append(self, line: OutputLine) -> None:
-        """Write a line, which then outlives this process.
+        """Write a whole line, or nothing of it. What is written outlives this process.
 
         Raises:
             PagewireError: it cannot be written.
         """
         data = memoryview(_encoder.encode(line) + b"\n")
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+            except OSError:
+                self._file.truncate(end)  # other requests may still append before all are cancelled
+                raise
         except OSError as exc:
             raise PagewireError(f"{self._path} cannot be written: {exc.strerror}") from exc
 
@@ -88,7 +93,7 @@ class OutputFile:
         return file
 
     def _check(self, keep: Callable[[OutputLine], bool]) -> tuple[int, int]:
-        """Read all lines and cut one that was not ended; returns how many to keep, and of which."""
+        """Read all lines and remove an incomplete one; return how many to keep and the total."""
         kept = total = end = 0
         for line in _lines_from_start(self._file):
             if not line.endswith(b"\n"):
@@ -104,7 +109,7 @@ class OutputFile:
         return kept, total
 
     def _replace(self, keep: Callable[[OutputLine], bool]) -> None:
-        """Put a file without the lines to remove in this one's place, at once."""
+        """Replace this file atomically by one without the lines to remove."""
         new = self._path.with_name(f"{self._path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             new.unlink()  # of a process that was killed here

@@ -1,4 +1,4 @@
-"""Sends the requests of a batch, a bounded number at once, and each again until it is answered."""
+"""Sends the requests of a batch, a bounded number at once, and repeats those that are refused."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from pagewire.services.cli.program import own_command
 MAX_ANSWER_BYTES = 128 << 20
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-NOT_ALLOWED = (401, 403)  # as any other request of this key
-UNAVAILABLE = (408, 429, 502, 503, 504)  # of the endpoint, whatever the request
+NOT_ALLOWED = (401, 403)  # no request with this key can succeed
+UNAVAILABLE = (408, 429, 502, 503, 504)  # due to the endpoint, not to the request
 
 
 class _TryAgainError(Exception):
     """A request has no answer yet.
 
     Args:
-        cause: what to report if it never has.
-        is_general: another request would not fare better.
-        pause_s: that the endpoint asks for.
+        cause: what to report if it never gets one.
+        is_general: whether any other request would fail, too.
+        pause_s: how long the endpoint asks to wait.
     """
 
     def __init__(self, cause: EndpointError, is_general: bool, pause_s: float = 0.0) -> None:
@@ -48,14 +48,15 @@ class BatchSender:
 
     Args:
         url: of the server, with or without `/v1`.
+        api_key: sent with each request; None: no key.
         concurrency: requests under way at once.
-        timeout_s: without any byte from the server, after which a request is sent again.
-        retry_s: after its first failure, in which a request is sent again.
+        timeout_s: a request is sent again if the server sends no byte for this time.
+        retry_s: how long after its first failure a request may be sent again.
 
     Attributes:
         in_flight: requests under way.
-        waiting: requests that pause before they are sent again.
-        trouble: why they do.
+        waiting: requests that wait to be sent again.
+        trouble: why the last of them waits.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class BatchSender:
             on_line: called with the line of each, in the order in which they end.
 
         Raises:
-            EndpointError: the endpoint lets nobody in, or nobody for `retry_s`.
+            EndpointError: the endpoint refuses the key, or has refused a request for `retry_s`.
         """
 
         async def take_turns() -> None:

@@ -1,4 +1,4 @@
-"""How a batch looks while it runs: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows a batch's progress: as a bar on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from pagewire.services.cli.batch.sender import BatchSender
 from pagewire.services.cli.terminal import note, printable
+from pagewire.shared.aio import end_task, start_task
 
 REFRESH_S = 0.2
 
@@ -54,7 +55,7 @@ class Tally:
 async def run_with_progress(
     work: Coroutine[Any, Any, None], tally: Tally, sender: BatchSender, every_s: float
 ) -> None:
-    """Run the work to its end, and show on stderr how far it is.
+    """Run the work to its end, and show its progress on stderr.
 
     Args:
         work: changes the tally.
@@ -85,12 +86,11 @@ async def _watched(
             await asyncio.sleep(every_s)
             show()
 
-    watcher = asyncio.create_task(repeat())
+    watcher = start_task(repeat(), "progress")
     try:
         await work
     finally:
-        watcher.cancel()
-        await asyncio.wait([watcher])
+        await end_task(watcher)
 
 
 def _status(tally: Tally, sender: BatchSender) -> str:

@@ -1,4 +1,4 @@
-"""Prompts on their way to an embedding: several of a request at a time, each with one worker.
+"""Has workers compute the embeddings of a request's prompts, several at a time.
 
 open --> todo --Embed--> waiting --embedding--> done
 ^                |
@@ -31,20 +31,20 @@ from pagewire.shared.errors import (
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 64  # prompts of one request that are with workers
-MAX_LOSSES = 1  # of one prompt's workers: it must not kill all
+MAX_LOSSES = 1  # of one prompt's workers: a prompt that kills workers must not reach them all
 
 
 class EmbeddingSet:
-    """The embeddings of one request's prompts. `run` it, and `close` it in any case.
+    """The embeddings of one request's prompts. Call `run`, and always `close`.
 
     Attributes:
         num_tokens: of all prompts.
-        workers: ids of those that have computed some, each once.
+        workers: ids of the workers that have computed embeddings, each once.
 
     Args:
-        dispatcher: knows the workers, and counts prompts that are with them.
+        dispatcher: selects workers and counts the prompts that they have.
         prompts: at least one; each has at least one token.
-        template: what is sent for each prompt, but for request id and tokens.
+        template: the message for each prompt, except its request id and tokens.
 
     Raises:
         OverloadedError: from the constructor, the queue is full.
@@ -65,7 +65,7 @@ class EmbeddingSet:
         """Return the embeddings in the order of their prompts, as little-endian float32.
 
         Raises:
-            InvalidRequestError: a worker finds a prompt impossible.
+            InvalidRequestError: a worker cannot compute a prompt.
             OverloadedError: every worker's queue is full.
             NoWorkerError: no worker can be reached, or one prompt has lost two.
             RequestFailedError: a worker failed, or did not answer in time.
@@ -79,7 +79,7 @@ class EmbeddingSet:
         return self._vectors
 
     def close(self) -> None:
-        """Give its places in the queue back. Idempotent."""
+        """Give the places in the queue back. Idempotent."""
         for place in self._places:
             place.leave()
 
@@ -138,14 +138,14 @@ class EmbeddingSet:
 
 
 class _Attempt(Attempt):
-    """One try to have one prompt's embedding computed by one worker."""
+    """One attempt to have one worker compute one prompt's embedding."""
 
     def __init__(self, link: WorkerLink, in_flight: InFlightLoad) -> None:
         super().__init__(link, self._take, in_flight)
         self._vector = b""
 
     async def result(self, timeout: float) -> bytes | Refused | WorkerLost:
-        """Return the embedding, or why there is none; nothing of the attempt is left then.
+        """Return the embedding, or why there is none. The attempt has ended then.
 
         Raises:
             RequestFailedError: the worker failed, or did not answer in time.

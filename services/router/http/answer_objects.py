@@ -1,7 +1,8 @@
-"""What OpenAI's completions and chats, vLLM's token routes and errors answer, as types.
+"""The responses of OpenAI's and vLLM's routes, and their errors, as types.
 
-The OpenAPI document (openapi.py) is made of them, and tests compare responses with them. Responses
-themselves are written in responses.py. A field that may be missing is `UNSET`.
+The OpenAPI document (openapi.py) is made from these types, and tests compare responses with them.
+The responses themselves are written in responses.py. The default of a field that may be missing is
+`UNSET`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ UnixTime = Annotated[int, Meta(description="seconds since 1970")]
 
 
 class CachedTokens(msgspec.Struct):
-    """What of a prompt was in the prefix cache."""
+    """How much of a prompt was in the prefix cache."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(msgspec.Struct):
-    """What of an answer is reasoning."""
+    """How much of an answer is reasoning."""
 
     reasoning_tokens: int
 
@@ -54,7 +55,7 @@ PromptLogprobs = Annotated[
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Tokens of a completion, in four lists of one length; null for the first of a prompt."""
+    """Tokens of a completion, in four lists of one length; a prompt's first token has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -66,8 +67,9 @@ class CompletionPart(msgspec.Struct):
     """One answer, or what a chunk of a stream adds to it.
 
     Attributes:
-        finish_reason: null if it goes on.
-        token_ids: with return_token_ids; so have prompt_token_ids those of the prompt.
+        finish_reason: null if the answer is not complete.
+        token_ids: of the answer, with return_token_ids.
+        prompt_token_ids: of the prompt, with return_token_ids.
     """
 
     index: int
@@ -277,7 +279,10 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """The model, by each of its names."""
+    """The model, by each of its names.
+
+    Requests with the header `anthropic-version` get the list in Anthropic's form.
+    """
 
     object: Literal["list"]
     data: list[Model]
@@ -340,13 +345,13 @@ Status = Literal["ok", "starting", "draining", "no decode worker"]
 
 
 class Readiness(msgspec.Struct):
-    """Whether requests can be answered now: they can if the status is "ok"."""
+    """Whether requests can be answered now, which is so if the status is "ok"."""
 
     status: Status
 
 
 class Health(msgspec.Struct):
-    """The server is alive; the model is named to clients with a key."""
+    """The server is alive. Only clients with a valid key, if keys are needed, see the model."""
 
     status: Status
     model: str | UnsetType = UNSET
@@ -357,8 +362,8 @@ class Problem(msgspec.Struct):
 
     Attributes:
         param: the field at fault, such as "messages[0].content".
-        code: for programs to read.
-        request_id: that the request has in the server's logs.
+        code: the kind of problem, for programs.
+        request_id: the request's id in the server's logs.
     """
 
     message: str

@@ -44,7 +44,7 @@ class EmbeddingAnswers:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """There are none."""
+        """An embedding has none."""
         return []
 
     @property
@@ -63,7 +63,7 @@ async def _answer(request: Request) -> Response:
     asked, service = await read_request(request, "embedding"), service_of(request)
     record, form = record_of(request.scope), asked.embedding
     if form is None:
-        raise RequestFailedError("the body's reader says nothing of embeddings")
+        raise RequestFailedError("the body was not read as one for embeddings")
     if service.tracing is not None:
         record.begin_span(service.tracing)
     template = Embed(
@@ -79,47 +79,55 @@ async def _answer(request: Request) -> Response:
     record.answers = EmbeddingAnswers(embeddings)
     try:
         vectors = await cancel_on_disconnect(request, embeddings.run())
-    finally:
+    except BaseException:
         embeddings.close()
-    count, timeout_s = embeddings.num_tokens, service.settings.request_timeout_s
-    return EmbeddingResponse(vectors, form, asked.model, count, timeout_s)
+        raise
+    timeout_s = service.settings.request_timeout_s
+    return EmbeddingResponse(embeddings, vectors, form, asked.model, timeout_s)
 
 
 class EmbeddingResponse(Response):
     """OpenAI's list of embeddings. It is written part by part: as JSON it may have 200 MB.
 
+    The request keeps its places in the queue until the client has the response, so the queue bounds
+    how many of them are in memory.
+
     Args:
+        embeddings: closed when the response is sent, or cannot be.
         vectors: little-endian float32, at least one.
         model: the name that was asked for.
-        num_tokens: of all inputs.
-        send_timeout_s: a client that takes nothing for so long is given up.
+        send_timeout_s: the response ends if the client reads nothing for this time.
     """
 
     media_type = "application/json"
 
     def __init__(
         self,
+        embeddings: EmbeddingSet,
         vectors: Sequence[bytes],
         form: EmbeddingForm,
         model: str,
-        num_tokens: int,
         send_timeout_s: float,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
-        self._vectors, self._form, self._send_timeout_s = vectors, form, send_timeout_s
+        self._embeddings, self._vectors, self._form = embeddings, vectors, form
+        self._send_timeout_s = send_timeout_s
+        num_tokens = embeddings.num_tokens
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         self._end = b"]," + msgspec.json.encode({"model": model, "usage": usage})[1:]
         self.init_headers()
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, as ASGI has it."""
+        """Send the response through ASGI."""
         try:
-            await self._send_all(send)
-        except ClientGoneError as exc:  # without its end: the server closes the connection
+            await cancel_on_disconnect(Request(scope, receive), self._send_all(send))
+        except ClientGoneError as exc:  # the body lacks its end: the server closes the connection
             record_of(scope).fail(exc, "cancelled")
+        finally:
+            self._embeddings.close()
 
     async def _send_all(self, send: Send) -> None:
         status = {"status": self.status_code, "headers": self.raw_headers}

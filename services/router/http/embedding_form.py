@@ -1,4 +1,4 @@
-"""What a request of `/v1/embeddings` has besides its prompts."""
+"""What a request of `/v1/embeddings` has in addition to its prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pagewire.shared.control.protocol import PoolingMode
 
 
 class EmbeddingForm(msgspec.Struct, frozen=True):
-    """How the embeddings are made and written.
+    """How embeddings are computed and written.
 
     Attributes:
-        normalize: they have the length 1.
-        dimensions: how many of the first numbers are wanted; None: all.
-        as_base64: they are written as base64 of float32, not as lists of numbers.
+        pooling: how a prompt's hidden states become one vector.
+        normalize: whether they have the length 1.
+        dimensions: how many of their first numbers to return; None: all.
+        as_base64: whether they are written as base64 of float32, not as lists of numbers.
     """
 
     pooling: PoolingMode

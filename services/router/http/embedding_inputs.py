@@ -8,12 +8,8 @@ import msgspec
 
 from pagewire.services.router.http.embedding_form import EmbeddingForm
 from pagewire.services.router.http.errors import ContextLengthError
-from pagewire.services.router.http.inputs import (
-    GenerationInput,
-    counted_input,
-    prompt_ids,
-    split_prompts,
-)
+from pagewire.services.router.http.inputs import GenerationInput, counted_input
+from pagewire.services.router.http.prompt_inputs import prompt_ids, split_prompts
 from pagewire.services.router.http.schemas import AtLeastOne, Label, Prompt
 from pagewire.services.router.http.token_inputs import PlainBody, parse_plain
 from pagewire.services.router.text.served_model import ServedModel
@@ -32,10 +28,10 @@ class EmbeddingBody(PlainBody, frozen=True, kw_only=True):
         model: one of the names that `/v1/models` lists.
         encoding_format: numbers, or base64 of little-endian 32-bit ones; numbers by default.
         input: text, several texts, token ids, or several lists of token ids.
-        dimensions: numbers of each embedding; by default all that the model gives.
-        truncate_prompt_tokens: keep no more than an input's last tokens.
-        add_special_tokens: begin and end texts as the model wants it; by default so.
-        normalize: embeddings have the length 1; by default as the model's files say.
+        dimensions: numbers of each embedding; by default all that the model computes.
+        truncate_prompt_tokens: keep only this many last tokens of an input.
+        add_special_tokens: add the tokenizer's special tokens to texts; true by default.
+        normalize: scale embeddings to the length 1; by default as the model's files say.
         user: changes nothing.
     """
 
@@ -55,7 +51,7 @@ def read_embedding(
     """Check and tokenize the inputs of a body.
 
     Raises:
-        InvalidRequestError: the client's fault, or the model makes no embeddings.
+        InvalidRequestError: a field is wrong, which it names, or the model makes no embeddings.
     """
     body, unknown_fields = parse_plain(EmbeddingBody, raw, model)
     form = _form_of(body, model)
@@ -104,7 +100,7 @@ def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list
 
 
 def _form_of(body: EmbeddingBody, model: ServedModel) -> EmbeddingForm:
-    """Return how the embeddings are to be made.
+    """Return how to compute the embeddings.
 
     Raises:
         InvalidRequestError: the model makes none, or none of this size.

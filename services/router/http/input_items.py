@@ -1,8 +1,8 @@
 """The input of a stored response as OpenAI lists it: items with ids, page by page.
 
-It is the whole conversation up to the answer, earlier answers included. Items that came without an
-id get one that is made of the item and its place in the conversation: it is the same on every
-router, and in each later response of the conversation.
+The input is the whole conversation before the answer, with earlier answers. An item without an id
+gets one that is derived from the item and its place in the conversation, so it is the same on every
+router and in each later response of the conversation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PREFIXES = {
 
 
 class ItemsQuery(msgspec.Struct, frozen=True):
-    """Which items of a response's input are wanted.
+    """Which items of a response's input to return.
 
     Attributes:
-        after: the id of the item that comes before the first one wanted.
-        limit: how many at most.
-        order: that of the conversation is "asc".
+        after: the id of the item before the first one to return.
+        limit: how many items to return at most.
+        order: "asc" is the order of the conversation.
     """
 
     after: str | None = None
@@ -60,8 +60,8 @@ def page_of_input(stored: StoredResponse, query: ItemsQuery) -> dict[str, Any]:
     """Return a page of a response's input, as OpenAI's list object.
 
     Raises:
-        InvalidRequestError: `after` names none of the items.
-        RequestFailedError: what is stored cannot be read.
+        InvalidRequestError: no item has the id `after`.
+        RequestFailedError: the stored response cannot be read.
     """
     items = _listed(stored)
     if query.order == "desc":
@@ -127,7 +127,7 @@ def _parts(texts: str | list[Part] | None, kind: str) -> list[dict[str, Any]]:
 
     Args:
         texts: one text, or parts.
-        kind: of parts that came without a type of the API's own.
+        kind: the type of parts that have none of the API's types.
     """
     if texts is None:
         return []

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
 
 import msgspec
 
@@ -19,9 +18,9 @@ from pagewire.services.router.http.chat_inputs import (
 )
 from pagewire.services.router.http.embedding_form import EmbeddingForm
 from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.prompt_inputs import check_chars, prompt_ids, split_prompts
 from pagewire.services.router.http.response_turn import ResponseTurn
 from pagewire.services.router.http.schemas import (
-    PROMPT_RULE,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -43,10 +42,8 @@ InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response: a prompt's are in each of its choices
+MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response; each choice has its prompt's
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
-# A longer text cannot fit, whatever its tokens: refused before it costs time to tokenize.
-MAX_CHARS_PER_TOKEN = 256
 
 
 class PromptInput(msgspec.Struct, frozen=True):
@@ -113,7 +110,11 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         return msgspec.structs.replace(self, prompts=prompts)
 
     def with_grammars(self, grammars: Sequence[str | None], field: str) -> GenerationInput:
-        """Return the request with grammars for its answers, the best first, and what asks for them.
+        """Return the request with grammars for its answers, the preferred one first.
+
+        Args:
+            grammars: at least one; None: any answer.
+            field: the request's field that asks for them.
 
         Raises:
             InvalidRequestError: one is too large; names the field.
@@ -172,7 +173,7 @@ def chat_ids(
         InvalidRequestError: a message is wrong, or the template refuses it; names the field.
     """
     messages = conversation(body)
-    _check_chars(num_chars(messages, options), max_model_len, "messages")
+    check_chars(num_chars(messages, options), max_model_len, "messages")
     return model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
 
 
@@ -327,83 +328,8 @@ def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> 
     return room
 
 
-def split_prompts(prompt: str | list[Any], param: str, most: int) -> list[str] | list[list[int]]:
-    """Return the prompts of a request, one or several, text or token ids.
-
-    Args:
-        prompt: the field's value.
-        param: the field.
-        most: more are refused.
-
-    Raises:
-        InvalidRequestError: they are too many, or no prompts.
-    """
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt:
-        if _are_ints(prompt):
-            return [prompt]
-        if len(prompt) > most:
-            raise InvalidRequestError(
-                f"{param}: at most {most} prompts in one request, not {len(prompt)}", param
-            )
-        if _are_texts(prompt) or _are_id_lists(prompt):
-            return prompt
-    raise InvalidRequestError(f"{param} must be {PROMPT_RULE}", param)
-
-
-def _are_ints(value: list[Any]) -> TypeGuard[list[int]]:
-    return all(type(item) is int for item in value)  # a bool is not a token id
-
-
-def _are_texts(value: list[Any]) -> TypeGuard[list[str]]:
-    return all(type(item) is str for item in value)
-
-
-def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
-    return all(isinstance(item, list) and item and _are_ints(item) for item in value)
-
-
-def prompt_ids(
-    prompt: str | list[int],
-    model: ServedModel,
-    max_model_len: int,
-    adds_special: bool,
-    param: str = "prompt",
-) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Args:
-        prompt: its text or its token ids.
-        model: the model.
-        max_model_len: prompt and answer together, in tokens.
-        adds_special: a text begins and ends as the model wants it.
-        param: the field that it comes from.
-
-    Raises:
-        InvalidRequestError: it is too long, or has ids that the model lacks.
-    """
-    if isinstance(prompt, str):
-        _check_chars(len(prompt), max_model_len, param)
-        return model.tokenizer.encode(prompt, adds_special)
-    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
-        raise InvalidRequestError(
-            f"{param}: token ids must lie between 0 and {model.vocab_size - 1}", param
-        )
-    return prompt
-
-
 def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
     if isinstance(prompt, str):
         return prompt
     # A character that the prompt leaves unfinished comes with the answer.
     return model.tokenizer.decode(prompt).rstrip(REPLACEMENT)
-
-
-def _check_chars(num_chars: int, max_model_len: int, param: str) -> None:
-    if num_chars > max_model_len * MAX_CHARS_PER_TOKEN:
-        raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens. {num_chars} "
-            f"characters in the {param} cannot fit.",
-            param,
-        )

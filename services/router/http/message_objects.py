@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API answers, as types: see answer_objects.py."""
+"""The responses of Anthropic's Messages API as types, see answer_objects.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AnswerThinking(msgspec.Struct, tag_field="type", tag="thinking"):
     """What the model wrote before its answer.
 
     Attributes:
-        signature: is empty.
+        signature: an empty string.
     """
 
     thinking: str
@@ -64,7 +64,7 @@ class AnsweredMessage(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct):
-    """One event of a stream; which further fields it has depends on its type, as Anthropic has it.
+    """One event of a stream. Its other fields depend on its type, as in Anthropic's API.
 
     Attributes:
         type: "message_start", "ping", "content_block_start", "content_block_delta",
@@ -80,11 +80,23 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
+class ThreadProblem(msgspec.Struct):
+    """Why a request with `thread` is refused: clients then send whole conversations."""
+
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: list[str]
+
+
 class MessageProblem(msgspec.Struct):
-    """What is wrong."""
+    """What is wrong.
+
+    Attributes:
+        details: of a request with `thread`, which is not supported.
+    """
 
     type: str
     message: str
+    details: ThreadProblem | UnsetType = UNSET
 
 
 class MessageError(msgspec.Struct):

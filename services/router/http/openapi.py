@@ -1,9 +1,9 @@
-"""The OpenAPI document of the public routes, made of the types that bodies are decoded into.
+"""The OpenAPI document of the public routes, made from the types that bodies are decoded into.
 
     struct --msgspec--> JSON Schema --here--> components of the document
 
-What a field may hold comes from its type, and what it is for from its class's docstring. So a new
-field of a body is in the document, and a new route needs an `Operation` (operations.py).
+A field's bounds come from its type, and its description from the docstring of its class. So a new
+field of a body needs nothing more, and a new route needs an `Operation` (operations.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEY_SCHEMES = {
 }
 _PATH_FIELDS = {
     "model_id": "one of the model's names",
-    "response_id": "the id of a stored response, made with the same API key",
+    "response_id": "the id of a stored response that the same API key has created",
 }
 _DESCRIPTION = """
 One model on several workers, with OpenAI's API, Anthropic's Messages API, and vLLM's fields.
@@ -102,7 +102,7 @@ def _parameters(of: Operation) -> Iterable[Schema]:
             described = {"description": schema.pop("description", "")}
             yield {"name": name, "in": "query", **described, "schema": _not_null(schema)}
     if of.answer is not None and "timings" in of.answer.__struct_fields__:
-        text = "1: the response says where the time went, as with `timings` in the body."
+        text = "1: the response shows where the time went, as with `timings` in the body."
         schema = {"type": "string", "enum": ["0", "1"]}
         yield {"name": TIMINGS_HEADER, "in": "header", "description": text, "schema": schema}
 
@@ -129,7 +129,7 @@ def _responses(of: Operation, needs_key: bool) -> Schema:
 
 
 def _links(of: Operation) -> Schema:
-    """Return the routes of what a request has made, whose id the answer has."""
+    """Return the routes that read or change what a request creates, by the id in the answer."""
     below = re.compile(re.escape(of.path) + r"/{(\w+)}(/\w+)?")
     found: Schema = {}
     for each in OPERATIONS:
@@ -140,7 +140,7 @@ def _links(of: Operation) -> Schema:
 
 
 def _event(chunk: Struct, error: Struct) -> Schema:
-    """Return the schema of each event of a stream, where something may go wrong midway."""
+    """Return the schema of a stream's events, one of which may be an error."""
     kinds = {"anyOf": [_ref(chunk), _ref(error)]}
     encoded = {"contentMediaType": "application/json", "contentSchema": kinds}
     data = {"type": "string", "anyOf": [{"const": "[DONE]"}, encoded]}
@@ -191,12 +191,12 @@ def _structs(kinds: Iterable[Struct]) -> set[Struct]:
 
 
 def _add_foreign_fields(schema: Schema, of: Operation, chat: Schema) -> None:
-    """Add the fields of a body that other types check, and those that are refused."""
+    """Add the fields of a body that other types check, and the unsupported ones."""
     properties = schema["properties"]
     for name in of.as_in_chats:
         properties.setdefault(name, chat["properties"][name])
     for name, neutral in sorted(of.refused.items()):
-        text = "Is not supported, and may only have a value that asks for nothing."
+        text = "Not supported: only values that change nothing are accepted."
         properties[name] = {"enum": list(neutral), "description": text}
 
 

@@ -1,4 +1,4 @@
-"""What the OpenAPI document (openapi.py) says of each public route: one `Operation` each.
+"""The public routes as the OpenAPI document (openapi.py) describes them, an `Operation` each.
 
 A test compares this list with the routes of the application, in both directions.
 """
@@ -62,16 +62,16 @@ class Operation:
     """One route with one method.
 
     Attributes:
-        answer: the body of a 200; None: there is no such response.
+        answer: the body of a response with status 200; None if the route never has one.
         body: of the request.
-        chunk: an event of the stream that is the response where the body asks for one.
-        errors: statuses besides 401 and 500, which any route may answer.
+        chunk: an event of the stream, if the body may ask for one.
+        errors: its error statuses, without 401 and 500, which any route may have.
         query: fields of the URL's query.
-        as_in_chats: names of further fields of the body, which are those of chats.
-        refused: fields of the body that may only have these values.
+        as_in_chats: names of fields of `ChatBody` that the body may have, too.
+        refused: unsupported fields of the body, each with the values that change nothing.
         example: a body.
-        is_open: no key is needed.
-        unready: the response of the same form with status 503.
+        is_open: whether it needs no key.
+        unready: whether a response of the same form may have status 503.
     """
 
     method: Literal["get", "post", "delete"]
@@ -101,7 +101,7 @@ TAGS = {
     OPENAI: "Completions, chats, embeddings and models.",
     RESPONSES: "Conversations that the server stores for an hour.",
     MESSAGES: "Conversations in Anthropic's form. Errors have Anthropic's form, too.",
-    TOKENS: "What a text's tokens are, as vLLM has these routes.",
+    TOKENS: "Tokens of a text and text of tokens, as in vLLM.",
     SERVER: "Whether the server can answer, and which release it is.",
 }
 
@@ -146,7 +146,7 @@ OPERATIONS = (
         "post",
         "/v1/responses",
         RESPONSES,
-        "Answer a conversation, or go on with one that is stored.",
+        "Answer a conversation, or continue a stored one.",
         Response,
         ResponseBody,
         ResponseEvent,
@@ -169,7 +169,7 @@ OPERATIONS = (
         "get",
         "/v1/responses/{response_id}",
         RESPONSES,
-        "Return a response that is stored.",
+        "Return a stored response.",
         Response,
         errors=(400, *_STORED),
         query=ResponseQuery,
@@ -178,7 +178,7 @@ OPERATIONS = (
         "delete",
         "/v1/responses/{response_id}",
         RESPONSES,
-        "Forget a response.",
+        "Delete a stored response.",
         DeletedResponse,
         errors=_STORED,
     ),
@@ -186,7 +186,7 @@ OPERATIONS = (
         "get",
         "/v1/responses/{response_id}/input_items",
         RESPONSES,
-        "List what a stored response answers: the conversation before it.",
+        "List the items of the conversation before a stored response.",
         InputItems,
         errors=(400, *_STORED),
         query=ItemsQuery,
@@ -195,7 +195,7 @@ OPERATIONS = (
         "post",
         "/v1/responses/{response_id}/cancel",
         RESPONSES,
-        "Is always refused: no response is made in the background.",
+        "Always refused: no response runs in the background.",
         None,
         errors=(400, *_STORED),
     ),

@@ -13,7 +13,7 @@ QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 
 
 def read_query(kind: type[QueryT], request: Request) -> QueryT:
-    """Return the fields of a request's query; of several fields of a name the last counts.
+    """Return the fields of a request's query. If a field is repeated, the last one counts.
 
     Raises:
         InvalidRequestError: one has a wrong value; names it.

@@ -188,7 +188,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
         model: one of the names that `/v1/models` lists.
         input: a message of the user, or the items of a conversation.
         instructions: what the model is to heed, for this answer alone.
-        previous_response_id: goes on with the conversation of a response that is stored.
+        previous_response_id: a stored response whose conversation continues.
         max_output_tokens: how long the answer may be, in tokens.
         stream: send the answer as server-sent events while it is made.
         tools: functions that the model may call.

@@ -1,4 +1,4 @@
-"""What OpenAI's Responses API answers, as types: see answer_objects.py."""
+"""The responses of OpenAI's Responses API as types, see answer_objects.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     """Text of an answer.
 
     Attributes:
-        annotations: there are none.
-        logprobs: of its tokens, if they are asked for.
+        annotations: an empty list.
+        logprobs: of its tokens, if the request includes them.
     """
 
     text: str
@@ -52,6 +52,9 @@ class RefusalText(msgspec.Struct, tag_field="type", tag="refusal"):
     """A refusal that a client gave."""
 
     refusal: str
+
+
+GivenPart = InputText | OutputText | ReasoningText | SummaryText | RefusalText
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
@@ -92,7 +95,7 @@ class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output
     id: str
     status: ItemStatus
     call_id: str
-    output: str | list[InputText | OutputText | ReasoningText | SummaryText | RefusalText]
+    output: str | list[GivenPart]
 
 
 class GivenReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
@@ -100,8 +103,8 @@ class GivenReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
     id: str
     status: ItemStatus
-    summary: list[InputText | OutputText | ReasoningText | SummaryText | RefusalText]
-    content: list[InputText | OutputText | ReasoningText | SummaryText | RefusalText]
+    summary: list[GivenPart]
+    content: list[GivenPart]
 
 
 class GivenMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -110,11 +113,11 @@ class GivenMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
     role: Literal["user", "assistant", "system", "developer"]
-    content: list[InputText | OutputText | ReasoningText | SummaryText | RefusalText]
+    content: list[GivenPart]
 
 
 class InputItems(msgspec.Struct):
-    """A page of what a response answers.
+    """A page of the conversation before a response.
 
     Attributes:
         has_more: there are items after last_id.
@@ -128,7 +131,7 @@ class InputItems(msgspec.Struct):
 
 
 class InputTokens(msgspec.Struct):
-    """What of an input was in the prefix cache."""
+    """How much of an input was in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -165,10 +168,10 @@ class EchoedReasoning(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """A response; the fields after usage are those of its request.
+    """A response. The fields after `usage` repeat those of its request.
 
     Attributes:
-        store: the response can be read and gone on with for an hour.
+        store: whether the response can be read and continued for an hour.
     """
 
     id: str
@@ -205,7 +208,7 @@ class Response(msgspec.Struct):
 
 
 class ResponseEvent(msgspec.Struct):
-    """One event of a stream; which further fields it has depends on its type, as OpenAI has it."""
+    """One event of a stream. Its other fields depend on its type, as in OpenAI's API."""
 
     type: str
     sequence_number: int

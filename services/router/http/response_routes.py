@@ -51,7 +51,7 @@ Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 
 @response_router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
-    """Answer a conversation, or go on with one."""
+    """Answer a conversation, or continue a stored one."""
     return await counted(request, _respond(request))
 
 
@@ -65,7 +65,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 @response_router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> Response:
-    """Return a response that is stored."""
+    """Return a stored response."""
     if read_query(ResponseQuery, request).stream:
         raise InvalidRequestError("stream must be false: the response is complete", "stream")
     stored = await _stored(request, response_id)
@@ -74,7 +74,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 
 @response_router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """List what a stored response answers."""
+    """List the conversation before a stored response."""
     query = read_query(ItemsQuery, request)
     page = page_of_input(await _stored(request, response_id), query)
     return Response(msgspec.json.encode(page), media_type="application/json")
@@ -82,7 +82,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 @response_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     key = record_of(request.scope).key
     await service_of(request).responses.remove(response_id, key)
     body = {"id": response_id, "object": "response", "deleted": True}
@@ -124,7 +124,7 @@ async def _respond(request: Request) -> Response:
 
 
 async def _read(request: Request, kind: BodyKind) -> GenerationInput:
-    """Receive and check a request, with the conversation that it goes on with."""
+    """Receive and check a request, with the conversation that it continues."""
     responses, key = service_of(request).responses, record_of(request.scope).key
 
     async def frame(raw: bytearray) -> bytes:

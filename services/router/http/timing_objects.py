@@ -1,4 +1,4 @@
-"""The `timings` of a response (timings.py), as types: see answer_objects.py."""
+"""The `timings` of a response (timings.py) as types, see answer_objects.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class CachedPart(msgspec.Struct):
     """Which of a prompt's tokens were cached.
 
     Attributes:
-        tokens: on the worker that computed the rest.
-        is_local: that is the decode worker itself.
-        decode_worker_tokens: those that the decode worker had.
+        tokens: cached on the worker that computed the rest of the prompt.
+        is_local: whether that worker is the decode worker itself.
+        decode_worker_tokens: those that the decode worker had cached.
     """
 
     tokens: int
@@ -39,8 +39,8 @@ class TransferPart(msgspec.Struct):
 
     Attributes:
         ms: from the first segment to the last block.
-        after_first_token_ms: what of it was after the first token.
-        bytes: with checksums.
+        after_first_token_ms: the part of it after the first token.
+        bytes: all that were sent, with checksums.
     """
 
     ms: Milliseconds
@@ -51,7 +51,7 @@ class TransferPart(msgspec.Struct):
 
 
 class DecodePart(msgspec.Struct):
-    """The steps that made the tokens after the first."""
+    """The steps that computed the tokens after the first one."""
 
     worker: str | None
     queued_ms: Milliseconds | None

@@ -12,8 +12,8 @@ from pagewire.services.router.http.inputs import (
     GenerationInput,
     chat_ids,
     counted_input,
-    prompt_ids,
 )
+from pagewire.services.router.http.prompt_inputs import prompt_ids
 from pagewire.services.router.http.schemas import MAX_MESSAGES, ChatBody, ChatMessage
 from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.services.router.text.served_model import ServedModel

@@ -27,8 +27,9 @@ class WorkerSelector:
 
     Args:
         cluster_secret: block hashes are keyed by it.
+        directory: knows all workers' records.
         links: to decode workers.
-        prefill_links: to prefill workers, for embeddings alone.
+        prefill_links: to prefill workers, used only for embeddings.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class WorkerSelector:
 
         Args:
             num_tokens: of the prompt.
-            excluded: workers that are not to be used.
+            excluded: ids of workers to leave out.
 
         Returns:
-            Links, each with what the prompt adds to its worker's load.
+            Links, each with the amount that the prompt adds to its worker's load.
         """
         decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
         layout = next((record.layout for record in (*decodes, *prefills)), None)
@@ -107,7 +108,7 @@ class WorkerSelector:
         return [record for record in known if record is not None and record.state == "ready"]
 
     def _load(self, record: WorkerRecord, amount: int) -> int:
-        """Return a worker's load: an amount on its record, and what came since."""
+        """Return a worker's load: the amount on its record, and what was placed since."""
         on_record = LoadReport(record.epoch, record.load.iterations, amount)
         return self._in_flight.load(record.worker_id, on_record, self._directory.redis_ok)
 
