@@ -406,6 +406,45 @@ def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: s
     with_worker(redis_url, main)
 
 
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999"], ids=["no text", "no number"])
+@pytest.mark.parametrize("field", ["input", "text", "tools"])
+def test_all_of_what_is_kept_or_repeated_must_be_json(
+    redis_url: str, models: dict[str, Path], field: str, value: bytes
+) -> None:
+    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        item, tool = {"role": "user", "content": "Hi"}, dict(TOOLS[0])
+        body = {
+            "model": MODEL,
+            "input": [item],
+            "text": {"format": {"type": "text"}},
+            "tools": [tool],
+        }
+        {"input": item, "text": body["text"], "tools": tool}[field]["id"] = "VALUE"
+        raw = json.dumps(body).encode().replace(b'"VALUE"', value)
+        response = await router.http.post("/v1/responses", content=raw)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == field
+        assert not worker.generated
+
+    with_worker(redis_url, main, model=str(models["hermes"]))
+
+
+def test_a_body_of_many_lines_gets_events_of_one_line_each(
+    redis_url: str, models: dict[str, Path]
+) -> None:
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        given = {"text": {"format": {"type": "text"}}, "tools": TOOLS}
+        body = {"model": MODEL, "input": "Hello", "stream": True, **given}
+        raw = json.dumps(body, indent=2)
+        response = await router.http.post("/v1/responses", content=raw.encode())
+        names = ("event: ", "data: ")
+        assert all(line.startswith(names) for line in response.text.split("\n") if line)
+        last = json.loads(response.text.split("data: ")[-1])["response"]
+        assert {name: last[name] for name in given} == given
+
+    with_worker(redis_url, main, model=str(models["hermes"]))
+
+
 def test_unknown_fields_are_counted_and_large_bodies_are_read_elsewhere(redis_url: str) -> None:
     async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         body = {"model": MODEL, "input": "Hello", "unheard": 1, "of": 2}

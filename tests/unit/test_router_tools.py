@@ -148,6 +148,15 @@ def test_the_prompt_has_the_tools_as_the_client_wrote_them(chat: Chat, model: Se
     assert json.dumps({"function": function, "type": "function"}) in text
 
 
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999", b"1" * 5000])
+def test_a_part_that_nobody_knows_must_be_json_too(model: ServedModel, value: bytes) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "unheard_of": "VALUE"}}]
+    body = encoded({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": tools})
+    with pytest.raises(InvalidRequestError, match="tools is not valid JSON: ") as caught:
+        read_chat(body.replace(b'"VALUE"', value), model, CONTEXT)
+    assert caught.value.param == "tools"
+
+
 def test_without_tools_and_reasoning_nothing_is_read(model: ServedModel, chat: Chat) -> None:
     plain = replace(model, syntax=replace(model.syntax, reasoning=None))
     asked = chat(on=plain)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pagewire.services.router.http.schemas import ChatBody
+from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.chat_template import ChatOptions
 
@@ -14,7 +15,7 @@ from pagewire.shared.text.chat_template import ChatOptions
 class _PlainTools(msgspec.Struct):
     """Tools as the client has written them: templates show also what `Tool` leaves out."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw
 
 
 def conversation(body: ChatBody) -> list[dict[str, Any]]:
@@ -37,12 +38,14 @@ def template_options(body: ChatBody, raw: bytes | bytearray) -> ChatOptions:
         raw: the same as it came.
 
     Raises:
-        InvalidRequestError: see `ChatOptions.of`.
+        InvalidRequestError: see `read_in_full` and `ChatOptions.of`.
     """
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    tools = msgspec.json.decode(raw, type=_PlainTools).tools if body.tools else None
+    tools = None
+    if body.tools:
+        tools, _ = read_in_full(msgspec.json.decode(raw, type=_PlainTools).tools, "tools")
     return ChatOptions.of(tools, variables, body.add_generation_prompt, body.continue_final_message)
 
 

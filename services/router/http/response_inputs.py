@@ -30,6 +30,7 @@ from pagewire.services.router.http.response_bodies import (
 from pagewire.services.router.http.response_messages import Messages
 from pagewire.services.router.http.response_turn import ResponseTurn
 from pagewire.services.router.http.schemas import ChatBody, parse_body
+from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.tools.definitions import (
@@ -147,7 +148,7 @@ def _chat(body: ResponseBody, fields: dict[str, msgspec.Raw], messages: Messages
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
     if body.tools:
-        tools = msgspec.json.decode(fields["tools"], type=list[dict[str, Any]])
+        tools, _ = read_in_full(fields["tools"], "tools")
         chat["tools"] = [_chat_tool(tool) for tool in tools]
     if body.tools or body.tool_choice not in (None, "none", "auto"):
         chat["tool_choice"] = _chat_choice(body.tool_choice)
@@ -192,11 +193,11 @@ def _turn(
 
 def _items(body: ResponseBody, fields: dict[str, msgspec.Raw], history: bytes) -> bytes:
     """Return the conversation so far, a JSON list."""
-    given: Any = fields["input"]
     if isinstance(body.input, str):
-        given = [{"type": "message", "role": "user", "content": body.input}]
-    new = msgspec.json.encode(given).strip()
-    before = history.strip()[1:-1].strip()
+        new = msgspec.json.encode([{"type": "message", "role": "user", "content": body.input}])
+    else:
+        new = bytes(read_in_full(fields["input"], "input")[1])
+    before = history[1:-1]
     return b"".join((b"[", before, b"," if before else b"", new[1:-1], b"]"))
 
 
@@ -204,9 +205,9 @@ def _echo(body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationI
     """Return the request's fields that the response repeats, a JSON object."""
     spec, reasoning = asked.prompts[0].spec, body.reasoning
     effort = None if reasoning is None else reasoning.effort
-    text: Any = fields.get("text")
-    if body.text is None or body.text.format is None:
-        text = {"format": {"type": "text"}}
+    text: Any = {"format": {"type": "text"}}
+    if body.text is not None and body.text.format is not None:
+        _, text = read_in_full(fields["text"], "text")
     return msgspec.json.encode(
         {
             "background": False,
@@ -224,7 +225,7 @@ def _echo(body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationI
             "temperature": spec.temperature,
             "text": text,
             "tool_choice": body.tool_choice or "auto",
-            "tools": fields["tools"] if body.tools else [],
+            "tools": read_in_full(fields["tools"], "tools")[1] if body.tools else [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": spec.top_p,
             "truncation": "disabled",

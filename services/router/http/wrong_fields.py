@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import inspect
@@ -51,6 +52,26 @@ def describe_wrong_field(
         shown = ""
     code = "invalid_type" if _WRONG_TYPE.search(str(error)) else "invalid_value"
     return InvalidRequestError(f"{field} must be {rule}{shown}", field, code)
+
+
+def read_in_full(encoded: msgspec.Raw, field: str) -> tuple[Any, msgspec.Raw]:
+    """Return a field's value, and the same as JSON on one line.
+
+    A type's decoder skips what the type does not declare, without a look at its strings and
+    numbers; where that is used as well, the field is read by this function.
+
+    Args:
+        encoded: as the client wrote it.
+        field: its name.
+
+    Raises:
+        InvalidRequestError: a part of it is not valid JSON, or a number that no float can hold.
+    """
+    try:
+        value = msgspec.json.decode(encoded)
+        return value, msgspec.Raw(msgspec.json.format(encoded, indent=-1))
+    except UNDECODABLE as exc:
+        raise InvalidRequestError(f"{field} is not valid JSON: {exc}", field) from exc
 
 
 def _joined(path: Sequence[str | int]) -> str:
