@@ -35,7 +35,7 @@ _KEY_SCHEMES = {
 }
 _PATH_FIELDS = {
     "model_id": "one of the model's names",
-    "response_id": "the id of a stored response that the same API key has created",
+    "response_id": "the id of a stored response, created with an API key of the same name",
 }
 _DESCRIPTION = """
 One model on several workers, with OpenAI's API, Anthropic's Messages API, and vLLM's fields.
