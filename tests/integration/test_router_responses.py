@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, TEXT, TOKENIZER, LiveRouter, with_worker
@@ -327,6 +327,34 @@ def test_log_probabilities_are_of_the_text_alone(ask: Callable[..., Any], step: 
     ask(THINKS + "The café — 東京.", scenario)
 
 
+@STEPS
+def test_tokens_that_are_no_text_have_log_probabilities(
+    ask: Callable[..., Any], step: float
+) -> None:
+    text = " Cafés 🌍"
+    ids = TOKENIZER.encode("🌍é", add_special_tokens=False)
+    answer = [*ids[:-1], *TOKENIZER.encode(text, add_special_tokens=False), ids[1], ids[-1]]
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        worker.step_s, worker.answer = step, answer
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "input": "Hi",
+            "include": ["message.output_text.logprobs"],
+        }
+        whole = client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+        assert REPLACEMENT in whole.output_text
+        said = b"".join(TOKENIZER.token_bytes.of(each) for each in answer)
+        deltas = [
+            each for event in events for each in getattr(event, "delta", "") and event.logprobs
+        ]
+        for found in (whole.output[-1].content[0].logprobs, deltas):
+            assert b"".join(bytes(each.bytes) for each in found) == said
+
+    ask("", scenario, name=None)
+
+
 def test_an_error_within_a_stream_is_the_responses_own(redis_url: str) -> None:
     async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         worker.hold.clear()
@@ -391,6 +419,9 @@ def test_an_error_within_a_stream_is_the_responses_own(redis_url: str) -> None:
         ({"model": "other"}, "model"),
         ({"audio": {}}, "audio"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"priority": 1.5}, "priority"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"user": "u" * 513}, "user"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: str) -> None:

@@ -16,8 +16,11 @@ from pagewire.services.router.http.schemas import (
     MAX_PARTS,
     AtLeastOne,
     AtLeastZero,
+    Label,
     Metadata,
+    Priority,
     ReasoningEffort,
+    ServiceTier,
 )
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS
 from pagewire.services.router.http.wrong_fields import describe_wrong_field
@@ -220,12 +223,13 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice = None
     top_logprobs: NumTop | None = None
     truncation: _Truncation = None
-    user: str | None = None
+    user: Label | None = None
     metadata: Metadata | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Label | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    safety_identifier: Label | None = None
+    service_tier: ServiceTier | None = None
+    priority: Priority | None = None
 
     @property
     def has_logprobs(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from typing import Any
 
 from pagewire.services.router.http.logprobs import chat_logprobs
 from pagewire.shared.logprobs import Logprobs
 from pagewire.shared.text.token_bytes import TokenBytes
-from pagewire.shared.text.tokenizer import REPLACEMENT
+
+_utf8_decoder = getincrementaldecoder("utf-8")
 
 
 class PendingLogprobs:
@@ -20,6 +22,7 @@ class PendingLogprobs:
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._entries: list[dict[str, Any]] = []
+        self._is_first_taken = False  # it has a part of the next text as well
 
     def push(self, tokens: Logprobs | None) -> None:
         """Add the tokens of a delta."""
@@ -33,19 +36,25 @@ class PendingLogprobs:
         """
         if not text:
             return []
-        raw = b"".join(bytes(entry["bytes"]) for entry in self._entries)
-        begins = text.rstrip(REPLACEMENT).encode()
-        begin = raw.find(begins)
+        decoder = _utf8_decoder("replace")
+        whole, spans = "", []
+        for entry in self._entries:
+            start = len(whole)
+            whole += decoder.decode(bytes(entry["bytes"]))
+            is_cut = decoder.getstate()[0] != b""  # its last bytes begin one more character
+            spans.append((start, len(whole) + is_cut))
+        begin = (whole + decoder.decode(b"", True)).find(text)
         if begin < 0:
             return []
-        # A character that was cut off stands for all bytes that there are.
-        end = begin + len(begins) if text[-1] != REPLACEMENT else len(raw)
-        place, taken, rest = 0, [], []
-        for entry in self._entries:
-            start, place = place, place + len(entry["bytes"])
-            if start >= end:
-                rest.append(entry)
-            elif place > begin:
+        end = begin + len(text)
+        taken, rest, was_taken = [], [], self._is_first_taken
+        self._is_first_taken = False
+        for entry, (start, stop) in zip(self._entries, spans, strict=True):
+            if start < end and stop > begin and not was_taken:
                 taken.append(entry)
+            if start >= end or stop > end:
+                self._is_first_taken |= start < end
+                rest.append(entry)
+            was_taken = False
         self._entries = rest
         return taken
