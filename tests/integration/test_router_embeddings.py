@@ -312,6 +312,7 @@ def test_keys_and_log_lines_are_as_of_other_routes(
         router.http.headers["authorization"] = "Bearer the-right-key"
         with caplog.at_level(logging.INFO):
             response = await ask(router, ["a", "b"])
+            await eventually(lambda: "request" in caplog.messages)  # after the response
         count = response.json()["usage"]["prompt_tokens"]
         [line] = [vars(each)["fields"] for each in caplog.records if each.getMessage() == "request"]
         expected = {
