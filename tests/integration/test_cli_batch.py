@@ -119,6 +119,16 @@ def test_failures_may_have_a_file_of_their_own(cluster: Cluster, tmp_path: Path)
         assert (line["custom_id"], line["response"]["status_code"]) == ("bad", 404)
 
 
+def test_answers_are_not_lost_to_the_file_of_errors(cluster: Cluster, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [request("a")])
+    assert batch(source, cluster.url).exit_code == 0
+    answers = (tmp_path / "out").rename(tmp_path / "earlier").read_bytes()
+    done = batch(source, cluster.url, "--errors", str(tmp_path / "earlier"))
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "earlier, which has answers that succeeded, cannot be" in done.stderr
+    assert (tmp_path / "earlier").read_bytes() == answers
+
+
 def test_nothing_is_sent_if_a_line_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     before = len(cluster.worker.generated)
     source = write(tmp_path / "in", [request("a"), request("b"), request("b", stream=True)])

@@ -12,7 +12,7 @@ import typer
 
 from pagewire.services.cli.batch.input_file import check_input, pending_requests
 from pagewire.services.cli.batch.known_ids import KnownIds
-from pagewire.services.cli.batch.lines import OutputLine
+from pagewire.services.cli.batch.lines import BatchLineError, OutputLine
 from pagewire.services.cli.batch.output_file import OutputFile
 from pagewire.services.cli.batch.sender import BatchSender
 from pagewire.services.cli.batch.view import Tally, run_with_progress
@@ -98,6 +98,17 @@ def _summary(tally: Tally, failures: Path) -> str:
     return said
 
 
+def _is_no_success(line: OutputLine) -> bool:
+    """Remove each failure of an earlier run.
+
+    Raises:
+        BatchLineError: it is a success: the file is a batch's output, and would lose it.
+    """
+    if line.is_ok:
+        raise BatchLineError("which has answers that succeeded, cannot be the file for --errors")
+    return False
+
+
 class BatchFiles:
     """The files of one batch, checked and locked.
 
@@ -127,7 +138,7 @@ class BatchFiles:
         self._output = stack.enter_context(OutputFile(output, self._is_kept))
         self._errors = self._output
         if errors is not None:
-            self._errors = stack.enter_context(OutputFile(errors, lambda line: False))
+            self._errors = stack.enter_context(OutputFile(errors, _is_no_success))
         self.tally = Tally(total, self._done)
         self.requests = pending_requests(source, self._ids)
 
