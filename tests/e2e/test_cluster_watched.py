@@ -80,7 +80,9 @@ def prometheus(cluster: LocalCluster, directory: Path) -> Iterator[Prometheus]:
     config["global"] = {"scrape_interval": f"{SCRAPE_S:g}s".replace("0.5s", "500ms")}
     config["global"]["evaluation_interval"] = "1s"
     config["rule_files"] = [str(path) for path in RULE_FILES]
-    [scrape] = config["scrape_configs"]
+    gateway, scrape = config["scrape_configs"]
+    assert gateway["job_name"] == "gateway"
+    config["scrape_configs"] = [scrape]  # `pagewire up` has no gateway
     [discovery] = scrape["http_sd_configs"]
     discovery |= {"url": f"{cluster.operator_url}/sd", "refresh_interval": "1s"}
     file, port = directory / "prometheus.yml", free_port()
