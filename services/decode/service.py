@@ -238,6 +238,7 @@ class DecodeService:
             cached_tokens=min(done.cached_tokens, len(request.message.prompt_token_ids)),
             prefill_worker=worker_id,
             prefill_load=done.load,
+            timings=request.timings if request.message.timed else None,
             logprobs=done.logprobs,
         )
         self._post_outputs(request.peer_id, [output])

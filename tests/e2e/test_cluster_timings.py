@@ -129,6 +129,16 @@ def test_a_stop_string_ends_an_answer_with_timings(cluster: LocalCluster) -> Non
     assert body["timings"]["choices"][0]["prefill"]["worker"] == "prefill-0"
 
 
+def test_a_stop_string_in_the_first_token_ends_an_answer_with_timings(
+    cluster: LocalCluster,
+) -> None:
+    asked = {"prompt": prompt_of(606), "max_tokens": 200, "timings": True}
+    first_token = ask(cluster, **{**asked, "max_tokens": 1}).json()["choices"][0]["text"]
+    body = ask(cluster, **asked, stop=[first_token], cache_salt="another tenant").json()
+    assert body["choices"][0]["text"] == ""
+    assert body["timings"]["choices"][0]["prefill"]["worker"] == "prefill-0"
+
+
 def test_each_of_several_answers_has_its_own(cluster: LocalCluster) -> None:
     timings = ask(cluster, prompt=prompt_of(607), max_tokens=6, n=2, timings=True).json()["timings"]
     first, second = timings["choices"]
