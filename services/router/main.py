@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
         deadline = loop.time() + self._service.settings.drain_timeout_s
         while (left := deadline - loop.time()) > 0 and not self._must_cut.is_set():
             if tasks:
-                logger.info("draining: %d requests run, %.0f s left", len(tasks), left)
+                logger.info("draining: requests running: %d, %.0f s left", len(tasks), left)
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left, DRAIN_REPORT_S)):
                     await self._must_cut.wait()

@@ -351,7 +351,7 @@ class WorkerRuntime:
         deadline = report_at + self.settings.drain_timeout_s
         while (count := self._live_work()) and (now := self._loop.time()) < deadline:
             if now >= report_at:
-                logger.info("draining: %d requests run, %.0f s left", count, deadline - now)
+                logger.info("draining: requests running: %d, %.0f s left", count, deadline - now)
                 report_at = now + DRAIN_REPORT_S
             await asyncio.sleep(DRAIN_POLL_S)
         if count:

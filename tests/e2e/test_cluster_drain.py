@@ -58,7 +58,7 @@ def test_streams_that_are_cut_end_with_an_error(tmp_path: Path) -> None:
         cluster.stop()
     cut = [events[-1]["error"]["code"] for events in answers if "error" in events[-1]]
     assert cut and set(cut) == {"shutting_down"}
-    running = re.findall(r"router-\d: (\d+) requests run", output)
+    running = re.findall(r"router-\d: requests running: (\d+)", output)
     assert sum(map(int, running)) >= STREAMS  # of both routers; one may report twice
     logs = {path.stem: path.read_text() for path in tmp_path.glob("*/*.log")}
     assert logs.keys() >= {"router-0", "router-1", "decode-0"}

@@ -124,6 +124,18 @@ def test_refused_and_failed_requests_have_lines_that_say_why(redis_url, lines):
     with_worker(redis_url, scenario)
 
 
+def test_the_line_of_a_request_without_a_valid_key_says_what_is_wrong(redis_url, lines):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        for key in ({}, {"x-api-key": "a-secret-of-another"}):
+            assert (await router.http.get("/v1/models", headers=key)).status_code == 401
+        missing, wrong = lines
+        assert "no API key" in missing["error"]
+        assert "a wrong API key" in wrong["error"]
+        assert "a-secret" not in str(wrong)
+
+    with_worker(redis_url, scenario, api_key=KEY)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_bug_of_ours_has_a_line_and_an_id(redis_url, lines, monkeypatch, stream):
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:

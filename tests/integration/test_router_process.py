@@ -139,7 +139,7 @@ def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, a
                 await eventually(lambda: worker.active == 0)
             assert process.stderr is not None
             log = process.stderr.read()
-            assert "draining: 2 requests run" in log
+            assert "draining: requests running: 2" in log
             assert "Traceback" not in log
             [line] = [each for each in log.splitlines() if "WARNING" in each or "ERROR" in each]
             assert line.endswith("2 requests are cut")

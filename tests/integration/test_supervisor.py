@@ -306,7 +306,7 @@ def test_workers_stop_when_the_router_has_no_request_left(start: StartCluster) -
     workers = [cluster.pid_of(name) for name in ("prefill-0", "decode-0")]
     cluster.process.send_signal(signal.SIGINT)
     cluster.wait_for("stopping: requests have 20 s to finish")
-    cluster.wait_for("router-0: 3 requests run, 20 s left")
+    cluster.wait_for("router-0: requests running: 3, 20 s left")
     time.sleep(0.5)
     assert all(map(is_alive, workers))
     (cluster.state / "router-0.go").touch()
@@ -319,7 +319,7 @@ def test_a_second_signal_lets_the_router_notify_its_clients(start: StartCluster)
     cluster = start(orders={"router-0": "drain"})
     cluster.wait_ready()
     cluster.process.send_signal(signal.SIGINT)
-    cluster.wait_for("router-0: 3 requests run")
+    cluster.wait_for("router-0: requests running: 3")
     began = time.monotonic()
     assert cluster.stop() == 0
     assert time.monotonic() - began < 5

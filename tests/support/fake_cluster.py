@@ -106,7 +106,7 @@ def _drain(state: Path, name: str) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, cut)
-    print("INFO a.router: draining: 3 requests run, 20 s left", flush=True)
+    print("INFO a.router: draining: requests running: 3, 20 s left", flush=True)
     while not (state / f"{name}.go").exists():
         time.sleep(0.05)
     os._exit(0)

@@ -31,7 +31,9 @@ class KeyCheck:
         sent = sent_keys(scope["headers"])
         record.key = next((name for key in sent if (name := keys.name_of(key))), None)
         if record.key is None and scope["path"] not in OPEN_PATHS:
-            error = describe(InvalidKeyError(was_sent=bool(sent)))
+            refusal = InvalidKeyError(was_sent=bool(sent))
+            record.fail(refusal)
+            error = describe(refusal)
             self._service.metrics.request_errors.labels(error.status).inc()
             return await error_response(error, scope)(scope, receive, send)
         await self._app(scope, receive, send)
