@@ -150,6 +150,7 @@ def test_a_bug_of_ours_has_a_line_and_an_id(redis_url, lines, monkeypatch, strea
         else:
             answer = await router.complete(prompt="Hi")
             assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
+            assert answer.headers["connection"] == "close"
         await eventually(lambda: len(lines) == 1)
         [line] = lines
         assert (line["outcome"], line["level"]) == ("failed", "WARNING")

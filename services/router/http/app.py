@@ -63,8 +63,9 @@ def create_app(service: RouterService) -> ASGIApp:
     routes.state.service = service
     for each in ROUTERS:
         routes.include_router(each)
-    for kind in (PagewireError, HTTPException, Exception):
+    for kind in (PagewireError, HTTPException):
         routes.add_exception_handler(kind, _on_error)
+    routes.add_exception_handler(Exception, _on_bug)
     # Outside of the routes' own middleware, which answers errors that nobody expects.
     app: ASGIApp = KeyCheck(CutRequests(routes, service), service)
     if origins := service.settings.cors_origins:
@@ -88,6 +89,13 @@ async def _on_error(request: Request, exc: Exception) -> Response:
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
     return error_response(error, request.scope)
+
+
+async def _on_bug(request: Request, exc: Exception) -> Response:
+    """Answer an error that nobody expects; uvicorn logs its traceback and closes the connection."""
+    response = await _on_error(request, exc)
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _methods_of_path(request: Request) -> set[str]:
