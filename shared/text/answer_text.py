@@ -135,8 +135,9 @@ class TextAssembler:
         """
         if not self._has_stops:
             self.num_tokens += len(token_ids)
-            shown, is_end = self._shown(token_ids), finish_reason is not None
-            text = (self._detokenizer.finish if is_end else self._detokenizer.push)(shown)
+            shown = self._shown(token_ids) if self._hidden else token_ids
+            detokenizer = self._detokenizer
+            text = detokenizer.push(shown) if finish_reason is None else detokenizer.finish(shown)
             return TextDelta(text, finish_reason, tuple(token_ids), logprobs)
         texts = []
         shown = self._shown(token_ids)
@@ -165,5 +166,5 @@ class TextAssembler:
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens that have a text: a stop token, always the last, has none."""
-        is_hidden = self._hidden and token_ids and token_ids[-1] in self._hidden
+        is_hidden = token_ids and token_ids[-1] in self._hidden
         return token_ids[:-1] if is_hidden else token_ids

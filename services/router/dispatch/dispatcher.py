@@ -153,7 +153,7 @@ class TokenStream:
                 self.sink(msgspec.structs.replace(output, prompt_logprobs=news))
             return
         reason = output.finish_reason
-        if output.token_ids:
+        if output.token_ids and not self._output_ids:
             self._place.note_tokens()
         if reason == "abort" and self._attempt is not None:
             self._attempt.on_lost("the worker aborted the request")

@@ -173,10 +173,10 @@ class CompletionFormat(_OpenAIFormat):
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
-        self._extras.count(delta)
         text = delta.text
         if text and delta.finish_reason is None and self._may_be_plain and not self._echoes[index]:
             return self._plain.event(index, text)
+        self._extras.count(delta)
         echo, self._echoes[index] = self._echoes[index], ""
         text = echo + text
         choice = self._choice(index, text, delta)
