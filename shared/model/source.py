@@ -9,26 +9,11 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
-# The error of its HTTP client, which is httpx in one release and httpx2 in the next.
-from huggingface_hub.errors import HTTPError as HubClientError  # type: ignore[attr-defined]
-
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 
 DEMO = "demo"
 
-_TEXT_PATTERNS = ["*.json", "*.jinja", "*.model", "merges.txt", "tokenizer*"]
-_WEIGHT_PATTERNS = ["*.safetensors"]
-# The same weights once more, in the vendors' own formats.
-_IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*"]
 # "name" or "organisation/name"; a dot, slash or tilde in front can only be a path.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _EXAMPLE = "meta-llama/Llama-3.1-8B-Instruct"
@@ -61,7 +46,10 @@ def resolve_model(name: str, *, weights: bool = True, revision: str | None = Non
             f"model directory {name or repr(name)} does not exist; pass a Hugging Face directory, "
             f"a hub id such as {_EXAMPLE}, or {DEMO!r}"
         )
-    return _download(name, weights, revision)
+    # Here, and not at the top: it takes 0.3 s of every start, which few need.
+    from pagewire.shared.model.hub import download
+
+    return download(name, weights, revision)
 
 
 def default_served_name(name: str) -> str:
@@ -77,37 +65,3 @@ def _refuse_revision(name: str, revision: str | None) -> None:
             f"--revision {revision} is for models of the hub, and {name} lies on this machine; "
             "leave it out, or check the name"
         )
-
-
-def _download(hub_id: str, weights: bool, revision: str | None) -> Path:
-    try:
-        path = snapshot_download(
-            hub_id,
-            revision=revision,
-            allow_patterns=_TEXT_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
-            ignore_patterns=_IGNORED_PATTERNS,
-            local_files_only=constants.is_offline_mode(),
-        )
-    except (OSError, ValueError, HubClientError) as exc:
-        raise ModelLoadError(f"model {hub_id} {_reason(exc, revision)}") from exc
-    return Path(path)
-
-
-def _reason(error: Exception, revision: str | None) -> str:
-    """Say in one line why a download failed; the hub's own messages run over several."""
-    if isinstance(error, GatedRepoError):
-        return "is gated on the Hugging Face hub; accept its licence there and set HF_TOKEN"
-    if isinstance(error, RevisionNotFoundError):
-        return f"has no revision {revision} on the Hugging Face hub; check its branches and tags"
-    if isinstance(error, RepositoryNotFoundError):
-        return (
-            "is neither a local directory nor on the Hugging Face hub; check the spelling, or set "
-            "HF_TOKEN if it is private"
-        )
-    if isinstance(error, LocalEntryNotFoundError):
-        return (
-            "is not a local directory, not in the Hugging Face cache, and the hub cannot be "
-            "reached; check the path or the network (HF_HUB_OFFLINE forbids downloads)"
-        )
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"cannot be fetched from the Hugging Face hub: {lines[0]}"
