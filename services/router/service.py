@@ -181,8 +181,7 @@ class RouterService:
             stack.push_async_callback(self._links.close)
             stack.push_async_callback(self._prefill_links.close)
             stack.push_async_callback(self.directory.close)
-            stack.push_async_callback(self._metrics_server.close)
-            stack.push_async_callback(self._operator_server.close)
+            stack.push_async_callback(self._close_pages)
             await self.directory.start()
             if self.api_keys is not None:
                 watch = start_task(self.api_keys.watch(), "api-keys")
@@ -224,6 +223,10 @@ class RouterService:
         data = ClusterData(self.cluster, self.live, self.routers.others)
         self._operator_server = OperatorServer(self.cluster, self.targets, data)
         self.metrics_endpoint = self.operator_endpoint = ""
+
+    async def _close_pages(self) -> None:
+        """End their servers at the same time: each takes 0.2 s."""
+        await asyncio.gather(self._metrics_server.close(), self._operator_server.close())
 
     async def _serve_metrics(self) -> None:
         """Show this router's own metrics on a port, and the cluster on another.
