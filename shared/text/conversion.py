@@ -6,7 +6,6 @@ on a tokenizer's class, which transformers knows, so that its code converts thes
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pagewire.shared.text.tokenizer_files import (
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
     can_convert,
+    read_optional_json,
 )
 
 _MAX_ADDED = 100_000
@@ -59,7 +59,7 @@ def convert_tokenizer(path: Path) -> Path:
 
 
 def _of_sentencepiece(path: Path) -> tokenizers.Tokenizer:
-    config = _read_object(path / "tokenizer_config.json")
+    config = read_optional_json(path / "tokenizer_config.json")
     added = _added_tokens(path, config)
     model = read_sentencepiece(path / SENTENCEPIECE_FILE)
     try:
@@ -74,7 +74,7 @@ def _of_sentencepiece(path: Path) -> tokenizers.Tokenizer:
 def _added_tokens(path: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
     """Return further tokens by id, as tokenizer_config.json or the older added_tokens.json say."""
     named = config.get("added_tokens_decoder") or {}
-    older = _read_object(path / "added_tokens.json")
+    older = read_optional_json(path / "added_tokens.json")
     if not isinstance(named, dict) or len(named) + len(older) > _MAX_ADDED:
         raise ModelLoadError(f"{path} has added tokens in a form that is not supported")
     found = {}
@@ -116,16 +116,3 @@ def _of_bpe_files(path: Path) -> tokenizers.Tokenizer:
                 f"that changes texts; check tokenizer_class in its tokenizer_config.json"
             )
     return backend
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return a JSON object; an absent file is an empty one."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} is not a JSON object: fetch the model again")
-    return content

@@ -6,7 +6,6 @@ The router and the offline `LLM` share it. It reads what a Hugging Face model di
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from pagewire.shared.text.encoding import encode_text
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.token_bytes import TokenBytes
-from pagewire.shared.text.tokenizer_files import no_tokenizer
+from pagewire.shared.text.tokenizer_files import no_tokenizer, read_optional_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NO_OPTIONS = ChatOptions()
@@ -71,7 +70,7 @@ class Tokenizer:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
         """
         backend = _load_backend(path / "tokenizer.json")
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_optional_json(path / "tokenizer_config.json")
         names = _special_tokens(config)
         eos = _eos_token_ids(path, names, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
@@ -218,19 +217,6 @@ def _load_backend(file: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{file} is corrupt ({reason}): fetch the model again") from exc
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; an absent file is an empty one."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} is not a JSON object: fetch the model again")
-    return content
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The named special tokens (`bos_token`, ...), each given as a string or as an object."""
     tokens = {}
@@ -247,7 +233,7 @@ def _eos_token_ids(
 ) -> frozenset[int]:
     """Tokens that end an answer, from the first file that names any."""
     for file in ("generation_config.json", "config.json"):
-        value = _read_json(path / file).get("eos_token_id")
+        value = read_optional_json(path / file).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         if ids and all(isinstance(i, int) for i in ids):
             return frozenset(ids)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from pagewire.tests.support.certificates import write_certificate
 from pagewire.tests.support.client_cluster import (
     CLI,
     NOWHERE,
@@ -278,6 +279,17 @@ def test_a_wrong_key_ends_it(tmp_path: Path) -> None:
         assert (wrong.exit_code, read(tmp_path / "out")) == (1, [])
         assert "HTTP 401: " in wrong.stderr.splitlines()[-1]
         assert batch(source, cluster.url, PAGEWIRE_API_KEY="key-of-alice-1").exit_code == 0
+
+
+def test_a_certificate_is_trusted_by_its_file_and_otherwise_ends_it(tmp_path: Path) -> None:
+    chain = write_certificate(tmp_path)
+    source = write(tmp_path / "in", [request("a")])
+    with openai_server(chain) as server:
+        unknown = batch(source, server.url)
+        assert (unknown.exit_code, read(tmp_path / "out")) == (1, [])
+        assert "is not trusted: self-signed certificate" in unknown.stderr
+        assert batch(source, server.url, SSL_CERT_FILE=str(chain)).exit_code == 0
+    assert len(read(tmp_path / "out")) == 1
 
 
 def test_an_answer_that_is_none_is_a_failure(old: OpenAIServer, tmp_path: Path) -> None:

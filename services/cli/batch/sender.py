@@ -13,14 +13,13 @@ from types import TracebackType
 import httpx
 
 from pagewire.services.cli.batch.lines import BatchRequest, OutputLine, answered, failed
-from pagewire.services.cli.client.endpoint_url import may_use_proxy, root_url
+from pagewire.services.cli.client.endpoint_url import http_client, root_url
 from pagewire.services.cli.client.openai_client import (
-    CONNECT_TIMEOUT_S,
     EndpointError,
     key_header,
     refusal,
+    unreachable,
 )
-from pagewire.services.cli.program import own_command
 
 MAX_ANSWER_BYTES = 128 << 20
 FIRST_PAUSE_S = 0.5
@@ -64,11 +63,11 @@ class BatchSender:
     ) -> None:
         self.url = root_url(url)
         self._concurrency, self._retry_s = concurrency, retry_s
-        self._http = httpx.AsyncClient(
+        self._http = http_client(
+            self.url,
             headers={"Content-Type": "application/json", **key_header(api_key)},
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
-            trust_env=may_use_proxy(self.url),
+            timeout_s=timeout_s,
+            keep_alive=concurrency,
         )
         self.in_flight = self.waiting = 0
         self.trouble = ""
@@ -94,7 +93,8 @@ class BatchSender:
             on_line: called with the line of each, in the order in which they end.
 
         Raises:
-            EndpointError: the endpoint refuses the key, or has refused a request for `retry_s`.
+            EndpointError: the endpoint refuses the key, its certificate is not trusted, or it has
+                refused a request for `retry_s`.
         """
 
         async def take_turns() -> None:
@@ -144,7 +144,10 @@ class BatchSender:
             ) as response:
                 body = await _read(response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
-            raise _TryAgainError(self._unreachable(exc), is_general=True) from exc
+            cause = unreachable(self.url, exc)
+            if cause.kind == "certificate":
+                raise cause from exc
+            raise _TryAgainError(cause, is_general=True) from exc
         except httpx.TimeoutException as exc:
             silent = EndpointError(f"{self.url} was silent for too long", "timeout")
             raise _TryAgainError(silent, is_general=False) from exc
@@ -162,13 +165,6 @@ class BatchSender:
             said = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
             return failed(request, "answer_too_large", said)
         return answered(request, status, response.headers.get("x-request-id", ""), body)
-
-    def _unreachable(self, exc: httpx.HTTPError) -> EndpointError:
-        return EndpointError(
-            f"nothing answers at {self.url}: {exc or type(exc).__name__}; start a cluster with "
-            f"`{own_command()} up`, or name another endpoint with --url",
-            "connect",
-        )
 
 
 async def _read(response: httpx.Response) -> bytes:

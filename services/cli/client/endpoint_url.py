@@ -1,14 +1,15 @@
-"""URLs of endpoints, as users give them."""
+"""URLs of endpoints, as users give them, and clients that reach them."""
 
 from __future__ import annotations
 
-import ssl
+from collections.abc import Mapping
 
 import httpx
 
 from pagewire.shared.addresses import MAX_PORT, usual_operator_port
 from pagewire.shared.errors import ConfigError
 
+CONNECT_TIMEOUT_S = 10.0
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -55,12 +56,31 @@ def usual_operator_url(url: str) -> str:
     return str(httpx.URL(scheme="http", host=parsed.host, port=operator)).rstrip("/")
 
 
-def certificates_for(url: str) -> ssl.SSLContext | bool:
-    """Return what checks a server's certificate, as `verify` of httpx.
+def http_client(
+    url: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    keep_alive: int = 64,
+) -> httpx.AsyncClient:
+    """Return a client for one endpoint; the caller closes it.
 
-    SSL_CERT_FILE and SSL_CERT_DIR hold for this machine, too, whose proxies do not.
+    SSL_CERT_FILE and SSL_CERT_DIR apply to this machine as to others; proxies do not.
+
+    Args:
+        url: of the endpoint.
+        headers: sent with each request.
+        timeout_s: after which a request fails if the server sends no byte.
+        keep_alive: idle connections that are kept.
     """
-    return httpx.create_ssl_context() if httpx.URL(url).scheme == "https" else True
+    is_tls = httpx.URL(url).scheme == "https"
+    return httpx.AsyncClient(
+        headers=headers,
+        timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=keep_alive),
+        trust_env=may_use_proxy(url),
+        verify=httpx.create_ssl_context() if is_tls else True,
+    )
 
 
 def may_use_proxy(url: str) -> bool:

@@ -14,11 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from pagewire.services.cli.client.endpoint_url import (
-    base_url,
-    certificates_for,
-    may_use_proxy,
-)
+from pagewire.services.cli.client.endpoint_url import base_url, http_client
 from pagewire.services.cli.client.openai_messages import Chunk, ErrorBody, ModelList, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
 from pagewire.services.cli.program import own_command
@@ -26,7 +22,6 @@ from pagewire.shared.errors import UNDECODABLE, ConfigError, PagewireError
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0
 BODY_END_TIMEOUT_S = 1.0  # after the answer has ended
 MAX_ERROR_BYTES = 64 << 10
 MAX_ERROR_CHARS = 500
@@ -198,13 +193,7 @@ class OpenAIClient:
         self, url: str, api_key: str | None = None, *, timeout_s: float, keep_text: bool = True
     ) -> None:
         self.url = base_url(url)
-        self._http = httpx.AsyncClient(
-            headers=key_header(api_key),
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=may_use_proxy(self.url),
-            verify=certificates_for(self.url),
-        )
+        self._http = http_client(self.url, headers=key_header(api_key), timeout_s=timeout_s)
         self._keep_text = keep_text
         self._dialect: Dialect | None = None
 
@@ -234,7 +223,7 @@ class OpenAIClient:
         try:
             response = await self._http.get(f"{self.url}/models")
         except httpx.HTTPError as exc:
-            raise self._unreachable(exc) from exc
+            raise unreachable(self.url, exc) from exc
         if not response.is_success:
             raise refusal(response.status_code, response.content)
         try:
@@ -306,7 +295,7 @@ class OpenAIClient:
                 reply.seconds = time.perf_counter() - start
                 await _read_end(parts)
         except httpx.ConnectError as exc:
-            raise self._unreachable(exc) from exc
+            raise unreachable(self.url, exc) from exc
         except httpx.TimeoutException as exc:
             raise EndpointError(f"{self.url} was silent for too long", "timeout") from exc
         except httpx.HTTPError as exc:
@@ -317,20 +306,25 @@ class OpenAIClient:
             raise EndpointError("the answer broke off", "cut off")
         return reply
 
-    def _unreachable(self, exc: httpx.HTTPError) -> EndpointError:
-        if "CERTIFICATE_VERIFY_FAILED" in str(exc):
-            text = str(exc).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
-            return EndpointError(
-                f"the certificate of {self.url} is not trusted: {text or exc}; name the file of "
-                "the authority that signed it in SSL_CERT_FILE",
-                "certificate",
-            )
-        kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
+
+def unreachable(url: str, exc: httpx.HTTPError) -> EndpointError:
+    """Return the error for a connection that cannot be made.
+
+    Its kind is "certificate", "timeout" or "connect".
+    """
+    if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+        text = str(exc).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
         return EndpointError(
-            f"nothing answers at {self.url}: {exc or type(exc).__name__}; start a cluster with "
-            f"`{own_command()} up`, or name another endpoint with --url",
-            kind,
+            f"the certificate of {url} is not trusted: {text or exc}; name the file of "
+            "the authority that signed it in SSL_CERT_FILE",
+            "certificate",
         )
+    kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
+    return EndpointError(
+        f"nothing answers at {url}: {exc or type(exc).__name__}; start a cluster with "
+        f"`{own_command()} up`, or name another endpoint with --url",
+        kind,
+    )
 
 
 def key_header(api_key: str | None) -> dict[str, str]:

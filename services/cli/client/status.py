@@ -22,7 +22,7 @@ from pagewire.services.cli.client.cluster_status import (
     fetch_status,
     wait_until_ready,
 )
-from pagewire.services.cli.client.endpoint_url import may_use_proxy
+from pagewire.services.cli.client.endpoint_url import http_client
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.health import shrunk_contexts
 from pagewire.services.cli.terminal import print_whole
@@ -74,7 +74,7 @@ def status(
 async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | None) -> bool:
     """Print the status once, or until cancelled; returns whether the cluster is ready."""
     console = Console()
-    async with httpx.AsyncClient(trust_env=may_use_proxy(root)) as client:
+    async with http_client(root) as client:
         if wait_s is not None:
             await wait_until_ready(client, root, wait_s)
         if watch is None:

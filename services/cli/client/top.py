@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.cluster_status import NoRouterError
-from pagewire.services.cli.client.endpoint_url import may_use_proxy
+from pagewire.services.cli.client.endpoint_url import http_client
 from pagewire.services.cli.client.top_data import Snapshot, Window, fetch_snapshot
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.cli.errors import one_line_errors
@@ -46,7 +46,7 @@ def top(
 
 async def _show(root: str, interval: float) -> None:
     console = Console()
-    async with httpx.AsyncClient(trust_env=may_use_proxy(root)) as client:
+    async with http_client(root) as client:
         before = await fetch_snapshot(client, root)
         if console.is_terminal:
             await _watch(client, root, interval, console, before)
