@@ -12,94 +12,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.field_rules import check_fields
-from pagewire.shared.logprobs import MAX_TOP
-from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
-
-MAX_STOP_TOKEN_IDS = 64
-MAX_CHOICES = 16_384
-# At most what a device slot has room for, see kernels/shaping_tables.py.
-MAX_BIASES = 1024
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_TOKENS = 32
-MAX_BAD_TOKENS = 1024  # of all bad words together
-MAX_BAD_STRINGS = 128  # each is up to two bad words: with and without a space before it
-MAX_BAD_CHARS = 256
-MAX_ALLOWED_TOKEN_IDS = 16_384
-MAX_SALT_CHARS = 256
-
-Temperature = Annotated[float, Meta(ge=0, le=100, description="a number between 0 and 100")]
-TopP = Annotated[float, Meta(gt=0, le=1, description="a number greater than 0 and at most 1")]
-_TOP_K = "0 (all tokens) or a positive integer below 2**31"
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")]
-MaxTokens = Annotated[int, Meta(ge=1, lt=2**31, description="an integer from 1 to 2**31 - 1")]
-TokenId = Annotated[int, Meta(ge=0, lt=2**31, description="an integer from 0 to 2**31 - 1")]
-NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP, description=f"an integer from 0 to {MAX_TOP}")]
-_StopTokenIds = Meta(
-    max_length=MAX_STOP_TOKEN_IDS, description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids"
+from pagewire.shared.sampling_types import (
+    ALLOWED_TOKEN_IDS,
+    BAD_STRINGS,
+    MAX_BAD_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    STOP_TOKEN_IDS,
+    TOP_K,
+    BadString,
+    BadWord,
+    Biases,
+    CacheSalt,
+    Grammar,
+    LogId,
+    LogprobsMode,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    NumTop,
+    Penalty,
+    PromptLength,
+    RepetitionPenalty,
+    Seed,
+    StopString,
+    Temperature,
+    TokenId,
+    TopP,
 )
-_GRAMMAR = Meta(
-    min_length=1,
-    max_length=MAX_GRAMMAR_CHARS,
-    description=f"the text of a grammar, at most {MAX_GRAMMAR_CHARS} characters",
-)
-# As `is_well_formed` in shared/http/request_id.py has them.
-LogId = Annotated[
-    str, Meta(min_length=1, max_length=128, description="a text of at most 128 characters")
-]
-_CACHE_SALT = Meta(
-    min_length=1,
-    max_length=MAX_SALT_CHARS,
-    description=f"a string of 1 to {MAX_SALT_CHARS} characters",
-)
-LogprobsMode = Literal["raw", "processed"]
-_StopString = Annotated[str, Meta(min_length=1)]
-MinP = Annotated[float, Meta(ge=0, le=1, description="a number between 0 and 1")]
-Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number between -2 and 2")]
-# Not 0: the logits of all tokens that have occurred would be equal.
-RepetitionPenalty = Annotated[
-    float, Meta(ge=0.01, le=100, description="a number between 0.01 and 100")
-]
-MinTokens = Annotated[int, Meta(ge=0, lt=2**31, description="an integer from 0 to 2**31 - 1")]
-Biases = Annotated[
-    dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(
-        max_length=MAX_BIASES,
-        description=f"an object of at most {MAX_BIASES} token ids, each with a number between "
-        "-100 and 100",
-    ),
-]
-_AllowedTokenIds = Meta(
-    min_length=1,
-    max_length=MAX_ALLOWED_TOKEN_IDS,
-    description=f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids",
-)
-_BadWord = Annotated[
-    tuple[TokenId, ...],
-    Meta(
-        min_length=1,
-        max_length=MAX_BAD_WORD_TOKENS,
-        description=f"1 to {MAX_BAD_WORD_TOKENS} token ids",
-    ),
-]
-_BadString = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=MAX_BAD_CHARS,
-        description=f"a string of 1 to {MAX_BAD_CHARS} characters",
-    ),
-]
-_BadStrings = Meta(
-    max_length=MAX_BAD_STRINGS, description=f"a list of at most {MAX_BAD_STRINGS} strings"
-)
-PromptLength = Annotated[int, Meta(ge=1, lt=2**31, description="an integer from 1 to 2**31 - 1")]
+from pagewire.shared.structured_outputs import StructuredOutputs
 
 
 class RequestSpec(
@@ -141,25 +90,25 @@ class RequestSpec(
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: Annotated[int, Meta(ge=0, lt=2**31, description=_TOP_K)] = 0
+    top_k: Annotated[int, Meta(ge=0, lt=2**31, description=TOP_K)] = 0
     min_p: MinP = 0.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: Biases = {}
     min_tokens: MinTokens = 0
-    allowed_token_ids: Annotated[tuple[TokenId, ...], _AllowedTokenIds] | None = None
-    bad_words: Annotated[tuple[_BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], ALLOWED_TOKEN_IDS] | None = None
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
     seed: Seed | None = None
     max_tokens: MaxTokens = 16
-    stop_token_ids: Annotated[tuple[TokenId, ...], _StopTokenIds] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], STOP_TOKEN_IDS] = ()
     ignore_eos: bool = False
     logprobs: NumTop | None = None
     prompt_logprobs: NumTop | None = None
     logprobs_mode: LogprobsMode = "raw"
-    grammar: Annotated[str, _GRAMMAR] | None = None
+    grammar: Grammar | None = None
     log_id: LogId | None = None
-    cache_salt: Annotated[str, _CACHE_SALT] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def hash_extra(self) -> bytes:
@@ -331,24 +280,24 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description=_TOP_K)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description=TOP_K)] | None = None
     min_p: MinP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Biases | None = None
     min_tokens: MinTokens | None = None
-    allowed_token_ids: Annotated[Sequence[TokenId], _AllowedTokenIds] | None = None
-    bad_words: Annotated[Sequence[_BadString], _BadStrings] | None = None
+    allowed_token_ids: Annotated[Sequence[TokenId], ALLOWED_TOKEN_IDS] | None = None
+    bad_words: Annotated[Sequence[BadString], BAD_STRINGS] | None = None
     seed: Seed | None = None
-    stop_token_ids: Annotated[Sequence[TokenId], _StopTokenIds] | None = None
+    stop_token_ids: Annotated[Sequence[TokenId], STOP_TOKEN_IDS] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: NumTop | None = None
     logprobs_mode: LogprobsMode | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: PromptLength | None = None
-    cache_salt: Annotated[str, _CACHE_SALT] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 # Fields that concern prompts and texts, not the choice of tokens: workers do not get them.
@@ -370,7 +319,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
     logprobs: NumTop | None = None
     stop: (
         Annotated[
-            _StopString | Sequence[_StopString],
+            StopString | Sequence[StopString],
             Meta(description="a string or a list of strings, none empty"),
         ]
         | None

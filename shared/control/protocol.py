@@ -21,7 +21,8 @@ from msgspec import Meta
 
 from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
-from pagewire.shared.sampling import LogId, RequestSpec
+from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.sampling_types import LogId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PROTOCOL_VERSION = 15

@@ -16,7 +16,7 @@ from msgspec import Meta
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.field_rules import check_fields
 from pagewire.shared.logprobs import MAX_TOP
-from pagewire.shared.sampling import MaxTokens
+from pagewire.shared.sampling_types import MaxTokens
 
 LENGTH_PENALTY = Meta(ge=-8, le=8, description="a number between -8 and 8")
 

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress
 
 from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.executor import Executor, StepHook
@@ -28,7 +27,7 @@ from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import StepPlan, StepResult, Supply
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs, scored_prompts, token_output
-from pagewire.shared.errors import IntegrityError, InvalidRequestError, SchedulingError
+from pagewire.shared.errors import InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -278,20 +277,12 @@ class EngineCore:
         if of_tokens:
             sampled = schedule.sampled
             special.update([sampled[index] for index in of_tokens])
-        request_ids, token_lists, plain_tokens = rows.request_ids, rows.token_ids, row_tokens
-        if special:
-            is_plain = [sequence not in special for sequence in rows.sequences]
-            request_ids = list(compress(request_ids, is_plain))
-            token_lists = list(compress(token_lists, is_plain))
-            plain_tokens = list(compress(row_tokens, is_plain))
-        if len(plain_tokens) != len(token_lists):
-            raise IntegrityError(f"{len(tokens)} tokens for {len(schedule.sampled)} rows")
-        deque(map(list.append, token_lists, plain_tokens), maxlen=0)  # a loop in C
+        plain = rows.append_tokens(row_tokens, special)
         sampled_tokens = zip(schedule.sampled, tokens, strict=True) if special else ()
         for index, (sequence, token) in enumerate(sampled_tokens):
             if sequence in special:
                 self._accept_one(sequence, token, launched, of_tokens.get(index))
-        self._plain = request_ids, plain_tokens
+        self._plain = plain
 
     def _accept_one(
         self, sequence: Sequence, token: int, launched: Launched, logprobs: Logprobs | None

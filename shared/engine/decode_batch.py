@@ -8,11 +8,13 @@ because it ends, are noted in a calendar.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from itertools import compress
 
 from pagewire.shared.engine.sequence import Sequence, StepCount, device_slot_of
+from pagewire.shared.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,32 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def append_tokens(
+        self, tokens: list[int], special: Set[Sequence]
+    ) -> tuple[list[str], list[int]]:
+        """Append a token to each row's sequence, except to those that are special.
+
+        Args:
+            tokens: one for each row.
+            special: sequences that get none here.
+
+        Returns:
+            Request ids and tokens of the sequences that got one.
+
+        Raises:
+            IntegrityError: there are more or fewer tokens than rows.
+        """
+        if len(tokens) != len(self):
+            raise IntegrityError(f"{len(tokens)} tokens for {len(self)} rows")
+        request_ids, token_lists = self.request_ids, self.token_ids
+        if special:
+            is_plain = [sequence not in special for sequence in self.sequences]
+            request_ids = list(compress(request_ids, is_plain))
+            token_lists = list(compress(token_lists, is_plain))
+            tokens = list(compress(tokens, is_plain))
+        deque(map(list.append, token_lists, tokens), maxlen=0)  # a loop in C
+        return request_ids, tokens
 
 
 NO_ROWS = DecodeRows()

@@ -17,7 +17,6 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import prometheus_client
 import torch
@@ -58,6 +57,7 @@ from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector
 from pagewire.shared.worker.metrics import EngineCollector, load_of
+from pagewire.shared.worker.service import Service
 from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
 from pagewire.shared.worker.tasks import TaskSet
 
@@ -70,36 +70,6 @@ DRAIN_REPORT_S = 5.0
 # The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
 # own interval the event loop's messages would wait for 5 ms at a time.
 SWITCH_INTERVAL_S = 0.0005
-
-
-class Service(Protocol):
-    """What a role adds to the runtime. All calls but `on_outputs` come from the event loop."""
-
-    @property
-    def num_active(self) -> int:
-        """Work that draining waits for."""
-        ...
-
-    def start(self) -> None:
-        """Begin background work."""
-        ...
-
-    async def close(self) -> None:
-        """End it."""
-        ...
-
-    def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Take a peer's message."""
-        ...
-
-    def on_peer_lost(self, peer_id: str) -> None:
-        """Free what a peer owned."""
-        ...
-
-    @property
-    def on_outputs(self) -> Callable[[StepOutputs], None]:
-        """Takes a step's outputs, in the engine's thread, which goes on after it."""
-        ...
 
 
 class WorkerRuntime:

@@ -21,7 +21,7 @@ from pagewire.services.router.http.schemas import (
 )
 from pagewire.services.router.http.unsupported import refused_fields
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import MAX_STOP_TOKEN_IDS
+from pagewire.shared.sampling_types import MAX_STOP_TOKEN_IDS
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,

@@ -11,15 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.kernels import shaping_tables
-from pagewire.shared import sampling
+from pagewire.shared import sampling_types as bounds
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import (
-    MAX_CHOICES,
-    MAX_STOP_TOKEN_IDS,
-    RequestSpec,
-    SamplingDefaults,
-    SamplingParams,
-)
+from pagewire.shared.sampling import RequestSpec, SamplingDefaults, SamplingParams
+from pagewire.shared.sampling_types import MAX_CHOICES, MAX_STOP_TOKEN_IDS
 
 DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=512)
 
@@ -174,11 +169,11 @@ def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:
 
 
 def test_a_device_slot_has_room_for_all_that_a_request_may_ask_for() -> None:
-    assert shaping_tables.MOST_BIASES >= sampling.MAX_BIASES
-    assert shaping_tables.MOST_BAD_WORDS >= sampling.MAX_BAD_WORDS >= 2 * sampling.MAX_BAD_STRINGS
-    assert shaping_tables.MOST_BAD_TOKENS >= sampling.MAX_BAD_TOKENS
-    assert shaping_tables.HISTORY >= sampling.MAX_BAD_WORD_TOKENS
-    assert shaping_tables.MOST_STOPS >= 2 * sampling.MAX_STOP_TOKEN_IDS  # the model's own as well
+    assert shaping_tables.MOST_BIASES >= bounds.MAX_BIASES
+    assert shaping_tables.MOST_BAD_WORDS >= bounds.MAX_BAD_WORDS >= 2 * bounds.MAX_BAD_STRINGS
+    assert shaping_tables.MOST_BAD_TOKENS >= bounds.MAX_BAD_TOKENS
+    assert shaping_tables.HISTORY >= bounds.MAX_BAD_WORD_TOKENS
+    assert shaping_tables.MOST_STOPS >= 2 * bounds.MAX_STOP_TOKEN_IDS  # the model's own as well
     assert shaping_tables.HISTORY & (shaping_tables.HISTORY - 1) == 0
 
 

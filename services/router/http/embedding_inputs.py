@@ -14,7 +14,7 @@ from pagewire.services.router.http.schemas import AtLeastOne, Label, Prompt
 from pagewire.services.router.http.token_inputs import PlainBody, parse_plain
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import PromptLength
+from pagewire.shared.sampling_types import PromptLength
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 300_000  # of one request, unless one input of the model's context has more

@@ -13,7 +13,7 @@ from pagewire.services.router.http.schemas import (
     AtLeastOne,
     StopStrings,
 )
-from pagewire.shared.sampling import Temperature, TopP
+from pagewire.shared.sampling_types import Temperature, TopP
 from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tools.definitions import MAX_TOOLS, FunctionName
 

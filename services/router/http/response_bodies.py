@@ -25,7 +25,8 @@ from pagewire.services.router.http.schemas import (
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS
 from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.sampling import NumTop, SamplingFields
+from pagewire.shared.sampling import SamplingFields
+from pagewire.shared.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tools.definitions import FunctionName
 

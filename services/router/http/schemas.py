@@ -20,7 +20,8 @@ from pagewire.services.router.http.unsupported import refuse_unsupported, refuse
 from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.sampling import NumTop, SamplingFields, SamplingParams
+from pagewire.shared.sampling import SamplingFields, SamplingParams
+from pagewire.shared.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import ROLES, Part, SaidMessage
 from pagewire.shared.text.chat_template import TemplateVariables
 from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size

@@ -18,7 +18,7 @@ from pagewire.services.router.http.schemas import MAX_MESSAGES, ChatBody, ChatMe
 from pagewire.services.router.http.wrong_fields import describe_wrong_field
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.sampling import TokenId
+from pagewire.shared.sampling_types import TokenId
 from pagewire.shared.text.chat_template import TemplateVariables
 from pagewire.shared.tools.definitions import Tools, check_tools_size
 

@@ -1,0 +1,39 @@
+"""What a role, prefill or decode, adds to a worker's runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pagewire.shared.control.protocol import ControlMessage
+from pagewire.shared.engine.step_output import StepOutputs
+
+
+class Service(Protocol):
+    """The role's half of a worker. All calls but `on_outputs` come from the event loop."""
+
+    @property
+    def num_active(self) -> int:
+        """Work that draining waits for."""
+        ...
+
+    def start(self) -> None:
+        """Begin background work."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+    def on_message(self, peer_id: str, message: ControlMessage) -> None:
+        """Take a peer's message."""
+        ...
+
+    def on_peer_lost(self, peer_id: str) -> None:
+        """Free what a peer owned."""
+        ...
+
+    @property
+    def on_outputs(self) -> Callable[[StepOutputs], None]:
+        """Takes a step's outputs, in the engine's thread, which goes on after it."""
+        ...
