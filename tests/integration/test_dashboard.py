@@ -23,16 +23,9 @@ from pagewire.tests.support.fake_decode_worker import (
     prefill_record,
 )
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, LiveRouter, live_router
-from pagewire.tests.support.redis_server import RedisServer
 
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 MODEL_NAME = "<b>bold</b>&amp;"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @pytest.fixture(scope="module")

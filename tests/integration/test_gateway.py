@@ -23,7 +23,6 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.raw_http import GET, RawClient
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.router_process import ready, router_process
 
 pytestmark = pytest.mark.gateway
@@ -31,12 +30,6 @@ pytestmark = pytest.mark.gateway
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
 CONFIG = (ROOT / "services" / "gateway" / "haproxy.cfg").read_text(encoding="utf-8")
 TRUSTS = {"PAGEWIRE_TRUST_PROXY_PROTOCOL": "true"}
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @contextlib.contextmanager

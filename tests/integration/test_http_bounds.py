@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,16 +11,9 @@ from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import TEXT, LiveRouter, with_worker
 from pagewire.tests.support.raw_http import GET, RawClient, post
-from pagewire.tests.support.redis_server import RedisServer
 
 EARLY = 'pagewire_router_http_connections_closed_early_total{{reason="{}"}}'
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 async def answers(router: LiveRouter) -> None:

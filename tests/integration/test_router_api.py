@@ -1,7 +1,6 @@
 """What the router answers to good and bad requests, besides the wording of their bodies."""
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +9,7 @@ import pytest
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, LiveRouter, with_worker
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.sse import arriving_events, events_of
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def test_workers_get_random_ids_a_seed_and_the_prompt(redis_url):

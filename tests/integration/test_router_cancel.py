@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -14,15 +14,8 @@ from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.body_processes import stopped_body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
-from pagewire.tests.support.redis_server import RedisServer
 
 WORD = TOKENIZER.encode(" the", add_special_tokens=False)[:1]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def scenario_of(

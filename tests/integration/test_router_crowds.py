@@ -3,11 +3,9 @@
 import asyncio
 import resource
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.shared.model.demo import demo_model_path
@@ -17,7 +15,6 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.raw_http import RawClient
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.router_process import ready, router_process
 from pagewire.tests.support.silent_crowd import silent_crowd
 from pagewire.tests.support.sse import arriving_events
@@ -25,12 +22,6 @@ from pagewire.tests.support.sse import arriving_events
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
 ASKED = {"model": MODEL, "prompt": "Hi", "max_tokens": 20}
 PREFIX = "pagewire_router_http_connections"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 async def metrics(port: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import base64
 import json
 import logging
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,16 +21,9 @@ from pagewire.shared.control.protocol import LoadReport, Role
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_embedding
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
-from pagewire.tests.support.redis_server import RedisServer
 
 Scenario = Callable[[LiveRouter, dict[str, FakeDecodeWorker]], Awaitable[None]]
 ONE_EACH = ("prefill-0", "decode-0")
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def with_workers(

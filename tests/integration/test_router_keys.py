@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,9 @@ from pagewire.tests.support.client_cluster import client_cluster, pagewire
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, TEXT, LiveRouter, with_worker
 from pagewire.tests.support.raw_http import RawClient, post
-from pagewire.tests.support.redis_server import RedisServer
 
 KEY, OTHER = "key-of-alice", "key-of-bob-2"
 ORIGIN = "https://chat.example.com"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @pytest.fixture

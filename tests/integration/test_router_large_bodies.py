@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,8 @@ from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.body_processes import LONG, body_processes, stopped_body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, TEXT, TOKENIZER, LiveRouter, with_worker
-from pagewire.tests.support.redis_server import RedisServer
 
 PART = {"type": "text", "text": "a"}
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def mine() -> list[int]:

@@ -21,17 +21,10 @@ from pagewire.tests.support.kv_router import prompt_of, router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, LiveRouter, with_worker
 from pagewire.tests.support.local_cluster import free_port
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.router_process import ready, router_process
 
 KEY = "key-of-all-tests"
 ID = {"x-request-id": "req-1"}
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Decode workers that die, freeze, refuse, drain or are restarted."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,7 +11,6 @@ from pagewire.services.router.dispatch import dispatcher as dispatch
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.sse import arriving_events
 
 TEXT = " One, two, three, four, five, six, seven, eight, nine, ten — 東京 🌍 — and on it goes."
@@ -19,12 +18,6 @@ ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
 Workers = list[FakeDecodeWorker]
 Scenario = Callable[[LiveRouter, Workers], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def with_workers(redis_url: str, count: int, scenario: Scenario, **settings: Any) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -22,14 +21,7 @@ from pagewire.tests.support.live_router import (
     live_router,
     with_worker,
 )
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import client_of, record
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def test_without_workers_health_is_red_and_requests_say_when_to_come_back(redis_url):

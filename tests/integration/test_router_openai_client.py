@@ -1,7 +1,7 @@
 """The official client of OpenAI against the router."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -16,13 +16,6 @@ from pagewire.tests.support.live_router import (
     LiveRouter,
     with_worker,
 )
-from pagewire.tests.support.redis_server import RedisServer
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def with_openai(redis_url: str, scenario: Callable[[openai.OpenAI], Any]) -> Any:

@@ -20,7 +20,6 @@ from pagewire.tests.support.api_document import JSON, STREAM, Document, document
 from pagewire.tests.support.browser import Browser, browser
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, LiveRouter, live_router, with_worker
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.tool_answers import TOOLS, written
 from pagewire.tests.support.tool_models import make_model
 
@@ -72,12 +71,6 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [72, 101]}),
 ]
 STREAMED = [each for each in REQUESTS if STREAM in STRICT.response("post", each[0], 200)]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import contextlib
 import json
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,12 +22,6 @@ from pagewire.tests.support.router_process import ready, router_process
 from pagewire.tests.support.sse import arriving_events
 
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def refusal(redis_url: str, port: int, *options: str) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,10 +13,9 @@ from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, TEXT, TOKENIZER, LiveRouter, with_worker
-from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.scenarios import Ask
 from pagewire.tests.support.tool_answers import TOOLS as CHAT_TOOLS
 from pagewire.tests.support.tool_answers import written
-from pagewire.tests.support.tool_models import SPECIAL, make_model
 
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
 CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
@@ -28,50 +24,9 @@ QUESTION = "The weather in Łódź, and the time?"
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
 STEPS = pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
 
-Scenario = Callable[[openai.OpenAI, FakeDecodeWorker], Any]
-
 
 class Answer(BaseModel):
     size: int
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder, name) for name in SPECIAL}
-
-
-@pytest.fixture
-def ask(redis_url: str, models: dict[str, Path]) -> Callable[..., Any]:
-    """Run a scenario with the client, which blocks, in a thread."""
-
-    def run(text: str, scenario: Scenario, name: str | None = "hermes") -> Any:
-        results = []
-        model = {} if name is None else {"model": str(models[name])}
-        tokenizer = TOKENIZER if name is None else Tokenizer.from_dir(models[name])
-        answer = tokenizer.encode(text, add_special_tokens=False)
-
-        async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-            worker.answer = answer
-
-            def call() -> Any:
-                with openai.OpenAI(
-                    base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=15
-                ) as client:
-                    return scenario(client, worker)
-
-            results.append(await asyncio.to_thread(call))
-
-        with_worker(redis_url, main, **model)
-        return results[0]
-
-    return run
 
 
 def calls_in(name: str = "hermes") -> str:
@@ -88,7 +43,7 @@ def prompt_of(worker: FakeDecodeWorker, tokenizer: Tokenizer = TOKENIZER) -> str
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_a_text(ask: Callable[..., Any]) -> None:
+def test_a_text(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.cached_tokens = 3
         answer = client.responses.create(
@@ -122,7 +77,7 @@ def test_a_text(ask: Callable[..., Any]) -> None:
     ask(TEXT, scenario, None)
 
 
-def test_items_are_the_messages_of_a_chat(ask: Callable[..., Any], models: dict[str, Path]) -> None:
+def test_items_are_the_messages_of_a_chat(ask: Ask) -> None:
     call = {"name": "clock", "arguments": "{}"}
     items: Any = [
         {"role": "developer", "content": "Be short."},
@@ -167,7 +122,7 @@ def test_items_are_the_messages_of_a_chat(ask: Callable[..., Any], models: dict[
 
 
 @STEPS
-def test_reasoning_text_and_calls(ask: Callable[..., Any], step: float) -> None:
+def test_reasoning_text_and_calls(ask: Ask, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
         asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "tools": TOOLS}
@@ -198,7 +153,7 @@ def test_reasoning_text_and_calls(ask: Callable[..., Any], step: float) -> None:
 
 
 @STEPS
-def test_events_come_in_openais_order_and_add_up(ask: Callable[..., Any], step: float) -> None:
+def test_events_come_in_openais_order_and_add_up(ask: Ask, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
         events = list(
@@ -228,7 +183,7 @@ def test_events_come_in_openais_order_and_add_up(ask: Callable[..., Any], step: 
     ask(THINKS + "Let me see.\n" + calls_in(), scenario)
 
 
-def test_a_form_is_parsed(ask: Callable[..., Any]) -> None:
+def test_a_form_is_parsed(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         answer = client.responses.parse(model=MODEL, input="How large?", text_format=Answer)
         assert answer.output_parsed == Answer(size=12)
@@ -250,7 +205,7 @@ def test_a_form_is_parsed(ask: Callable[..., Any]) -> None:
     ask('{"size": 12}', scenario, None)
 
 
-def test_a_cut_answer_is_incomplete(ask: Callable[..., Any]) -> None:
+def test_a_cut_answer_is_incomplete(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         asked: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 2}
         whole = client.responses.create(**asked)
@@ -265,7 +220,7 @@ def test_a_cut_answer_is_incomplete(ask: Callable[..., Any]) -> None:
     ask(TEXT, scenario, None)
 
 
-def test_choices_of_tools(ask: Callable[..., Any]) -> None:
+def test_choices_of_tools(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "tools": TOOLS}
         named = client.responses.create(**asked, tool_choice={"type": "function", "name": "clock"})
@@ -289,7 +244,7 @@ def test_choices_of_tools(ask: Callable[..., Any]) -> None:
     ask(calls_in(), scenario)
 
 
-def test_input_tokens_are_counted_as_they_are_used(ask: Callable[..., Any]) -> None:
+def test_input_tokens_are_counted_as_they_are_used(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         asked: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "tools": TOOLS}
         first = client.responses.create(**asked, input=QUESTION)
@@ -306,7 +261,7 @@ def test_input_tokens_are_counted_as_they_are_used(ask: Callable[..., Any]) -> N
 
 
 @STEPS
-def test_log_probabilities_are_of_the_text_alone(ask: Callable[..., Any], step: float) -> None:
+def test_log_probabilities_are_of_the_text_alone(ask: Ask, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
         asked: dict[str, Any] = {
@@ -328,9 +283,7 @@ def test_log_probabilities_are_of_the_text_alone(ask: Callable[..., Any], step: 
 
 
 @STEPS
-def test_tokens_that_are_no_text_have_log_probabilities(
-    ask: Callable[..., Any], step: float
-) -> None:
+def test_tokens_that_are_no_text_have_log_probabilities(ask: Ask, step: float) -> None:
     text = " Cafés 🌍"
     ids = TOKENIZER.encode("🌍é", add_special_tokens=False)
     answer = [*ids[:-1], *TOKENIZER.encode(text, add_special_tokens=False), ids[1], ids[-1]]
@@ -352,7 +305,7 @@ def test_tokens_that_are_no_text_have_log_probabilities(
         for found in (whole.output[-1].content[0].logprobs, deltas):
             assert b"".join(bytes(each.bytes) for each in found) == said
 
-    ask("", scenario, name=None)
+    ask("", scenario, model=None)
 
 
 def test_an_error_within_a_stream_is_the_responses_own(redis_url: str) -> None:
@@ -375,115 +328,5 @@ def test_an_error_within_a_stream_is_the_responses_own(redis_url: str) -> None:
         assert "secret" not in failed.error.message
         response = await router.http.get(f"/v1/responses/{failed.id}")
         assert response.status_code == 404
-
-    with_worker(redis_url, main)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": []}, "input"),
-        ({"input": 5}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"content": "Hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": "Hi"}, {"role": "user", "content": ""}]},
-         "input[1].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]},
-         "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 1 << 40}, "input"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_k": "a"}, "top_k"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "a"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]},
-         "tools[0].parameters"),
-        ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools[1].name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-         "tool_choice"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}}}},
-         "text.format"),
-        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"stream_options": {}}, "stream_options"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"model": "other"}, "model"),
-        ({"audio": {}}, "audio"),
-        ({"metadata": {"a": 1}}, "metadata"),
-        ({"priority": 1.5}, "priority"),
-        ({"service_tier": "gold"}, "service_tier"),
-        ({"user": "u" * 513}, "user"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: str) -> None:
-    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        body = {"model": MODEL, "input": "Hello", **fields}
-        response = await router.http.post("/v1/responses", json=body)
-        assert response.status_code == (404 if param == "model" else 400), response.text
-        error = response.json()["error"]
-        assert error["param"].startswith(param), error
-        assert "messages" not in error["message"]
-        assert not worker.generated
-
-    with_worker(redis_url, main)
-
-
-@pytest.mark.parametrize("value", [b'"\xff"', b"1e999"], ids=["no text", "no number"])
-@pytest.mark.parametrize("field", ["input", "text", "tools"])
-def test_all_of_what_is_kept_or_repeated_must_be_json(
-    redis_url: str, models: dict[str, Path], field: str, value: bytes
-) -> None:
-    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        item, tool = {"role": "user", "content": "Hi"}, dict(TOOLS[0])
-        body = {
-            "model": MODEL,
-            "input": [item],
-            "text": {"format": {"type": "text"}},
-            "tools": [tool],
-        }
-        {"input": item, "text": body["text"], "tools": tool}[field]["id"] = "VALUE"
-        raw = json.dumps(body).encode().replace(b'"VALUE"', value)
-        response = await router.http.post("/v1/responses", content=raw)
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"] == field
-        assert not worker.generated
-
-    with_worker(redis_url, main, model=str(models["hermes"]))
-
-
-def test_a_body_of_many_lines_gets_events_of_one_line_each(
-    redis_url: str, models: dict[str, Path]
-) -> None:
-    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
-        given = {"text": {"format": {"type": "text"}}, "tools": TOOLS}
-        body = {"model": MODEL, "input": "Hello", "stream": True, **given}
-        raw = json.dumps(body, indent=2)
-        response = await router.http.post("/v1/responses", content=raw.encode())
-        names = ("event: ", "data: ")
-        assert all(line.startswith(names) for line in response.text.split("\n") if line)
-        last = json.loads(response.text.split("data: ")[-1])["response"]
-        assert {name: last[name] for name in given} == given
-
-    with_worker(redis_url, main, model=str(models["hermes"]))
-
-
-def test_unknown_fields_are_counted_and_large_bodies_are_read_elsewhere(redis_url: str) -> None:
-    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        body = {"model": MODEL, "input": "Hello", "unheard": 1, "of": 2}
-        assert (await router.http.post("/v1/responses", json=body)).status_code == 200
-        assert await router.metric("pagewire_request_unknown_fields_total") == 2
-        body |= {"input": "Hello " * 40_000, "truncate_prompt_tokens": 1000}
-        response = await router.http.post("/v1/responses", json=body)
-        assert response.json()["output"][0]["content"][0]["text"] == TEXT
-        assert len(worker.generated[1].prompt_token_ids) == 1000
 
     with_worker(redis_url, main)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import httpx
@@ -18,16 +17,9 @@ from pagewire.shared.listener import bound_socket
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.router_process import router_process
 
 CONNECTIONS = 32
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def router(

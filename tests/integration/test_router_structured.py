@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -20,7 +19,6 @@ from pagewire.tests.support.live_router import (
     LiveRouter,
     with_worker,
 )
-from pagewire.tests.support.redis_server import RedisServer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -91,12 +89,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
     ({"guided_json": {"enum": ["x" * 140_000]}}, "guided_json", "is too large"),
 ]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 def test_each_field_becomes_a_grammar(redis_url: str) -> None:

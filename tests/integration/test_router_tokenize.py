@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,11 @@ import transformers
 from pagewire import __version__
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, LiveRouter, with_worker
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.tool_answers import CLOCK
 from pagewire.tests.support.tool_models import make_model
 
 CHAT = [{"role": "user", "content": "The weather in Łódź?"}, {"role": "assistant", "content": "It"}]
 TEXT = "The café 🌍"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @pytest.fixture(scope="module")

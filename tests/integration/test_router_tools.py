@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,54 +12,15 @@ from pydantic import BaseModel
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
-from pagewire.tests.support.live_router import MODEL, LiveRouter, with_worker
-from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.live_router import MODEL
+from pagewire.tests.support.scenarios import Ask
 from pagewire.tests.support.tool_answers import TOOLS, written
-from pagewire.tests.support.tool_models import SPECIAL, make_model
+from pagewire.tests.support.tool_models import SPECIAL, ToolModels
 
 QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
 CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
 HARMONY = TOOL_FORMATS["harmony"]
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
-
-Scenario = Callable[[openai.OpenAI, FakeDecodeWorker], Any]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder, name) for name in SPECIAL}
-
-
-@pytest.fixture
-def ask(redis_url: str, models: dict[str, Path]) -> Callable[..., Any]:
-    """Run a scenario with the client, which blocks, in a thread."""
-
-    def run(text: str, scenario: Scenario, name: str = "hermes") -> Any:
-        results = []
-        answer = Tokenizer.from_dir(models[name]).encode(text, add_special_tokens=False)
-
-        async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-            worker.answer = answer
-
-            def call() -> Any:
-                with openai.OpenAI(
-                    base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=15
-                ) as client:
-                    return scenario(client, worker)
-
-            results.append(await asyncio.to_thread(call))
-
-        with_worker(redis_url, main, model=str(models[name]))
-        return results[0]
-
-    return run
 
 
 def calls_in(name: str = "hermes") -> str:
@@ -75,7 +33,7 @@ def read(calls: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
-def test_calls_of_a_message(ask: Callable[..., Any], name: str, choice: str) -> None:
+def test_calls_of_a_message(ask: Ask, name: str, choice: str) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         answer = client.chat.completions.create(
             model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice
@@ -92,7 +50,7 @@ def test_calls_of_a_message(ask: Callable[..., Any], name: str, choice: str) -> 
     ask(calls_in(name), scenario, name)
 
 
-def test_a_conversation_with_results_goes_on(ask: Callable[..., Any]) -> None:
+def test_a_conversation_with_results_goes_on(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         first = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)
         message = first.choices[0].message
@@ -109,7 +67,7 @@ def test_a_conversation_with_results_goes_on(ask: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
-def test_calls_are_streamed_as_openais(ask: Callable[..., Any], step: float) -> None:
+def test_calls_are_streamed_as_openais(ask: Ask, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
         chunks = list(
@@ -146,7 +104,7 @@ def test_calls_are_streamed_as_openais(ask: Callable[..., Any], step: float) -> 
 
 @pytest.mark.parametrize("step", [0.0, 0.001], ids=["at once", "token by token"])
 @pytest.mark.parametrize("name", sorted({*SPECIAL} - {"hermes", "mistral", "harmony"}))
-def test_calls_of_each_family(ask: Callable[..., Any], name: str, step: float) -> None:
+def test_calls_of_each_family(ask: Ask, name: str, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
         with client.chat.completions.stream(model=MODEL, messages=QUESTION, tools=TOOLS) as stream:
@@ -166,7 +124,7 @@ ANALYSIS = f"<|channel|>analysis<|message|>Two calls.<|end|>{SAYS}"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_in_channels(ask: Callable[..., Any], stream: bool) -> None:
+def test_answers_in_channels(ask: Ask, stream: bool) -> None:
     """gpt-oss: markers are special tokens, and none of them reaches the client."""
 
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
@@ -199,11 +157,11 @@ def test_answers_in_channels(ask: Callable[..., Any], stream: bool) -> None:
     ask(ANALYSIS + remark + written(HARMONY, CALLS[:1]).removeprefix(SAYS), scenario, "harmony")
 
 
-def test_a_form_in_the_final_channel(ask: Callable[..., Any], models: dict[str, Path]) -> None:
+def test_a_form_in_the_final_channel(ask: Ask, tool_models: ToolModels) -> None:
     class Answer(BaseModel):
         size: int
 
-    message = Tokenizer.from_dir(models["harmony"]).marker_token_id("<|message|>")
+    message = Tokenizer.from_dir(tool_models["harmony"]).marker_token_id("<|message|>")
 
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         answer = client.chat.completions.parse(
@@ -225,7 +183,7 @@ def test_a_form_in_the_final_channel(ask: Callable[..., Any], models: dict[str, 
     ask(ANALYSIS + '<|channel|>final<|message|>{"size": 12}<|return|>', scenario, "harmony")
 
 
-def test_the_streaming_helper_of_the_client(ask: Callable[..., Any]) -> None:
+def test_the_streaming_helper_of_the_client(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         with client.chat.completions.stream(model=MODEL, messages=QUESTION, tools=TOOLS) as stream:
             kinds = {event.type for event in stream}
@@ -239,7 +197,7 @@ def test_the_streaming_helper_of_the_client(ask: Callable[..., Any]) -> None:
     ask(calls_in(), scenario)
 
 
-def test_typed_tools_are_parsed(ask: Callable[..., Any]) -> None:
+def test_typed_tools_are_parsed(ask: Ask) -> None:
     class get_weather(BaseModel):  # noqa: N801 - the name of the function
         city: str
         days: int
@@ -254,7 +212,7 @@ def test_typed_tools_are_parsed(ask: Callable[..., Any]) -> None:
     ask(written(TOOL_FORMATS["hermes"], CALLS[:1]), scenario)
 
 
-def test_earlier_answers_may_have_been_refused(ask: Callable[..., Any]) -> None:
+def test_earlier_answers_may_have_been_refused(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         refusal: Any = {
             "role": "assistant",
@@ -273,7 +231,7 @@ def test_earlier_answers_may_have_been_refused(ask: Callable[..., Any]) -> None:
     ask("Because.", scenario)
 
 
-def test_named_none_and_one_at_once(ask: Callable[..., Any]) -> None:
+def test_named_none_and_one_at_once(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         create = client.chat.completions.create
         named = {"type": "function", "function": {"name": "clock"}}
@@ -295,7 +253,7 @@ def test_named_none_and_one_at_once(ask: Callable[..., Any]) -> None:
     ask(calls_in(), scenario)
 
 
-def test_a_call_that_was_cut_ends_by_its_length(ask: Callable[..., Any]) -> None:
+def test_a_call_that_was_cut_ends_by_its_length(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         answer = client.chat.completions.create(
             model=MODEL, messages=QUESTION, tools=TOOLS, max_tokens=len(worker.answer) - 12
@@ -308,7 +266,7 @@ def test_a_call_that_was_cut_ends_by_its_length(ask: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_split_off_and_counted(ask: Callable[..., Any], stream: bool) -> None:
+def test_reasoning_is_split_off_and_counted(ask: Ask, stream: bool) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         extra = {"stream_options": {"include_usage": True}} if stream else {}
         answer = client.chat.completions.create(
@@ -340,10 +298,8 @@ def test_reasoning_is_split_off_and_counted(ask: Callable[..., Any], stream: boo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_comes_after_the_reasoning(
-    ask: Callable[..., Any], models: dict[str, Path], stream: bool
-) -> None:
-    close = f"<[{Tokenizer.from_dir(models['hermes']).marker_token_id('</think>')}]>"
+def test_a_form_comes_after_the_reasoning(ask: Ask, tool_models: ToolModels, stream: bool) -> None:
+    close = f"<[{Tokenizer.from_dir(tool_models['hermes']).marker_token_id('</think>')}]>"
 
     class Answer(BaseModel):
         size: int
@@ -374,7 +330,7 @@ def test_a_form_comes_after_the_reasoning(
     ask(THINKS + '{"size": 12}', scenario)
 
 
-def test_reasoning_may_be_left_out(ask: Callable[..., Any]) -> None:
+def test_reasoning_may_be_left_out(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         answer = client.chat.completions.create(
             model=MODEL, messages=QUESTION, extra_body={"include_reasoning": False}
@@ -385,7 +341,7 @@ def test_reasoning_may_be_left_out(ask: Callable[..., Any]) -> None:
     ask(THINKS + "Yes.", scenario)
 
 
-def test_several_answers_and_log_probabilities(ask: Callable[..., Any]) -> None:
+def test_several_answers_and_log_probabilities(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         chunks = client.chat.completions.create(
             model=MODEL, messages=QUESTION, tools=TOOLS, n=2, logprobs=True, stream=True
@@ -404,7 +360,7 @@ def test_several_answers_and_log_probabilities(ask: Callable[..., Any]) -> None:
 
 
 def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
-    ask: Callable[..., Any],
+    ask: Ask,
 ) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 

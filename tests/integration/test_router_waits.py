@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -20,14 +20,7 @@ from pagewire.tests.support.live_router import (
     live_router,
     with_worker,
 )
-from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.sse import events_of
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with RedisServer() as server:
-        yield server.url
 
 
 @asynccontextmanager

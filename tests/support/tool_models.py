@@ -72,3 +72,15 @@ def make_model(folder: Path, name: str) -> Path:
     config = json.loads((path / "config.json").read_text()) | {"vocab_size": first + len(added)}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
+
+
+class ToolModels(dict[str, Path]):
+    """Model directories by the names of their templates; each is made when it is first used."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = path = make_model(self._folder, name)
+        return path
