@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from pagewire.tests.support import fake_device
+from pagewire.tests.support import fake_engine
 from pagewire.tests.support.browser import PROGRAM
 from pagewire.tests.support.executor_pipe import Pipe, PipeDevice, executor_process
 from pagewire.tests.support.fake_redis import fake_redis_url
@@ -65,7 +65,7 @@ def each_executor(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "pipe":
             pipe = request.getfixturevalue("other_process")
-            patch.setattr(fake_device, "make_device", partial(PipeDevice, pipe))
+            patch.setattr(fake_engine, "make_device", partial(PipeDevice, pipe))
         yield
 
 

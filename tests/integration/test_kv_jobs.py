@@ -20,13 +20,8 @@ from pagewire.shared.kv.job_messages import (
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
-from pagewire.tests.support.kv_services import (
-    BLOCK_SIZE,
-    DecodeWorker,
-    Times,
-    decode_worker,
-    prefill_worker,
-)
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import BLOCK_SIZE, DecodeWorker, Times
 
 REASONS = ("short", "no_worker", "no_link", "failed")
 LONG = prompt_of(40)  # five segments

@@ -15,13 +15,8 @@ from pagewire.tests.support.kv_by_hand import (
     prefill_by_hand,
 )
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
-    Times,
-    decode_worker,
-    prefill_worker,
-)
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import DecodeWorker, PrefillWorker, Times
 from pagewire.tests.support.stalling_relay import stalling_relay
 
 NAMES = ("a", "b", "c")

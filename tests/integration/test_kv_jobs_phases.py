@@ -12,13 +12,8 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
-    Times,
-    decode_worker,
-    prefill_worker,
-)
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import DecodeWorker, PrefillWorker, Times
 
 LONG = prompt_of(40)  # five segments
 

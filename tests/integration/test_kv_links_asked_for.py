@@ -13,7 +13,8 @@ from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import decode_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
-from pagewire.tests.support.kv_services import LAYOUT, Times, decode_worker, prefill_worker
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import LAYOUT, Times
 
 SMALLEST = LayerGroups.of_layout(LAYOUT).packed_bytes(1)
 

@@ -13,7 +13,8 @@ from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_carriers import AbsentCarrier, ShakyCarrier, Trouble
 from pagewire.tests.support.kv_router import router_of
-from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import Times
 
 SOON_S = 3.0  # much less than any time-out of the workers
 SHORT_TIMES = Times(transfer_s=0.5)

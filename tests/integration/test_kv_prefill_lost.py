@@ -11,7 +11,8 @@ import pytest
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_prefill_process import PrefillProcess, prefill_process
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import Times
 
 LONG = prompt_of(40)
 TIMES = Times(lease_s=1.0, prefill_s=30.0)  # a job would wait for long; the link is lost before

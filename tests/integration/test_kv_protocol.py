@@ -19,7 +19,7 @@ from pagewire.shared.kv.messages import (
     ToSender,
     encode,
 )
-from pagewire.tests.support.fake_device import make_sequence
+from pagewire.tests.support.fake_engine import make_sequence
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import (
     OPEN,

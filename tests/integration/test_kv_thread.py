@@ -18,7 +18,7 @@ from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.tests.support.fake_device import generate, make_sequence
+from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import CARRIERS, Clock, DecodeSide, PrefillSide, Side, hello_of
 
 pytestmark = pytest.mark.timeout(30)

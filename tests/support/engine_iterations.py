@@ -8,7 +8,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.sequence import Sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.tests.support.fake_device import make_sequence
+from pagewire.tests.support.fake_engine import make_sequence
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
 LIMIT = 64  # tokens of the default pool, and so of a sequence

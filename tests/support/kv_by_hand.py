@@ -30,7 +30,7 @@ from pagewire.shared.kv.messages import (
     encode,
 )
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.kv_services import HOST, KEYS, LAYOUT, PrefillWorker
+from pagewire.tests.support.kv_workers import HOST, KEYS, LAYOUT, PrefillWorker
 from pagewire.tests.support.worker_records import record
 
 WAIT_MS = 5000

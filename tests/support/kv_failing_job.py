@@ -10,12 +10,8 @@ from typing import Any
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.kv_by_hand import KvLinkByHand, kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import Router, router_of
-from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
-    decode_worker,
-    prefill_worker,
-)
+from pagewire.tests.support.kv_services import decode_worker, prefill_worker
+from pagewire.tests.support.kv_workers import DecodeWorker, PrefillWorker
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.tests.support.fake_device import generate, make_sequence
+from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 
 _REAL_S = 5.0  # for anything to happen

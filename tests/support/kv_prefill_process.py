@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from pagewire.shared.cluster.registry import WorkerRecord
-from pagewire.tests.support.kv_services import LAYOUT, Times, prefill_worker
+from pagewire.tests.support.kv_services import prefill_worker
+from pagewire.tests.support.kv_workers import LAYOUT, Times
 from pagewire.tests.support.worker_records import record
 
 _START_S = 60.0

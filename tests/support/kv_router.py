@@ -24,7 +24,7 @@ from pagewire.shared.control.protocol import (
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_device import VOCAB, next_token
-from pagewire.tests.support.kv_services import KEYS, Worker
+from pagewire.tests.support.kv_workers import KEYS, Worker
 
 SEED = 3
 MAX_TOKENS = 4

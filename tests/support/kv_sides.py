@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,12 +21,8 @@ from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging, make_staging
-from pagewire.tests.support.fake_device import (
-    BYTES_PER_TOKEN,
-    NUM_GROUPS,
-    make_core,
-    make_sequence,
-)
+from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, NUM_GROUPS
+from pagewire.tests.support.fake_engine import make_core, make_sequence
 from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
 from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
@@ -62,7 +59,7 @@ class Clock:
 
 
 @dataclass(eq=False)
-class Side:
+class Side(ABC):
     """An engine with its half of an endpoint.
 
     Attributes:
@@ -119,8 +116,9 @@ class Side:
             self.sockets.close()
 
     @property
+    @abstractmethod
     def endpoint(self) -> KvSender | KvReceiver:
-        raise NotImplementedError
+        """Its half."""
 
     def held(self) -> list[str]:
         """Return what is held of the engine, in words."""

@@ -12,7 +12,7 @@ from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import Expect, Export, StepPlan, Withdraw
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 Outcome = Literal["arrives", "is recomputed", "is recomputed after its first token"]
 OUTCOMES: tuple[Outcome, ...] = ("arrives", "is recomputed", "is recomputed after its first token")

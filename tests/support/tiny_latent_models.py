@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pagewire.tests.support.tiny_shapes import YARN, Families
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 5000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 _LATENT = {
     "kv_lora_rank": 24,
     "q_lora_rank": None,
@@ -22,8 +16,7 @@ _LATENT = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-# As in `tiny_models`: Hugging Face's classes, what all shapes have, and the shapes.
-LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+LATENT_FAMILIES: Families = {
     "deepseekv2": (
         "DeepseekV2",
         _LATENT,

@@ -14,7 +14,9 @@ import torch
 import transformers
 
 from pagewire.shared.model.layers.decoder import DecoderModel
-from pagewire.tests.support.tiny_latent_models import LATENT_FAMILIES, YARN
+from pagewire.tests.support.tiny_expert_models import EXPERT_FAMILIES
+from pagewire.tests.support.tiny_latent_models import LATENT_FAMILIES
+from pagewire.tests.support.tiny_shapes import BIASES, GRANITE, SWITCHED, YARN, Families, rope
 
 VOCAB = 96  # the smallest: prompts for all of them have smaller tokens
 POSITIONS = 256
@@ -50,8 +52,6 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_SWITCHED = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9}
-_BIASES = {"num_key_value_heads": 2, "attention_bias": True}
 
 
 def _longrope(pairs: int, original: int) -> dict[str, Any]:
@@ -62,10 +62,6 @@ def _longrope(pairs: int, original: int) -> dict[str, Any]:
         "long_factor": [2.0 + 1.7 * pair for pair in range(pairs)],
         "original_max_position_embeddings": original,
     }
-
-
-def _rope(**parameters: Any) -> dict[str, Any]:
-    return {"num_key_value_heads": 2, "rope_parameters": parameters}
 
 
 def _ropes(full: dict[str, Any], local_theta: float) -> dict[str, Any]:
@@ -83,7 +79,7 @@ _GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _GEMMA3_SHAPES: dict[str, dict[str, Any]] = {
-    "biases-and-cap": {**_BIASES, "final_logit_softcapping": 20.0},
+    "biases-and-cap": {**BIASES, "final_logit_softcapping": 20.0},
     "linear": _ropes({"rope_type": "linear", "rope_theta": 900.0, "factor": 2.5}, 70.0),
     "default-pattern": {
         "num_key_value_heads": 1,
@@ -102,29 +98,22 @@ _VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
-_GRANITE = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.05,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 0.25,
-}
-# Family: Hugging Face's classes, what all its shapes have, and the shapes that only it has.
-_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+_FAMILIES: Families = {
     "llama": (
         "Llama",
         {},
         {
-            "biases": {**_BIASES, "mlp_bias": True},
+            "biases": {**BIASES, "mlp_bias": True},
             "own-head-size": {"num_key_value_heads": 2, "head_dim": 20},
-            "linear": _rope(rope_type="linear", rope_theta=900.0, factor=2.5),
-            "dynamic": _rope(rope_type="dynamic", rope_theta=900.0, factor=3.7),
-            "llama3": _rope(**_LLAMA3),
-            "yarn": _rope(**YARN),
-            "yarn-with-scales": _rope(
+            "linear": rope(rope_type="linear", rope_theta=900.0, factor=2.5),
+            "dynamic": rope(rope_type="dynamic", rope_theta=900.0, factor=3.7),
+            "llama3": rope(**_LLAMA3),
+            "yarn": rope(**YARN),
+            "yarn-with-scales": rope(
                 **YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2
             ),
-            "yarn-not-truncated": _rope(**YARN, truncate=False, attention_factor=1.3),
-            "longrope": _rope(**_longrope(6, 200), factor=3.0),
+            "yarn-not-truncated": rope(**YARN, truncate=False, attention_factor=1.3),
+            "longrope": rope(**_longrope(6, 200), factor=3.0),
         },
     ),
     "mistral": (
@@ -162,24 +151,24 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         "Qwen2",
         {},
         {
-            "yarn": _rope(**YARN),
-            "windows-in-upper-layers": {**_SWITCHED, "max_window_layers": 1},
+            "yarn": rope(**YARN),
+            "windows-in-upper-layers": {**SWITCHED, "max_window_layers": 1},
         },
     ),
     "qwen3": (
         "Qwen3",
         {"head_dim": 16},
         {
-            "biases": _BIASES,
-            "head-of-12-yarn": {**_rope(**YARN), "head_dim": 12},
-            "windows-in-upper-layers": {**_SWITCHED, "max_window_layers": 2},
+            "biases": BIASES,
+            "head-of-12-yarn": {**rope(**YARN), "head_dim": 12},
+            "windows-in-upper-layers": {**SWITCHED, "max_window_layers": 2},
             "windows-by-layer": {
-                **_SWITCHED,
+                **SWITCHED,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             },
         },
     ),
-    "olmo2": ("Olmo2", {}, {"biases": _BIASES, "llama3": _rope(**_LLAMA3)}),
+    "olmo2": ("Olmo2", {}, {"biases": BIASES, "llama3": rope(**_LLAMA3)}),
     "olmo3": (
         "Olmo3",
         {
@@ -187,7 +176,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
         {
-            "biases": _BIASES,
+            "biases": BIASES,
             "yarn": _ropes(YARN, 70.0),
             "default-pattern": {
                 "num_key_value_heads": 1,
@@ -209,7 +198,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
         {
             "biases-without-caps": {
-                **_BIASES,
+                **BIASES,
                 "attn_logit_softcapping": None,
                 "final_logit_softcapping": None,
             },
@@ -218,7 +207,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "sliding_window": 21,
                 "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             },
-            "own-head-size-yarn": {**_rope(**YARN), "head_dim": 20},
+            "own-head-size-yarn": {**rope(**YARN), "head_dim": 20},
         },
     ),
     "gemma3": ("Gemma3", _GEMMA3, _GEMMA3_SHAPES),
@@ -229,25 +218,25 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "granite": (
         "Granite",
-        _GRANITE,
+        GRANITE,
         {
-            "biases": {**_BIASES, "mlp_bias": True},
-            "multipliers-of-1": dict.fromkeys(_GRANITE, 1.0) | {"attention_multiplier": 0.3},
+            "biases": {**BIASES, "mlp_bias": True},
+            "multipliers-of-1": dict.fromkeys(GRANITE, 1.0) | {"attention_multiplier": 0.3},
         },
     ),
     "cohere": (
         "Cohere",
         {"logit_scale": 0.25, "layer_norm_eps": 1e-3},
         {
-            "biases": _BIASES,
-            "linear": _rope(rope_type="linear", rope_theta=900.0, factor=2.5),
+            "biases": BIASES,
+            "linear": rope(rope_type="linear", rope_theta=900.0, factor=2.5),
         },
     ),
     "cohere2": (
         "Cohere2",
         {"logit_scale": 0.25, "sliding_window": 8, "num_hidden_layers": 5},
         {
-            "biases": _BIASES,
+            "biases": BIASES,
             "windows-by-layer": {
                 "num_key_value_heads": 1,
                 "num_hidden_layers": 3,
@@ -257,26 +246,14 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "windows-that-hide-nothing": {"num_key_value_heads": 2, "sliding_window": POSITIONS},
         },
     ),
-    "granitemoe": (
-        "GraniteMoe",
-        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2},
-        {
-            "biases-one-of-three": {
-                **_BIASES,
-                "num_local_experts": 3,
-                "num_experts_per_tok": 1,
-            },
-            "multipliers-of-1": dict.fromkeys(_GRANITE, 1.0) | {"attention_multiplier": 0.3},
-        },
-    ),
     "smollm3": (
         "SmolLM3",
         {"num_hidden_layers": 5},
         {
-            "biases": {**_BIASES, "mlp_bias": True},
+            "biases": {**BIASES, "mlp_bias": True},
             "rotation-by-layer": {"no_rope_layers": [0, 1, 0, 0, 1]},
-            "windows-without-rotation": {**_SWITCHED, "no_rope_layer_interval": 2},
-            "every-second-yarn": {**_rope(**YARN), "no_rope_layer_interval": 2},
+            "windows-without-rotation": {**SWITCHED, "no_rope_layer_interval": 2},
+            "every-second-yarn": {**rope(**YARN), "no_rope_layer_interval": 2},
         },
     ),
     "phi3": (
@@ -286,11 +263,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             "part-of-a-head": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2},
             "window": {"num_key_value_heads": 2, "sliding_window": 11},
             "longrope": {
-                **_rope(**_longrope(6, 128)),
+                **rope(**_longrope(6, 128)),
                 "original_max_position_embeddings": 128,
             },
             "longrope-of-a-part": {
-                **_rope(**_longrope(6, 200)),
+                **rope(**_longrope(6, 200)),
                 "hidden_size": 64,
                 "original_max_position_embeddings": 200,
                 "partial_rotary_factor": 0.75,
@@ -298,88 +275,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
-    "mixtral": (
-        "Mixtral",
-        {"num_local_experts": 5, "num_experts_per_tok": 2},
-        {
-            "own-head-size": {"num_key_value_heads": 2, "head_dim": 16},
-            "window": {"num_key_value_heads": 2, "sliding_window": 11},
-            "one-of-three": {
-                "num_key_value_heads": 2,
-                "num_local_experts": 3,
-                "num_experts_per_tok": 1,
-            },
-        },
-    ),
-    "gptoss": (
-        "GptOss",
-        {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "head_dim": 16,
-            "swiglu_limit": 0.5,
-            "rope_parameters": {**YARN, "truncate": False},
-        },
-        {
-            "without-biases-own-gate": {
-                "num_key_value_heads": 2,
-                "attention_bias": False,
-                "swiglu_alpha": 1.1,
-            },
-            "windows-by-layer": {
-                "num_key_value_heads": 1,
-                "sliding_window": 21,
-                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            },
-        },
-    ),
-    "qwen2moe": (
-        "Qwen2Moe",
-        {
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-        },
-        {
-            "renormalised-without-biases": {
-                "num_key_value_heads": 2,
-                "norm_topk_prob": True,
-                "qkv_bias": False,
-            },
-            "some-dense-layers": {"mlp_only_layers": [0], "num_key_value_heads": 2},
-            "windows-in-lower-layers": {
-                **_SWITCHED,
-                "num_hidden_layers": 5,
-                "max_window_layers": 4,
-            },
-            "windows-by-layer": {
-                **_SWITCHED,
-                "mlp_only_layers": [1],
-                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            },
-        },
-    ),
-    "qwen3moe": (
-        "Qwen3Moe",
-        {
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "head_dim": 16,
-        },
-        {
-            "renormalised-biases": {**_BIASES, "norm_topk_prob": True},
-            "every-second-yarn": {**_rope(**YARN), "decoder_sparse_step": 2},
-            "windows": {**_SWITCHED, "max_window_layers": 2, "norm_topk_prob": True},
-        },
-    ),
-    "olmoe": (
-        "Olmoe",
-        {"num_experts": 6, "num_experts_per_tok": 2},
-        {"renormalised-biases": {**_BIASES, "norm_topk_prob": True}},
-    ),
+    **EXPERT_FAMILIES,
     **LATENT_FAMILIES,
 }
 ARCHITECTURE_OF = {

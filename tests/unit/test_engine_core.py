@@ -18,7 +18,8 @@ from pagewire.tests.support.engine_iterations import (
     reserve,
     tokens_of,
 )
-from pagewire.tests.support.fake_device import VOCAB, generate, make_core, make_sequence
+from pagewire.tests.support.fake_device import VOCAB
+from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 

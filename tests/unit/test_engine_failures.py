@@ -19,7 +19,7 @@ from pagewire.tests.support.engine_iterations import (
     ends_of,
     tokens_of,
 )
-from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 

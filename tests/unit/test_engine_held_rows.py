@@ -23,7 +23,7 @@ from pagewire.shared.grammar.structures import regex_grammar
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.engine_iterations import LIMIT, assert_idle, drain
-from pagewire.tests.support.fake_device import generate, make_core, make_sequence
+from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 

@@ -15,7 +15,8 @@ from pagewire.tests.support.engine_iterations import (
     assert_idle,
     drain,
 )
-from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
+from pagewire.tests.support.fake_device import FakeDevice
+from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 

@@ -13,7 +13,8 @@ from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedE
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.tests.support.fake_device import FakeDevice, generate, make_core, make_sequence
+from pagewire.tests.support.fake_device import FakeDevice
+from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 

@@ -1,0 +1,50 @@
+"""Engine threads and what comes out of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+from pagewire.shared.engine.thread import EngineThread
+
+
+@dataclass
+class Outputs:
+    """Collects what the engine says, and in which thread."""
+
+    said: list[StepOutput] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+
+    def __call__(self, outputs: StepOutputs) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.said.extend(outputs)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for o in self.said if o.request_id == request_id for t in o.token_ids]
+
+    def has_ended(self, request_id: str) -> bool:
+        return any(o.finish_reason for o in self.said if o.request_id == request_id)
+
+
+def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+    """Wait, in this thread."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.002)
+
+
+@contextmanager
+def started(core: EngineCore, outputs: Outputs | None = None) -> Iterator[EngineThread]:
+    """Run an engine's thread."""
+    engine = EngineThread(core, outputs or Outputs())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        assert engine.stop(5.0)

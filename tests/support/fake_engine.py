@@ -1,0 +1,86 @@
+"""Engines over a fake device, their sequences, and the tokens that these should end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduler import Scheduler
+from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.sampling import RequestSpec
+from pagewire.tests.support.fake_device import FakeDevice, next_token
+
+
+def generate(sequence: Sequence, max_model_len: int) -> list[int]:
+    """All outputs that a sequence should end with, those that it replays included."""
+    tokens, prompt = list(sequence.token_ids), sequence.num_prompt_tokens
+    limit = 1 if sequence.prefill_only else sequence.spec.max_tokens
+    while len(tokens) - prompt < limit and len(tokens) < max_model_len:
+        tokens.append(next_token(sequence.spec.seed or 0, tokens))
+        if tokens[-1] in sequence.stop_token_ids:
+            break
+    return tokens[prompt:]
+
+
+def make_sequence(
+    request_id: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 4,
+    stop: frozenset[int] = frozenset(),
+    replayed: list[int] | None = None,
+    remote_prefill: bool = False,
+    prefill_only: bool = False,
+    seed: int = 0,
+) -> Sequence:
+    """A sequence as `new_sequence` makes them."""
+    return Sequence(
+        request_id=request_id,
+        token_ids=[*prompt, *(replayed or [])],
+        num_prompt_tokens=len(prompt),
+        num_replayed_tokens=len(replayed or []),
+        spec=RequestSpec(max_tokens=max_tokens, seed=seed),
+        stop_token_ids=stop,
+        remote_prefill=remote_prefill,
+        prefill_only=prefill_only,
+    )
+
+
+# What engines run on; the fixture `each_executor` has one in another process here.
+make_device: Callable[[SchedulerLimits, int, int, CacheGroups], FakeDevice] = FakeDevice
+
+
+def make_core(
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 1024,
+    max_waiting: int = 1024,
+    watermark_blocks: int = 0,
+    local_prefill_tokens: int = 0,
+    caching: bool = True,
+    overlap: bool = False,
+    listener: CacheListener | None = None,
+    windows: tuple[int | None, ...] = (None,),
+) -> tuple[EngineCore, FakeDevice]:
+    """An engine over a fake device; no sequence is longer than the pool."""
+    groups = CacheGroups.of(windows, block_size)
+    fits = groups.longest_sequence(num_blocks, max_num_batched_tokens)
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=min(max_model_len, fits),
+        max_waiting=max_waiting,
+        watermark_blocks=watermark_blocks,
+        local_prefill_tokens=local_prefill_tokens,
+    )
+    pool = BlockPool(num_blocks, groups, caching, listener)
+    scheduler = Scheduler(limits, pool, BlockHasher("secret", "fake", "int", block_size))
+    device = make_device(limits, num_blocks, block_size, groups)
+    return EngineCore(scheduler, device, overlap), device
