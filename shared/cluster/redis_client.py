@@ -84,7 +84,7 @@ async def connect_redis(url: str, timeout: float = 2.0, setting: str = _SETTING)
     except (RedisError, OSError) as exc:
         await client.aclose()
         raise RedisSetupError(_explain(where, exc, timeout, setting)) from exc
-    except BaseException:
+    except BaseException:  # cancelled
         await client.aclose()
         raise
     return client

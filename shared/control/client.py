@@ -112,7 +112,7 @@ class ControlClient:
         except OSError as exc:
             self._end()
             raise ChannelError(f"{self.endpoint} has no address: {exc.strerror}") from exc
-        except BaseException:
+        except BaseException:  # cancelled, or no message of the protocol's
             self._end()
             raise
         self._ticker = Ticker(self._heartbeat_s, self._on_tick)

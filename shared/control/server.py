@@ -118,7 +118,7 @@ class ControlServer:
                     "choose another port, or 0 for a free one"
                 ) from exc
             endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        except BaseException:
+        except BaseException:  # cancelled, too: nothing may stay open
             await self.close()
             raise
         self._ticker = Ticker(self._heartbeat_s, self._on_tick)

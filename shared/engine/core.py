@@ -163,7 +163,7 @@ class EngineCore:
         for hook in self.hooks:
             try:
                 self.hooks_busy |= hook.after_launch(plan)
-            except Exception:
+            except Exception:  # any, here and below: the loop serves other requests, too
                 logger.exception("a step hook failed, and with it the requests of this step")
                 self._contain(schedule.sequences)
         has_news, self._has_news = self._has_news, False

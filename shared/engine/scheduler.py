@@ -43,7 +43,7 @@ class Scheduler(SequenceTable):
         decision = Schedule()
         try:
             self._decide(decision)
-        except Exception as exc:
+        except Exception as exc:  # any: the caller fails these sequences and no others
             names = [sequence.request_id for sequence in decision.touched]
             raise SchedulingError(names) from exc
         return decision

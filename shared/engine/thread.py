@@ -198,7 +198,7 @@ class EngineThread:
                 command = self._commands.popleft()
             try:
                 command(self.core)
-            except Exception:
+            except Exception:  # one request's command must not end the others'
                 logger.exception("an engine command failed")
 
 

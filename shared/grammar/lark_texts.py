@@ -19,5 +19,5 @@ def lark_text(grammar: str) -> str:
         return any_to_lark(grammar)
     except RecursionError:
         raise
-    except Exception as exc:  # its reader of GBNF has errors of several types
+    except Exception as exc:  # the reader of GBNF raises plain exceptions
         raise ValueError(str(exc)) from exc

@@ -244,7 +244,7 @@ class MaskFiller:
             matcher = follower.matcher = Matcher(follower.compiled.result())
         except InvalidRequestError as exc:
             follower.problem, follower.is_busy = exc.message, False
-        except Exception as exc:
+        except Exception as exc:  # likewise
             logger.exception("a grammar could not be compiled")
             follower.problem, follower.is_busy = f"the grammar cannot be compiled: {exc}", False
         else:
@@ -259,7 +259,7 @@ class MaskFiller:
         try:
             matcher.follow(tokens)
             mask = matcher.fill_mask(mask_words(self.vocab_size))
-        except Exception as exc:
+        except Exception as exc:  # likewise
             logger.exception("a mask could not be filled")
             matcher.problem = f"the grammar cannot be followed: {exc}"
         follower.is_slow = time.perf_counter() - started > QUICK_S

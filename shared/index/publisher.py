@@ -154,7 +154,7 @@ class IndexPublisher:
         batch = self._take_batch()
         try:
             await self._publish(batch)
-        except BaseException:
+        except BaseException:  # cancelled, too: what was not sent is sent later
             self._give_back(batch)
             raise
 
@@ -192,7 +192,7 @@ class IndexPublisher:
             await self._index.publish(self._worker_id, self._epoch, [], [])
             for start in range(0, len(hashes), BATCH_BLOCKS):
                 await self._publish(dict.fromkeys(hashes[start : start + BATCH_BLOCKS], True))
-        except BaseException:
+        except BaseException:  # cancelled, too: a part may be missing
             self._needs_resync = True
             raise
         self._refresh_at = now + ENTRY_TTL_S / 2

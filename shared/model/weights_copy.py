@@ -165,7 +165,7 @@ def _copy_parts(
             copier.copy(part, files[part.path])
             on_bytes(part.num_bytes)
         copier.finish()
-    except BaseException:
+    except BaseException:  # the caller gets it by the thread's future
         stop_all()
         raise
 

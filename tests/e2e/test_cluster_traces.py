@@ -9,9 +9,6 @@ import httpx
 import pytest
 
 from pagewire.tests.support.local_cluster import local_cluster
-
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otel")
-
 from pagewire.tests.support.otlp_receiver import Received, otlp_receiver
 
 pytestmark = pytest.mark.timeout(180)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -225,7 +224,6 @@ def test_idle_loop_beats() -> None:
         assert engine.is_running()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a call of Linux")
 def test_sleeps_of_the_engines_thread_end_in_time() -> None:
     slack_ns: list[int] = []
     core, _ = make_core()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,7 +257,6 @@ def test_a_second_signal_lets_the_router_notify_its_clients(start: StartCluster)
     assert cluster.left_over() == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_redis_is_private_and_comes_back_on_its_socket(start: StartCluster) -> None:
     assert find_server() is not None, "the suite needs a real redis-server (make test installs it)"
     cluster = start()

@@ -41,7 +41,7 @@ class Child:
     def on_command(self, command: Command) -> None:
         try:
             reply = self._answer(command)
-        except Exception as exc:
+        except Exception as exc:  # any: the parent raises it
             logging.exception("a command failed")
             reply = Failed(f"{type(exc).__name__}: {exc}")
         if reply is not None:

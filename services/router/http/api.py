@@ -133,7 +133,7 @@ async def counted(request: Request, answer: Awaitable[Response]) -> Response:
     try:
         response = await answer
         outcome = "answered"
-    except Exception as exc:
+    except Exception as exc:  # a bug, too, has an outcome
         outcome = outcome_of(describe(exc).status)
         raise
     finally:
@@ -162,7 +162,7 @@ async def _answer(
         # The status line waits for the first token, so that a refusal has a status of its own.
         rest = answers.deltas()
         first = await cancel_on_disconnect(request, first_delta(rest))
-    except BaseException:
+    except BaseException:  # also if the client is gone and the task is cancelled
         answers.close()
         raise
     return EventStream(answers, form, first, rest, service.settings.request_timeout_s)

@@ -79,7 +79,7 @@ async def _answer(request: Request) -> Response:
     record.answers = EmbeddingAnswers(embeddings)
     try:
         vectors = await cancel_on_disconnect(request, embeddings.run())
-    except BaseException:
+    except BaseException:  # also if the client is gone and the task is cancelled
         embeddings.close()
         raise
     timeout_s = service.settings.request_timeout_s

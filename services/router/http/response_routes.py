@@ -116,7 +116,7 @@ async def _respond(request: Request) -> Response:
             return Response(form.finished(answers.usage), media_type="application/json")
         rest = answers.deltas()
         first = await cancel_on_disconnect(request, first_delta(rest))
-    except BaseException:
+    except BaseException:  # also if the client is gone and the task is cancelled
         answers.close()
         raise
     timeout_s = service.settings.request_timeout_s

@@ -99,7 +99,7 @@ class Outgoing:
         try:
             packed = pack(self.staging.buffers[slot], segment.seed)
             pending = link.outbound.stage(slot, credit, nbytes, packed) or packed
-        except BaseException:
+        except BaseException:  # whatever a device raises: neither may leak
             self.release(slot)
             link.put_back(credit)
             raise

@@ -257,7 +257,7 @@ class KvReceiver(KvHalf):
         blocks = expected.block_ids[positions.start : positions.stop]
         try:
             unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, expected.after)
-        except Exception:
+        except Exception:  # whatever a device raises: the sender packs the segment again
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return

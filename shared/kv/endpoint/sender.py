@@ -104,7 +104,7 @@ class KvSender(KvHalf):
         socket = SenderSocket(self.sockets, hello.endpoint, hello.token)
         try:
             name, outbound = choose_carrier(hello, self.carriers, socket)
-        except BaseException:
+        except BaseException:  # whatever a carrier raises
             socket.close()
             raise
         link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
@@ -273,7 +273,7 @@ class KvSender(KvHalf):
             self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, pack)
         except TransferError as exc:
             self._lose(job.link, str(exc))
-        except Exception as exc:
+        except Exception as exc:  # whatever a device raises: this job's blocks alone
             logger.exception("the blocks of job %s cannot be packed", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")
         return True
