@@ -138,7 +138,7 @@ def test_a_bug_of_ours_has_a_line_and_an_id(redis_url, lines, monkeypatch, strea
         method = "stream_chunk" if stream else "full_response"
         monkeypatch.setattr(CompletionFormat, method, break_down)
         if stream:
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):  # broken off
                 await router.complete(prompt="Hi", stream=True)
         else:
             answer = await router.complete(prompt="Hi")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.anthropic_messages import (
     CALLS,
     ON,
@@ -187,6 +186,5 @@ def test_why_an_answer_ends(serve: Serve) -> None:
         ):
             assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "river")
             assert message["content"] == [{"type": "text", "text": "The café by the "}]
-        await eventually(lambda: worker.active == 0)  # the worker learns of the stop later
 
     serve("The café by the river was open.", scenario)

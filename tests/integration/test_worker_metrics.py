@@ -6,10 +6,12 @@ import socket
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+from starlette.routing import Route
 
 from pagewire.shared.errors import ConfigError
-from pagewire.shared.http import connections
+from pagewire.shared.http.connections import TAKING_TIMEOUT_S
 from pagewire.shared.http.side_server import MAX_CONNECTIONS
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.worker.metrics import local_prefill_counter
@@ -86,37 +88,52 @@ def test_a_thousand_silent_connections_keep_no_scraper_out() -> None:
     run_async(scenario())
 
 
-def test_a_client_that_takes_no_response_is_given_up_and_a_slow_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "TAKING_TIMEOUT_S", 2.0)
+class ShiftedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be set forward."""
 
+    shift_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.shift_s
+
+
+async def take(client: socket.socket, num_bytes: int) -> None:
+    while num_bytes > 0:
+        data = await asyncio.get_running_loop().sock_recv(client, num_bytes)
+        assert data, "the server has closed the connection"
+        num_bytes -= len(data)
+
+
+def test_a_client_that_takes_no_response_is_given_up_and_a_slow_one_is_not() -> None:
     async def scenario() -> None:
-        registry = CollectorRegistry()
-        gauge = Gauge("large", "A page of 2 MB", ["label"], registry=registry)
-        for label in range(20_000):
-            gauge.labels(f"{label:080}")
-        server = MetricsServer(registry, lambda: True, "pagewire_worker")
+        page = b"x" * (64 << 20)
+        routes = [Route("/large", lambda _request: Response(page))]
+        server = MetricsServer(CollectorRegistry(), lambda: True, "pagewire_worker", routes=routes)
         url = await server.start("127.0.0.1", 0)
-        loop, asked = asyncio.get_running_loop(), b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-        clients = [socket.socket() for _ in range(2)]
+        loop, asked = asyncio.get_running_loop(), b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert isinstance(loop, ShiftedLoop)
+        slow, idle = (socket.socket() for _ in range(2))
         try:
-            for client in clients:
+            for client in (slow, idle):
                 client.setblocking(False)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
                 await loop.sock_connect(client, ("127.0.0.1", int(url.rpartition(":")[2])))
-                await loop.sock_sendall(client, asked * 10)
-            for _ in range(60):
-                await asyncio.sleep(0.1)
-                assert await loop.sock_recv(clients[0], 200_000)
+                await loop.sock_sendall(client, asked * 2)
+            await take(idle, 1)
+            for _ in range(4):
+                await take(slow, 12 << 20)  # more than the kernel holds: the server has sent some
+                loop.shift_s += TAKING_TIMEOUT_S + 1
+                for _ in range(3):  # all timers that are due
+                    await asyncio.sleep(0)
             answer = await get(url, "/metrics")
             found = [line for line in answer.text.splitlines() if line.startswith(OPEN)]
             assert found == [f"{OPEN}2.0"]  # the slow one and this one
         finally:
-            for client in clients:
-                client.close()
+            slow.close()
+            idle.close()
             await server.close()
 
-    run_async(scenario(), 60)
+    run_async(scenario(), 1e6, ShiftedLoop)  # by the loop's own clock
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])

@@ -101,7 +101,7 @@ class FakeDecodeWorker:
         self.embedding_repeats = 1
         self.most_active = 0
         self.cancelled: list[str] = []
-        self._redis_url, self._secret = redis_url, secret
+        self._redis_url, self._secret, self._lease_s = redis_url, secret, lease_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stack = AsyncExitStack()
         self._server = ControlServer(
@@ -146,7 +146,7 @@ class FakeDecodeWorker:
         self.record = msgspec.structs.replace(self.record, endpoint=endpoint)
         redis = await connect_redis(self._redis_url)
         self._stack.push_async_callback(redis.aclose)
-        registry = Registry(redis, self._secret, LEASE_S)
+        registry = Registry(redis, self._secret, self._lease_s)
         publisher = RecordPublisher(registry, lambda: self.record, HEARTBEAT_S)
         await publisher.start()
         self._stack.push_async_callback(publisher.close)

@@ -134,12 +134,12 @@ async def _with_worker(
     ):
         await router.ready()
         await scenario(router, worker)
+        await eventually(lambda: worker.active == 0)  # it learns of an end by a message
         dispatcher = router.service.dispatcher
         assert (
-            worker.active,
             dispatcher.admission.num_running,
             dispatcher.admission.num_waiting,
-        ) == (0, 0, 0)
+        ) == (0, 0)
 
 
 def with_worker(
