@@ -77,7 +77,7 @@ def make_venv(directory: Path, torch_index: str) -> None:
     )
     # In a step of its own: a CPU build of this very release ("+cpu") outranks the plain one.
     if not pip_install(python, *index, TORCH):
-        say("that is not to be had here: taking what pyproject.toml allows")
+        say("these packages cannot be installed here: taking what pyproject.toml allows")
     say(f"installing Pagewire and its other dependencies: up to {other_size} to download")
     if not pip_install(python, *index, "--editable", ".[worker,ucx,dev]"):
         say("that failed; trying without UCX (KV blocks then cross over ZeroMQ)")
@@ -97,7 +97,7 @@ def make_locked_venv(directory: Path, file: str) -> None:
     index = ("--extra-index-url", CPU_INDEX)
     if not (on_cpu and pip_install(python, *index, *hashed, "requirements/torch-cpu.txt")):
         if on_cpu:
-            say("torch's CPU build is not to be had here: taking the one for CUDA")
+            say("torch's CPU build cannot be installed here: taking the one for CUDA")
         if not pip_install(python, *hashed, "requirements/torch-cuda.txt"):
             sys.exit("installing torch failed; pip says why above")
     here = ("--no-deps", "--no-build-isolation", "--editable", ".")

@@ -200,7 +200,7 @@ class EnterTokens(Protocol):
 class NoteTokens(Protocol):
     """Count a new output of each device slot, and add it to its history, where a row asks for it.
 
-    Each device slot comes once, but for those that ask for nothing.
+    Each device slot comes once, except those that ask for nothing.
     """
 
     def __call__(

@@ -205,8 +205,8 @@ def choose_splits(programs: int, tiles: int, sms: int) -> int:
         tiles: Tiles of the longest context that the block tables can hold, or of the window.
         sms: Streaming multiprocessors of the device.
 
-    The lengths themselves are unknown here. Minimised is an estimate in units of one tile's time:
-    waves of programs, each its split of a context plus a fixed start, plus the combining.
+    The lengths themselves are unknown here. The result minimises an estimate in units of one tile's
+    time: waves of programs, each its split of a context plus a fixed start, plus the combining.
     """
     ctas = sms * _CTAS_PER_SM
     expected = min(tiles, 64)

@@ -64,7 +64,7 @@ def _shaped(
     biases,
     inside,
 ):
-    """Shape the logits of some ids, but for what is banned."""
+    """Shape the logits of some ids, except what is banned."""
     scores = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
     scores = tl.minimum(scores, 3.4028234663852886e38)

@@ -2,7 +2,10 @@
 
     config.py       settings of all services
     sampling.py     a request's parameters: defaults, ranges, seeds of its n answers
+    sampling_types.py   the parameters' types and bounds
     small modules   errors, logs, logprobs, aio, addresses, ...
+    http/           bounds and deadlines of HTTP ports, API keys
+    grammar/        structured output
     control/        messages between services, over ZeroMQ
     cluster/        the directory of workers, in Redis
     metrics/        Prometheus metrics of several services
@@ -10,11 +13,12 @@
     kv/             KV blocks: hashes, pool, layout
     index/          the prefix index, in Redis
     text/           tokenizer, chat templates, text of answers
+    tools/          tool calls and reasoning in answers
     engine/         schedules steps and runs them on a device
     kv/carriers/, kv/endpoint/   move blocks from worker to worker
     worker/         an engine with a network around it
 
-"Small modules" in other introductions means these and the two files above them.
+"Small modules" in other introductions means these and the three files above them.
 
 Read first: `control/protocol.py`, `engine/__init__.py`, `kv/endpoint/__init__.py`.
 docs/decisions.md says which file decides what.

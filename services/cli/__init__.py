@@ -1,7 +1,8 @@
 """The `pagewire` command.
 
     up/       a whole cluster on one machine
-    client/   chat, complete, status
+    client/   chat, complete, status, top
+    batch/    the requests of a batch file, sent to any OpenAI-compatible endpoint
     bench/    load on any OpenAI-compatible endpoint
     doctor/   what would go wrong on this machine
 

@@ -16,7 +16,7 @@ def run(settings: WorkerSettings) -> int:
     """Serve until a signal ends it; returns the exit code.
 
     Raises:
-        ConfigError: what was asked for is not to be had here.
+        ConfigError: this machine does not have what the settings ask for.
     """
     return run_worker(settings, "prefill", make_service)
 

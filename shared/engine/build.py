@@ -96,7 +96,7 @@ def build_engine(
             layer groups of a KV block and the device's bytes.
 
     Raises:
-        ConfigError: what was asked for is not to be had here.
+        ConfigError: this machine does not have what the settings ask for.
     """
     progress("reading the model's configuration")
     path = resolve_model(settings.model, revision=settings.revision)
@@ -221,7 +221,7 @@ def choose_ops(name: BackendName, device: torch.device) -> Ops:
 
 
 def _triton_is_interpreted() -> bool:
-    knobs = importlib.import_module("triton").knobs  # not to be had on every platform
+    knobs = importlib.import_module("triton").knobs  # not available on every platform
     return bool(knobs.runtime.interpret)
 
 

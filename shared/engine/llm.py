@@ -65,7 +65,7 @@ class LLM:
             settings: fields of `LLMSettings`.
 
         Raises:
-            ConfigError: what was asked for is not to be had here.
+            ConfigError: this machine does not have what the settings ask for.
         """
         self.settings = load_settings(
             LLMSettings, {"model": model, "max_waiting": UNBOUNDED, **settings}

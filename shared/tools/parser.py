@@ -120,7 +120,7 @@ class ToolParser:
         return "text" if self._opens else "rest"
 
     def _find_open(self) -> bool:
-        """Let text through up to the marker of a call, but for spaces before it."""
+        """Let text through up to the marker of a call, except spaces before it."""
         found = [(at, text) for text in self._opens if (at := self._buffer.find(text)) >= 0]
         if not found:
             held = max(overlap(self._buffer, text) for text in self._opens)
@@ -133,7 +133,7 @@ class ToolParser:
         return True
 
     def _let_through(self, count: int) -> None:
-        """Make content of the next characters, but for spaces at their end."""
+        """Make content of the next characters, except spaces at their end."""
         certain, self._buffer = self._buffer[:count], self._buffer[count:]
         text = certain.rstrip()
         if text:

@@ -55,7 +55,7 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
             looked up.
 
     Raises:
-        ConfigError: it is not to be had here; says why.
+        ConfigError: it is not available here; says why.
     """
     if name == "zmq":
         return ZmqCarrier(staging, moves)
@@ -85,7 +85,7 @@ async def open_endpoint(
     """Open the half that a role needs; `stack` closes it, after the engine's thread has ended.
 
     Raises:
-        ConfigError: a carrier is not to be had, or this machine does not have the host's address.
+        ConfigError: a carrier is not available, or this machine does not have the host's address.
     """
     stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
     carriers: dict[str, Carrier] = {}

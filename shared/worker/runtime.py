@@ -136,7 +136,7 @@ class WorkerRuntime:
         """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
         Raises:
-            ConfigError: what was asked for is not to be had here.
+            ConfigError: this machine does not have what the settings ask for.
         """
         async with contextlib.AsyncExitStack() as stack:
             for name in (signal.SIGTERM, signal.SIGINT):
@@ -360,7 +360,7 @@ def run_worker(
     """Run a worker in this process until a signal ends it; returns the exit code.
 
     Raises:
-        ConfigError: what was asked for is not to be had here.
+        ConfigError: this machine does not have what the settings ask for.
     """
     configure_logging(settings.log_level, settings.log_format, settings.worker_id)
     raise_open_file_limit()

@@ -1,6 +1,6 @@
 """One vocabulary: phrases that have a plainer or a standard form are not used.
 
-Read are the documents and, of the code, comments and all strings of several words: docstrings, help
+It reads the documents and, of the code, comments and all strings of several words: docstrings, help
 texts, log messages and errors. docs/glossary.md has the terms.
 """
 

@@ -142,7 +142,7 @@ def parse_output(line: bytes) -> OutputLine:
 
 
 def answered(request: BatchRequest, status: int, request_id: str, body: bytes) -> OutputLine:
-    """Return the line of an answer, whose body stays as it is but for white space.
+    """Return the line of an answer, whose body keeps all but its white space.
 
     Args:
         request: that was answered.

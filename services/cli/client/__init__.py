@@ -1,4 +1,4 @@
-"""Commands that ask a running endpoint: `chat`, `complete`, `status`, and their client.
+"""Commands that ask a running endpoint: `chat`, `complete`, `status`, `top`, and their client.
 
 Entry point: `OpenAIClient` (openai_client.py).
 Read first: `openai_client.py` (asks, and counts a reply's tokens and gaps), `chat.py`,

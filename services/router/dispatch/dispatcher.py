@@ -55,7 +55,7 @@ class TokenStream:
 
     Attributes:
         sink: gets the tokens when they arrive, until a finish reason; what it raises ends `run`.
-        workers: ids of those that have worked on it, but for the present attempt's.
+        workers: ids of those that have worked on it, except the present attempt's.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Checks a request's body and makes token ids and a `RequestSpec` of it.
 
-`SamplingParams.resolve` (shared/sampling.py) fills in the model's defaults, but for `max_tokens`:
+`SamplingParams.resolve` (shared/sampling.py) fills in the model's defaults, except `max_tokens`:
 `read_completion` and `read_chat` choose it.
 """
 
