@@ -45,7 +45,7 @@ async def advertised_host(host: str, advertise_host: str | None, redis_url: str)
         return await asyncio.to_thread(_own_address, url.hostname, url.port or _REDIS_PORT, family)
     except OSError as exc:
         raise ConfigError(
-            f"no own address on the way to {url.hostname}: {exc.strerror}; "
+            f"no address of this machine leads to {url.hostname}: {exc.strerror}; "
             "set PAGEWIRE_ADVERTISE_HOST to one that the other services reach"
         ) from exc
 

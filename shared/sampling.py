@@ -229,7 +229,7 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
     if encode is None:
         if words:
             raise InvalidRequestError(
-                "bad_words: the model has no tokenizer.json, and so no text", "bad_words"
+                "bad_words needs a tokenizer.json, which the model lacks", "bad_words"
             )
         return ()
     found: list[tuple[int, ...]] = []

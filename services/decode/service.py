@@ -163,7 +163,7 @@ class DecodeService:
             raise InvalidRequestError("nothing is left to generate", "max_tokens")
         ids = {message.request_id, *(fork.request_id for fork in message.forks)}
         if len(ids) <= len(message.forks) or any((peer_id, i) in self._by_router for i in ids):
-            raise InvalidRequestError("there is a request of this id already", "request_id")
+            raise InvalidRequestError("another request has this id", "request_id")
 
     def _refuse(
         self,

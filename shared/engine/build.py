@@ -200,7 +200,7 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is to be seen: install a driver, or use --device cpu")
+        raise ConfigError("no CUDA device was found: install a driver, or use --device cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -72,7 +72,7 @@ class EngineCore:
         named = {each.request_id: each for each in (sequence, *children)}
         for name in named:
             if name in self._sequences or name in self.scheduler.awaiting_send:
-                raise InvalidRequestError(f"there is a request {name} already", "request_id")
+                raise InvalidRequestError(f"another request has the id {name}", "request_id")
         self.constraints.check(sequence)
         self.scheduler.add(sequence, children)
         for each in named.values():

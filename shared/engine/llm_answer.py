@@ -47,7 +47,7 @@ class LLMAnswer:
         if asked.stop_strings:
             if tokenizer is None:
                 raise InvalidRequestError(
-                    "stop: the model has no tokenizer.json, and so no text; use stop_token_ids",
+                    "stop needs a tokenizer.json, which the model lacks: use stop_token_ids",
                     "stop",
                 )
             prompt_ids = output.prompt_token_ids

@@ -169,7 +169,7 @@ class ApiKeys:
             self._complaint = str(exc)
         else:
             if self._complaint:
-                logger.info("API keys: %s is right again", file)
+                logger.info("API keys: %s is valid again", file)
             self._complaint = ""
 
     def _read(self, file: Path) -> None:

@@ -85,13 +85,13 @@ class ChatSyntax:
         """Return which calls the answers to a request may have; None for none.
 
         Raises:
-            InvalidRequestError: it is not known how this model writes calls.
+            InvalidRequestError: the format of this model's calls is not known.
         """
         if tools is None or choice == "none":
             return None
         if self.tools is None:
             raise InvalidRequestError(
-                "tools: it is not known how this model writes calls, since its chat template does "
+                "tools: the format of this model's calls is not known, as its chat template does "
                 "not show it; tool_parser of LLM or the server's --tool-parser can be one of "
                 f"{', '.join(sorted(TOOL_FORMATS))}",
                 "tools",
@@ -118,10 +118,10 @@ class ChatSyntax:
             loosely: arguments are any object: for schemas that a grammar cannot express.
 
         Raises:
-            InvalidRequestError: it is not known how this model writes calls.
+            InvalidRequestError: the format of this model's calls is not known.
         """
         if self.tools is None:
-            raise InvalidRequestError("it is not known how this model writes calls", "tools")
+            raise InvalidRequestError("the format of this model's calls is not known", "tools")
         if loosely:
             wanted = CallsWanted(
                 functions=any_arguments(wanted.functions),

@@ -126,7 +126,7 @@ class EmbeddingJobs:
             problem = f"token ids must be below {self._engine.vocab_size}"
             raise InvalidRequestError(problem, "input")
         if (peer_id, message.request_id) in self._by_router:
-            raise InvalidRequestError("there is a request of this id already", "request_id")
+            raise InvalidRequestError("another request has this id", "request_id")
 
     def _add(self, core: EngineCore, job: _Job) -> None:
         """Queue a job's sequence. Runs in the engine's thread."""

@@ -203,7 +203,7 @@ def test_a_ticket_of_a_job_that_runs_is_refused_and_the_job_goes_on() -> None:
             jobs = d.receiver.jobs
             [failed] = await report_of(d, p.taken(Prefill)[0])
             assert isinstance(failed, PrefillFailed)
-            assert "there is a request" in failed.reason
+            assert "another request has the id" in failed.reason
             d.receiver.jobs = jobs
             p.device.has_run = True
             await router.answer()

@@ -109,7 +109,7 @@ def test_a_file_that_goes_wrong_leaves_the_keys_as_they_were(
         keys.look()
         assert keys.name_of(key.encode()) == name
     assert keys.name_of(KEY.encode()) is None
-    assert caplog.text.count(f"{file} is right again") == 1
+    assert caplog.text.count(f"{file} is valid again") == 1
 
 
 def test_a_file_that_is_wrong_from_the_start_is_refused(tmp_path: Path) -> None:

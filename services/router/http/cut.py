@@ -45,7 +45,9 @@ class CutRequests:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self._end(start, scope, receive, send)
             except TimeoutError:  # without the end of the body: the server closes the connection
-                logger.info("a client took nothing for %g s, not even the end", SEND_TIMEOUT_S)
+                logger.info(
+                    "a client did not read the end of its response for %g s", SEND_TIMEOUT_S
+                )
 
     async def _end(self, start: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
         error, record = describe(ShutDownError("cut, the drain time is over")), record_of(scope)

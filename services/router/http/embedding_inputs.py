@@ -113,7 +113,7 @@ def _form_of(body: EmbeddingBody, model: ServedModel) -> EmbeddingForm:
     if size is not None and not rules.is_matryoshka:
         raise InvalidRequestError(
             f"dimensions must be {model.hidden_size}, or be left out: the model's config.json "
-            "does not say that a part of an embedding is one (is_matryoshka)",
+            "does not say that embeddings may be cut (is_matryoshka)",
             "dimensions",
         )
     if size is not None and (size > model.hidden_size or size not in (rules.sizes or (size,))):
