@@ -115,7 +115,7 @@ async def live_router(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         await eventually(lambda: server.started or task.done())
-        async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
             yield LiveRouter(service, url, http)
     finally:
         server.should_exit = True
@@ -148,4 +148,4 @@ def with_worker(
     **settings: Any,
 ) -> None:
     """Run a scenario with a router and one worker that answers `TEXT`; nothing may be left."""
-    run_async(_with_worker(redis_url, scenario, settings))
+    run_async(_with_worker(redis_url, scenario, settings), timeout=100)
