@@ -39,6 +39,7 @@ from pagewire.kernels.gated_silu import SILU, GatedSilu
 if TYPE_CHECKING:
     import torch
 
+    from pagewire.kernels.routing import Routing
     from pagewire.kernels.shaping_tables import ShapingTables
 
 BackendName = Literal["auto", "triton", "torch"]
@@ -53,6 +54,7 @@ OP_NAMES = (
     "linear",
     "silu_and_mul",
     "gelu_and_mul",
+    "route",
     "experts",
     "shape_logits",
     "enter_tokens",
@@ -133,13 +135,33 @@ class GeluAndMul(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
 
 
+class Route(Protocol):
+    """The experts that each token has by the rule `routing`, and their weights.
+
+    Experts are all different, from 0 to E - 1, whatever the logits are: NaN counts as -inf for the
+    choice. They come from the best score to the least; of equal scores, and of equal groups, that
+    of the lower number is taken. A softmax without correction is ordered by its logits.
+
+    Raises:
+        UnsupportedShapeError: there are too many experts for a kernel, or logits or correction have
+            gaps.
+    """
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [T, E] of the router, any float dtype; computed in float32
+        routing: Routing,
+        correction: torch.Tensor | None = None,  # [E] float32, added to scores for the choice alone
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # [T, K] int32, [T, K] float32
+
+
 class Experts(Protocol):
     """A mixture of experts, of which each token has its own few.
 
-    `sum_k weights[t, k] * expert(x[t])` over the `chosen[t, k]`, in float32 and in this order; an
-    expert is `down @ activation(gate @ x, up @ x)`, with biases if it has them. Sums of products
-    are in float32; an expert's inner values and its output are rounded to x's dtype. A token's
-    experts are all different.
+    `sum_k weights[t, k] * expert(x[t])` over the `chosen[t, k]`, in float32, in an order that the
+    shapes alone decide; an expert is `down @ activation(gate @ x, up @ x)`, with biases if it has
+    them. Sums of products are in float32; an expert's inner values and its output are rounded to
+    x's dtype. A token's experts are all different.
 
     Raises:
         UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
@@ -318,6 +340,7 @@ class Ops:
     linear: Linear
     silu_and_mul: SiluAndMul
     gelu_and_mul: GeluAndMul
+    route: Route
     experts: Experts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens

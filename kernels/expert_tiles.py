@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 
 _BLOCK_PAIRS = 1024
 
@@ -45,11 +45,13 @@ def _tile_list_kernel(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Each program counts all pairs, and then writes those of its own expert."""
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     block = tl.arange(0, BLOCK)
+    await_predecessor(OVERLAPS)
     counts = tl.zeros([BINS], dtype=tl.int32)
     for first in range(0, pairs, BLOCK):
         seen = first + block < pairs
@@ -105,5 +107,6 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
         BINS=max(next_power_of_2(num_experts), 2),
         BLOCK=min(max(next_power_of_2(pairs), 32), _BLOCK_PAIRS),
         num_warps=4,
+        **overlap_options(chosen.device, chosen.shape[0]),
     )
     return TileList(order, tiles, rows)

@@ -5,6 +5,8 @@ Pairs are sorted by expert into tiles (`expert_tiles.py`). A program of either p
 tile and some of the outputs, so that each expert's weights are read once a tile. The first product
 gates its outputs. The second writes a row for each pair, and the sum adds a token's rows in the
 order of its choices: there are no atomics, and a step that runs again gives the same bits.
+
+Few tokens, which hardly share an expert, go another way: `few_experts.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.expert_tiles import TileList, list_tiles
+from pagewire.kernels.few_experts import are_few, few_experts
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
 _LEAST_ROWS = 16  # of a matrix product
@@ -57,8 +60,10 @@ def _gate_up_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+    await_predecessor(OVERLAPS)
     expert = tl.load(tile_ptr).to(tl.int64)
     if expert < 0:
         return
@@ -112,8 +117,10 @@ def _down_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+    await_predecessor(OVERLAPS)
     expert = tl.load(tile_ptr).to(tl.int64)
     if expert < 0:
         return
@@ -147,10 +154,12 @@ def _weighted_sum_kernel(
     width,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
+    await_predecessor(OVERLAPS)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         row = token * TOP_K + choice
@@ -184,13 +193,23 @@ def experts(
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    top_k = chosen.shape[1]
-    tiles = list_tiles(chosen, gate_up.shape[0], _rows_of_a_tile(chosen.numel(), gate_up.shape[0]))
+    num_experts, top_k = gate_up.shape[0], chosen.shape[1]
+    if are_few(tokens, top_k, num_experts):
+        biases = gate_up_bias, down_bias
+        return few_experts(x, chosen, weights, gate_up, down, *biases, activation, interleaved)
+    tiles = list_tiles(chosen, num_experts, _rows_of_a_tile(chosen.numel(), num_experts))
     inner = _gate_and_up(x, gate_up, gate_up_bias, tiles, top_k, activation, interleaved)
-    outputs = _project_down(inner, down, down_bias, tiles)
+    outputs = _project_down(inner, down, down_bias, tiles, top_k)
     block = min(next_power_of_2(width), _MAX_BLOCK)
     _weighted_sum_kernel[(tokens, triton.cdiv(width, block))](
-        outputs, weights.contiguous(), out, width, TOP_K=top_k, BLOCK=block, num_warps=4
+        outputs,
+        weights.contiguous(),
+        out,
+        width,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(x.device, tokens),
     )
     return out
 
@@ -240,12 +259,13 @@ def _gate_and_up(
         BLOCK_IN=tiling.block_in,
         STAGES=tiling.stages,
         num_warps=tiling.warps,
+        **overlap_options(x.device, x.shape[0]),
     )
     return out
 
 
 def _project_down(
-    x: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, tiles: TileList
+    x: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, tiles: TileList, top_k: int
 ) -> torch.Tensor:
     """Return the second projection of `[pairs, I]`, `[pairs, H]`, in the order of the pairs."""
     outs, ins = down.shape[1:]
@@ -266,5 +286,6 @@ def _project_down(
         BLOCK_IN=tiling.block_in,
         STAGES=tiling.stages,
         num_warps=tiling.warps,
+        **overlap_options(x.device, x.shape[0] // top_k),
     )
     return out

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig, Routing
+from pagewire.kernels.routing import Routing
+from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
 from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import (
     CachedToken,

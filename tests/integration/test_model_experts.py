@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.gated_silu import GatedSilu
+from pagewire.kernels.reference.route import route
+from pagewire.kernels.routing import Routing
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
-from pagewire.shared.model.experts_config import ExpertsConfig, Routing
+from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.layers import experts as experts_module
 from pagewire.shared.model.layers.factory import LayerFactory
-from pagewire.shared.model.layers.routing import route
 from pagewire.shared.model.loader import load_model
 from pagewire.tests.support.tiny_models import randomise, write_tiny_model
 
@@ -146,7 +148,7 @@ def test_routing_of_deepseek_v2(method: str) -> None:
         assert_routes_alike(router, routing, None)
 
 
-def test_deepseeks_router_runs_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepseeks_router_runs_in_float32() -> None:
     """In a bfloat16 model, too, where rounded logits would choose other experts."""
     config = transformers.DeepseekV3Config(
         hidden_size=64, n_routed_experts=24, num_experts_per_tok=4, n_group=6, topk_group=2
@@ -154,16 +156,15 @@ def test_deepseeks_router_runs_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
     theirs = DeepseekV3TopkRouter(config).bfloat16()
     torch.manual_seed(0)
     torch.nn.init.normal_(theirs.weight)
-    make = LayerFactory(CPU, torch.bfloat16, OPS, 16)
-    ours = make.experts(config, ExpertsConfig(24, 8, Routing(top_k=4)), wide_router=True)
-    dict(ours.targets("mlp"))["mlp.gate.weight"].copy_(theirs.weight.detach())
     routed: list[torch.Tensor] = []
 
     def note(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         routed.append(logits)
         return route(logits, *rest)
 
-    monkeypatch.setattr(experts_module, "route", note)
+    make = LayerFactory(CPU, torch.bfloat16, replace(OPS, route=note), 16)
+    ours = make.experts(config, ExpertsConfig(24, 8, Routing(top_k=4)), wide_router=True)
+    dict(ours.targets("mlp"))["mlp.gate.weight"].copy_(theirs.weight.detach())
     hidden = torch.randn(40, 64).bfloat16()
     with torch.inference_mode():
         assert ours.forward(hidden).dtype == torch.bfloat16

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 from pagewire.kernels import load_ops
+from pagewire.kernels.routing import Routing
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config
-from pagewire.shared.model.experts_config import ExpertsConfig, Routing
+from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.model_config import CachedToken

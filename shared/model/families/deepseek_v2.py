@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagewire.shared.model.experts_config import Routing, chosen_count
+from pagewire.kernels.routing import Routing
+from pagewire.shared.model.experts_config import chosen_count
 from pagewire.shared.model.fields import MAX_COUNT, Fields
 from pagewire.shared.model.latent_config import LatentConfig, read_latent, read_latent_experts
 from pagewire.shared.model.model_config import Defaults

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagewire.shared.model.experts_config import Routing, chosen_count
+from pagewire.kernels.routing import Routing
+from pagewire.shared.model.experts_config import chosen_count
 from pagewire.shared.model.families.deepseek_v2 import build
 from pagewire.shared.model.fields import MAX_COUNT, Fields
 from pagewire.shared.model.latent_config import LatentConfig, read_latent, read_latent_experts

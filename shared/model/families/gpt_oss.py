@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagewire.kernels.gated_silu import GatedSilu
+from pagewire.kernels.routing import Routing
 from pagewire.shared.model.experts_config import (
     ExpertsConfig,
     MoeConfig,
-    Routing,
     chosen_count,
     expert_count,
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagewire.kernels.routing import Routing
 from pagewire.shared.model.experts_config import (
     ExpertsConfig,
-    Routing,
     chosen_count,
     expert_count,
 )

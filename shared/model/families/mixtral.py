@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagewire.kernels.routing import Routing
 from pagewire.shared.model.experts_config import (
     ExpertsConfig,
     MoeConfig,
-    Routing,
     chosen_count,
     expert_count,
 )

@@ -9,10 +9,9 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.gated_silu import SILU, GatedSilu
-from pagewire.shared.model.experts_config import Routing
+from pagewire.kernels.routing import Routing
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
 from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.routing import route
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Experts:
         "_interleaved",
         "_names",
         "_op",
+        "_route",
         "_routing",
         "_wide_router",
         "correction",
@@ -74,6 +74,7 @@ class Experts:
         wide_router: bool = False,
     ) -> None:
         self._op = ops.experts
+        self._route = ops.route
         self._routing = routing
         self._names = names
         self._activation = activation
@@ -89,7 +90,7 @@ class Experts:
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
         logits = self.router.apply(hidden.float() if self._wide_router else hidden)
-        chosen, weights = route(logits, self._routing, self.correction)
+        chosen, weights = self._route(logits, self._routing, self.correction)
         return self._op(
             hidden,
             chosen,

@@ -1,10 +1,10 @@
-"""Which experts each token has: plain torch of static shapes, which a CUDA graph captures."""
+"""Which experts each token has, in plain torch of static shapes."""
 
 from __future__ import annotations
 
 import torch
 
-from pagewire.shared.model.experts_config import Routing
+from pagewire.kernels.routing import Routing
 
 
 def route(
@@ -12,23 +12,30 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token, `[T, K]` int32, and their weights, `[T, K]` float32.
 
-    Args:
-        logits: of the router, [T, E].
-        routing: the rule.
-        correction: [E] float32, added to scores for the choice alone.
+    Shapes are those of `pagewire.kernels.Route`.
     """
     wide = logits.float()
     scores = wide.softmax(dim=-1) if routing.scores == "softmax" else wide.sigmoid()
-    candidates = scores if correction is None else scores + correction
+    # A softmax keeps the order of its logits, and rounds some that differ to the same score.
+    ordered_by_logits = (
+        routing.scores == "softmax" and correction is None and routing.group_score == "best"
+    )
+    candidates = wide if ordered_by_logits else scores
+    if correction is not None:
+        candidates = candidates + correction
+    candidates = candidates.masked_fill(candidates.isnan(), -torch.inf)
     if routing.groups > 1:
         candidates = _within_best_groups(candidates, routing)
-    chosen = candidates.topk(routing.top_k, dim=-1).indices
+    chosen = _best(candidates, routing.top_k)
     weights = scores.gather(1, chosen)
     if routing.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    if routing.scale != 1.0:
-        weights = weights * routing.scale
-    return chosen.int(), weights
+    return chosen.int(), weights * routing.scale
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return where the highest are, `[T, count]`; of equal ones the first, unlike torch.topk."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _within_best_groups(candidates: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -38,7 +45,7 @@ def _within_best_groups(candidates: torch.Tensor, routing: Routing) -> torch.Ten
         group_scores = by_group.amax(dim=-1)
     else:
         group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
-    best = group_scores.topk(routing.top_groups, dim=-1).indices
+    best = _best(group_scores, routing.top_groups)
     is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
     within: torch.Tensor = by_group.masked_fill(is_out.unsqueeze(-1), -torch.inf)
     return within.flatten(1)
