@@ -97,9 +97,9 @@ def _route_kernel(
     choice = tl.arange(0, BLOCK_CHOSEN)
     chosen = tl.zeros([BLOCK_CHOSEN], dtype=tl.int32)
     for n in range(TOP_K):
-        best = tl.max(tl.max(keys, 1), 0)
-        chosen = tl.where(choice == n, (~best & 0x7FFFFFFF).to(tl.int32), chosen)
-        keys = tl.where(keys == best, _TAKEN, keys)
+        key = tl.max(tl.max(keys, 1), 0)
+        chosen = tl.where(choice == n, (~key & 0x7FFFFFFF).to(tl.int32), chosen)
+        keys = tl.where(keys == key, _TAKEN, keys)
     wanted = choice < TOP_K
     logits = tl.load(row + chosen, mask=wanted, other=-float("inf")).to(tl.float32)
     weights = _to_scores(logits, highest, total, SOFTMAX)
