@@ -1,11 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Which experts each token has, in one launch: a program a token, its logits in registers.
 
-Scores are packed with the number of their expert into integers of 64 bits, so that one maximum
-gives both, as OpenAI's triton_kernels do it. All of these differ: whatever the logits are, a token
-has K different experts from 0 to E - 1, and of equal scores that of the lower number. torch.topk,
-which Hugging Face's models call, leaves open which of equal ones it takes, and takes others on
-other devices; weights learned in training rely on neither.
+The best are found one after the other, by the maximum of their keys (`_keys.py`): whatever the
+logits are, a token has K different experts from 0 to E - 1, and of equal scores that of the lower
+number. torch.topk, which Hugging Face's models call, leaves open which of equal ones it takes.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._keys import id_of, score_of, to_keys
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.routing import Routing
@@ -21,20 +20,6 @@ from pagewire.kernels.routing import Routing
 _MOST_SCORES = 1 << 15  # of a program, padded
 _SCORES_OF_A_WARP = 256
 _TAKEN = tl.constexpr(-(1 << 63))  # below the key of any score
-
-
-@triton.jit
-def _to_keys(score, index):
-    """Return integers of the order of the scores, and of the reverse order of equal ones' index."""
-    bits = score.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats go the other way
-    return (ordered.to(tl.int64) << 32) | (~index & 0x7FFFFFFF).to(tl.int64)
-
-
-@triton.jit
-def _score_of(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -80,25 +65,25 @@ def _route_kernel(
     if CORRECTED:
         candidates += tl.load(correction_ptr + expert, mask=exists, other=0.0)
     candidates = tl.where(candidates == candidates, candidates, -float("inf"))
-    keys = tl.where(exists, _to_keys(candidates, expert), _TAKEN)
+    keys = tl.where(exists, to_keys(candidates, expert), _TAKEN)
     if GROUPS > 1:
         best = tl.max(keys, 1)
-        scores = _score_of(best)
+        scores = score_of(best)
         if BEST_TWO:
-            scores += _score_of(tl.max(tl.where(keys == best[:, None], _TAKEN, keys), 1))
-        group_keys = tl.where(group < GROUPS, _to_keys(scores, group), _TAKEN)
+            scores += score_of(tl.max(tl.where(keys == best[:, None], _TAKEN, keys), 1))
+        group_keys = tl.where(group < GROUPS, to_keys(scores, group), _TAKEN)
         is_in = group < 0
         for _ in range(TOP_GROUPS):
             found = group_keys == tl.max(group_keys, 0)
             is_in = is_in | found
             group_keys = tl.where(found, _TAKEN, group_keys)
         candidates = tl.where(is_in[:, None], candidates, -float("inf"))
-        keys = tl.where(exists, _to_keys(candidates, expert), _TAKEN)
+        keys = tl.where(exists, to_keys(candidates, expert), _TAKEN)
     choice = tl.arange(0, BLOCK_CHOSEN)
     chosen = tl.zeros([BLOCK_CHOSEN], dtype=tl.int32)
     for n in range(TOP_K):
         key = tl.max(tl.max(keys, 1), 0)
-        chosen = tl.where(choice == n, (~key & 0x7FFFFFFF).to(tl.int32), chosen)
+        chosen = tl.where(choice == n, id_of(key), chosen)
         keys = tl.where(keys == key, _TAKEN, keys)
     wanted = choice < TOP_K
     logits = tl.load(row + chosen, mask=wanted, other=-float("inf")).to(tl.float32)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._keys import id_of, score_of, to_keys
 from pagewire.kernels._launch import next_power_of_2
 
 _CHUNK = 4096
@@ -24,14 +25,6 @@ def _load_scores(row_ptr, ids, vocab_size):
     scores = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
     return tl.minimum(scores, 3.4028234663852886e38)
-
-
-@triton.jit
-def _keys_of(scores, ids):
-    """Map scores and their ids to int64: a higher score comes first, then a lower id."""
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 equals 0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["top"])
@@ -62,7 +55,7 @@ def _chunk_kernel(
     tl.store(highest_ptr + cell, highest)
     tl.store(mass_ptr + cell, tl.sum(tl.exp(scores - highest), axis=0))
     tl.store(better_ptr + cell, tl.sum((scores > token_score).to(tl.int32), axis=0))
-    keys = _keys_of(scores, ids)
+    keys = to_keys(scores, ids)
     for place in range(top):
         best = tl.max(keys, axis=0)
         tl.store(keys_ptr + cell * MOST_TOP + place, best)
@@ -113,11 +106,9 @@ def _join_kernel(
     for place in range(top):
         best = tl.max(keys, axis=0)
         keys = tl.where(keys == best, lowest, keys)
-        ordered = (best >> 32).to(tl.int32)
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-        value = bits.to(tl.float32, bitcast=True)
+        value = score_of(best)
         value = tl.where(value == float("-inf"), value, value - peak - log_sum)
-        tl.store(ids_ptr + out + 1 + place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
+        tl.store(ids_ptr + out + 1 + place, id_of(best))
         tl.store(logprobs_ptr + out + 1 + place, value)
 
 

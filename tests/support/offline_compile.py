@@ -1,0 +1,237 @@
+"""Compile the Triton kernels for a Hopper GPU on a machine without one; print what each takes.
+
+    python -P -m pagewire.tests.support.offline_compile [--ops ...] [--dtypes ...] [--all-mixtures]
+
+Launchers run on tensors without memory, and where one launches a kernel, Triton compiles it with
+the ptxas that it brings. The interpreter, which the tests use, accepts programs that the compiler
+refuses, and knows neither registers nor shared memory. Exit code 1: a kernel spills registers or
+needs more shared memory than an SM has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import KernelInterface
+
+from pagewire.kernels import OP_NAMES, Ops, load_ops
+from pagewire.kernels.bench.inputs import (
+    LatentCase,
+    PagedCase,
+    decode_case,
+    sampling_inputs,
+    shaping_inputs,
+)
+from pagewire.kernels.gated_silu import GatedSilu
+from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
+from pagewire.kernels.routing import Routing
+from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
+
+_MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_V3 = Routing(
+    top_k=8,
+    scores="sigmoid",
+    renormalise=True,
+    scale=2.5,
+    groups=8,
+    top_groups=4,
+    group_score="best two",
+    corrected=True,
+)
+# experts, hidden size, inner size, routing
+MIXTURES = {
+    "Qwen3-30B-A3B": (128, 2048, 768, Routing(top_k=8, renormalise=True)),
+    "gpt-oss-20b": (32, 2880, 2880, Routing(top_k=4, renormalise=True)),
+    "Mixtral-8x7B": (8, 4096, 14336, Routing(top_k=2, renormalise=True)),
+    "DeepSeek-V2": (160, 5120, 1536, Routing(top_k=6, groups=8, top_groups=3, scale=16.0)),
+    "DeepSeek-V3": (256, 7168, 2048, _V3),
+    "tiny": (5, 37, 19, Routing(top_k=3)),
+}
+_GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
+
+Call = Callable[[], object]
+
+
+class _NoGpu:
+    """What Triton asks its driver for: a Hopper GPU to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Properties:
+    multi_processor_count = 132
+
+
+class _Compiled:
+    """The kernels that launchers wanted, by name, options and constants."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Any] = {}
+
+    def launcher(self, kernel: Any, grid: Any) -> Callable[..., None]:
+        def compile_it(*args: Any, **kwargs: Any) -> None:
+            types = [each.dtype if isinstance(each, torch.Tensor) else each for each in args]
+            done = kernel.warmup(*types, grid=grid, **kwargs)
+            self.kernels.setdefault(f"{kernel.__name__} {done.hash[:8]}", done)
+
+        return compile_it
+
+
+def _pretend(compiled: _Compiled) -> None:
+    """Have launchers see a Hopper GPU, and launches only compile."""
+    driver.set_active(_NoGpu())
+    torch.version.cuda = torch.version.cuda or "13.0"
+    torch.cuda.get_device_properties = lambda device=None: _Properties()
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    KernelInterface.__getitem__ = lambda kernel, grid: compiled.launcher(kernel, grid)
+
+
+def _emptied(value: Any, device: str) -> Any:
+    """Return a tensor without memory for each of `value`; call it in fake mode."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, ShapingTables):
+        return ShapingTables(*(_emptied(table, device) for table in value))
+    return value
+
+
+def _mixtures(ops: Ops, dtype: torch.dtype, names: list[str]) -> Iterator[tuple[str, Call]]:
+    def routed(tokens: int, experts: int, rule: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+        correction = torch.empty(experts, device="cuda") if rule.corrected else None
+        logits = torch.empty(tokens, experts, device="cuda", dtype=dtype)
+        return ops.route(logits, rule, correction)
+
+    def run(tokens: int, experts: int, hidden: int, inner: int, rule: Routing, oss: bool) -> None:
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.empty(experts, *shape, device="cuda", dtype=dtype)
+
+        biases = (weight(2 * inner), weight(hidden)) if oss else (None, None)
+        chosen = torch.empty(tokens, rule.top_k, device="cuda", dtype=torch.int32)
+        x = torch.empty(tokens, hidden, device="cuda", dtype=dtype)
+        parameters = (weight(2 * inner, hidden), weight(hidden, inner), *biases)
+        activation = (_GPT_OSS, True) if oss else ()
+        ops.experts(x, chosen, chosen.float(), *parameters, *activation)
+
+    for name in names:
+        experts, hidden, inner, rule = MIXTURES[name]
+        for tokens in (1, 16, 256, 8192) if len(names) > 1 else (1, 256):
+            yield "route", lambda t=tokens, e=experts, r=rule: routed(t, e, r)
+            shape = (experts, hidden, inner, rule, name.startswith("gpt-oss"))
+            yield "experts", lambda t=tokens, s=shape: run(t, *s)
+
+
+def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
+    x = decode_case((600,) * 2).build("cpu", dtype)
+    context = [x.q, x.k_cache, x.v_cache, x.block_tables]
+    yield "paged_decode", ops.paged_decode, [*context, x.seq_lens, x.scale]
+    for window in (None, 100):  # the Hopper kernel, and that of other GPUs
+        x = PagedCase((200,), (300,)).build("cpu", dtype)
+        context = [x.q, x.k_cache, x.v_cache, x.block_tables]
+        lengths = [x.cu_query_lens, x.seq_lens, x.max_query_len]
+        yield "paged_prefill", ops.paged_prefill, [*context, *lengths, x.scale, None, window]
+    for chunks in (None, (40, 40)):
+        y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
+        context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens, y.scale]
+        yield "latent_attention", ops.latent_attention, [*context, *y.lengths]
+    caches = torch.empty(8, 2, 8, 16, 128, dtype=dtype).unbind(1)
+    q, kv = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 8, 128, dtype=dtype)
+    slots, cos_sin = torch.zeros(2, dtype=torch.int64), torch.empty(64, 128)
+    norm = torch.empty(128, dtype=dtype)
+    tail = [cos_sin, *caches, slots, norm, norm, 1e-6]
+    yield "rotary_and_cache", ops.rotary_and_cache, [slots, q, kv, kv, *tail]
+    cached, norm = torch.empty(2, 576, dtype=dtype), torch.empty(512, dtype=dtype)
+    yield (
+        "latent_rotary_and_cache",
+        ops.latent_rotary_and_cache,
+        [slots, torch.empty(2, 16, 64, dtype=dtype), cached[:, :512], cached[:, 512:]]
+        + [torch.empty(64, 64), torch.empty(8, 16, 576, dtype=dtype), slots, norm, 1e-6, True],
+    )
+
+
+def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
+    x = torch.empty(2, 4096, dtype=dtype)
+    yield "rms_norm", ops.rms_norm, [x, x[0], 1e-5, x]
+    yield "linear", ops.linear, [x, torch.empty(1024, 4096, dtype=dtype), None]
+    yield "silu_and_mul", ops.silu_and_mul, [x]
+    yield "gelu_and_mul", ops.gelu_and_mul, [x]
+    logits = torch.empty(2, 32000, dtype=dtype)
+    penalised = ShapingRow(4, repetition=1.1, frequency=0.2, bad_words=[[1, 2]], output=[5])
+    shaping = shaping_inputs(logits, [penalised] * 2)
+    yield "shape_logits", ops.shape_logits, list(shaping.arguments)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    slots, rows = shaping.slots, shaping.positions
+    yield "enter_tokens", ops.enter_tokens, [shaping.tables, slots, slots, slots, tokens, 2]
+    yield "note_tokens", ops.note_tokens, [shaping.tables, tokens, slots, rows]
+    yield "sample", ops.sample, list(sampling_inputs(logits).arguments)
+    yield "token_logprobs", ops.token_logprobs, [logits, rows, tokens, 20]
+    pool, copy_list = torch.empty(8, 4096, dtype=dtype), make_copy_list(range(4), 1)
+    staging = torch.empty(packed_bytes(4, 4096 * dtype.itemsize), dtype=torch.uint8)
+    yield "pack_blocks", ops.pack_blocks, [pool, copy_list, staging]
+    corrupt = torch.zeros((), dtype=torch.int64)
+    yield "unpack_blocks", ops.unpack_blocks, [staging, pool, copy_list, corrupt]
+
+
+def _resources(kernel: Any) -> dict[str, int]:
+    """Return registers and bytes of spills of a thread, and bytes of shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    spilled = found["STACK"] + found["LOCAL"]
+    return {"registers": found["REG"], "spilled": spilled, "shared": kernel.metadata.shared}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print a line a kernel, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Compile the kernels for sm_90 without a GPU.")
+    parser.add_argument("--ops", nargs="+", choices=OP_NAMES, default=OP_NAMES)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--all-mixtures", action="store_true", help="those of all known models")
+    options = parser.parse_args(arguments)
+    compiled, ops = _Compiled(), load_ops("triton", "cuda")
+    _pretend(compiled)
+    for name in options.dtypes:
+        dtype = getattr(torch, name)
+        cases = [*_attention(ops, dtype), *_others(ops, dtype)]
+        mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]
+        with FakeTensorMode():
+            for op, call, args in cases:
+                # Torch without CUDA cannot view a tensor of CUDA's as one of another dtype.
+                device = "cpu" if op in ("pack_blocks", "unpack_blocks") else "cuda"
+                if op in options.ops:
+                    call(*(_emptied(each, device) for each in args))
+            for op, run in _mixtures(ops, dtype, mixtures):
+                if op in options.ops:
+                    run()
+    failed = False
+    for name, kernel in compiled.kernels.items():
+        took = _resources(kernel)
+        is_wrong = took["spilled"] > 0 or took["shared"] > _MOST_SHARED
+        failed |= is_wrong
+        print(name, *(f"{what} {n}" for what, n in took.items()), "WRONG" if is_wrong else "ok")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
